@@ -16,6 +16,7 @@ from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import with_options_of
+from autopar.cost.host_usage import passing_bytes
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
@@ -197,10 +198,19 @@ def peak_bytes(compiled: CompiledStep) -> int:
 
 
 def host_state_bytes(compiled: CompiledStep) -> int:
-    """Bytes of state in host memory that the compiler counts as device memory, as XLA does on CPU."""
-    if isinstance(compiled, CompiledPipeline) or compiled.memory_analysis().host_argument_size_in_bytes:
-        return 0
-    return sum(compiled.plan.predicted.host_bytes)
+    """Bytes in host memory that the compiler counts as device memory, as XLA does on CPU."""
+    if isinstance(compiled, CompiledPipeline):
+        # Neither side counts what waits between tasks. What a task itself brings back, the compiler counts.
+        tasks = zip(compiled.staged.staged.tasks, compiled.executables, strict=False)
+        in_one = [task for task, executable in tasks if not _has_host_memory(executable.memory_analysis())]
+        stages = [planned.lowered for planned in compiled.staged.stages]
+        kept = (passing_bytes(stages[t.stage].stage.graph, t.instructions, stages[t.stage].mesh) for t in in_one)
+        return max(kept, default=0)
+    return 0 if _has_host_memory(compiled.memory_analysis()) else sum(compiled.plan.predicted.host_bytes)
+
+
+def _has_host_memory(stats: Any) -> bool:
+    return bool(stats.host_argument_size_in_bytes or stats.host_temp_size_in_bytes or stats.host_output_size_in_bytes)
 
 
 def compare_traffic(

@@ -12,8 +12,23 @@ from jax._src import ad_checkpoint
 from jax._src.interpreters import partial_eval
 
 NAME = "name"  # the primitive of `checkpoint_name`
+_IN_HOST = "autopar: in the memory of the host"  # the name of a value that an offload policy sends there
 # The names that are saved by traces of this thread; None: those of the policies. It is in the keys of jax's caches.
 _saved: Any = jax.make_user_context(None)
+
+
+def in_host_memory(eqn: Any, operand: Any, result: Any) -> Any:
+    """An equation that gives a value another name, under which it waits in the memory of the host.
+
+    Every pass knows such equations, and values of the memory of the host have the types of others.
+    """
+    params = {"name": _IN_HOST}
+    return eqn.replace(primitive=ad_checkpoint.name_p, invars=[operand], outvars=[result], params=params)
+
+
+def is_in_host_memory(eqn: Any) -> bool:
+    """Whether an equation was made by `in_host_memory`."""
+    return eqn is not None and eqn.primitive is ad_checkpoint.name_p and eqn.params["name"] == _IN_HOST
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # jax refers to policies weakly

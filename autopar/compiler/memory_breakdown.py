@@ -18,7 +18,7 @@ from autopar.inter_op.staged import StagedStep
 from autopar.ir.graph import OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import UNREDUCED
+from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
 from autopar.runtime.pipeline.merge_buffers import groups_of
@@ -56,7 +56,7 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
                 saved = zip(instruction.op.outputs, instruction.keys_read, strict=True)
                 passed.update((out, key) for out, key in saved if key in module_of)
         elif section_of(instruction) is not Section.BEFORE:
-            forward_keys.update(instruction.keys_made)
+            forward_keys.update(key for key in instruction.keys_made if key[1][1] != HOST)
     return module_of
 
 

@@ -12,6 +12,7 @@ from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
+from autopar.passes.split_scan import uneven_forms
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
@@ -24,7 +25,8 @@ def stored_step(
     traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook, graphs: StepGraphs
 ) -> TracedStep:
     """The step with the leaves of its state as they are stored on a cluster: padded where a recipe shares them out
-    among devices that do not divide them. The graph that this is read from is one of `graphs`.
+    among devices that do not divide them, and where the requested stages do not divide the layers of a scan. The graph
+    that this is read from is one of `graphs`.
 
     Raises: InvalidArgumentError where the recipe does not fit the devices; UnsupportedError as `build_graph`.
     """
@@ -52,6 +54,9 @@ def _chosen_forms(
     traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook, graphs: StepGraphs
 ) -> dict[int, PaddedForm]:
     binding, num_stages = request.binding, request.num_stages or 1
+    num_parts = num_stages * (request.chunks or 1)
+    if num_parts > 1 and (forms := uneven_forms(traced, num_parts, rules)):
+        return forms
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}
     num_devices = cluster.num_devices // num_stages

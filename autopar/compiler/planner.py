@@ -27,6 +27,7 @@ from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
+from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
@@ -82,6 +83,8 @@ def make_plans(
     with progress.pass_("padding"):
         traced = stored_step(as_requested(traced, request), cluster, request, rules, graphs)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
+    if offloaded_by_policy(context.graph):
+        check_host_link(cluster)
     refused: MemoryLimitError | None = None
     try:
         context = ask_sources(context)
@@ -215,8 +218,13 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
         )
     binding = request.binding
     offloads_by_recipe = binding is not None and (binding.offloads_optimizer or binding.offloads_activations)
-    offloads = bool(request.in_host) or offloads_by_recipe
-    if offloads and cluster.device.host_link_bytes_per_s is None:
+    if bool(request.in_host) or offloads_by_recipe:
+        check_host_link(cluster)
+
+
+def check_host_link(cluster: Cluster) -> None:
+    """Raises: InvalidArgumentError for a cluster whose devices have an unknown link to the memory of their hosts."""
+    if cluster.device.host_link_bytes_per_s is None:
         raise InvalidArgumentError(
             where=f"offload on cluster {cluster.name}",
             expected="a rate of the link between a device and the memory of its host",

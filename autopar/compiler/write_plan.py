@@ -9,6 +9,7 @@ from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
+from autopar.compiler.offload_notes import offload_notes
 from autopar.compiler.padding import padding_notes
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
 from autopar.compiler.write_record import (
@@ -94,6 +95,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         notes=(
             *_notes_of(context, largest_axis),
             *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches),
+            *offload_notes((planned.stage.graph, planned.lowered.lowered) for planned in staged.stages),
         ),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
         weighed=candidate.weighed,
@@ -127,7 +129,12 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
-        notes=(*_notes_of(context, largest_axis), *island_notes(graph, best.sharding), *notes),
+        notes=(
+            *_notes_of(context, largest_axis),
+            *island_notes(graph, best.sharding),
+            *offload_notes([(graph, best.lowered)]),
+            *notes,
+        ),
         timeline=timeline,
     )
 

@@ -143,6 +143,7 @@ def predicted(
     compute_s = sum(seconds_of.values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
+    kept_bytes = host.kept_bytes + host.saved_bytes
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
     ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
@@ -159,7 +160,7 @@ def predicted(
         bubble_fraction=0.0,
         collectives=grouped(uses, model.links.mesh),
         memory=(use,),
-        host_bytes=(host.kept_bytes,) if host.kept_bytes else (),
+        host_bytes=(kept_bytes,) if kept_bytes else (),
         host_copied_bytes=float(host.copied_bytes),
         host_time_s=host.time_s,
         product_time_s=_product_s(lowered, seconds_of),

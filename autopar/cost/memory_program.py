@@ -347,9 +347,7 @@ class _MemoryWriter:
             for atom, place in zip(op.inputs, loop.reads, strict=True)
         )
         bodies = [self.body(block, env) for block in loop.blocks]
-        outputs = tuple(
-            self.define(v, (layout, UNREDUCED), env) for v, layout in zip(op.outputs, loop.results, strict=True)
-        )
+        outputs = tuple(self.define(v, place, env) for v, place in loop.keys_made)
         if op.kind is OpKind.COND:
             branches = tuple(
                 MemoryStep(
@@ -387,10 +385,8 @@ class _MemoryWriter:
     ) -> tuple[tuple[int, ...], tuple[MemoryStep, ...], tuple[int, ...]]:
         env = dict(outer)
         steps: list[MemoryStep] = []
-        inner = tuple(
-            self.define(v, (layout, UNREDUCED), env)
-            for v, layout in zip(lowered.block.inputs, lowered.inputs, strict=True)
-        )
+        entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
+        inner = tuple(self.define(v, place, env) for v, place in entries)
         self.block(lowered, env, steps)
         out = tuple(
             self.literal(steps) if place is None or not isinstance(atom, int) else env[atom, place]

@@ -104,7 +104,7 @@ def _ran(order: Sequence[StreamWork], starts_s: Sequence[float], end_s: float) -
         end_s=end_s,
         compute_s=compute_s + sum(ran.compute_s for ran in inside),
         send_s=send_s + sum(ran.send_s for ran in inside),
-        host_s=sum(work.seconds for work in order if work.stream is Stream.HOST),
+        host_s=sum(work.seconds for work in order if work.stream is Stream.HOST) + sum(ran.host_s for ran in inside),
     )
 
 

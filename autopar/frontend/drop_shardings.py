@@ -5,6 +5,9 @@ would follow them besides the plan's layouts, with communication that no plan pr
 devices could not be compiled with shardings over all of them. Each is replaced by its operand, also in the bodies of
 loops, branches and calls; variables and parameters lose the meshes with which they were traced.
 
+Moves to the memory of the host, which offload policies of `jax.checkpoint` write, stay as names of values
+(`jax_remat.in_host_memory`): the plan keeps them there (`autopar.lowering.activation_offload`).
+
 Conversions between a weak type and the same strong type are removed too, without a note: they do not change values. A
 step traced with numbers or weakly typed arrays then differs from the step traced with strongly typed arrays only in the
 weak types themselves, and one plan holds for both.
@@ -18,7 +21,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from autopar.common import jax_compat
+from autopar.common import jax_compat, jax_remat
 from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
@@ -30,8 +33,6 @@ _PLACING = {
     "device_put": "device_put",
 }
 
-
-TO_HOST = "an offload policy of jax.checkpoint, or device_put to the memory of the host"
 
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
@@ -54,15 +55,6 @@ def without_placements(closed: Any) -> tuple[Any, Removed]:
 
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
     """The note for the user on removed placements, by what is done with them."""
-    kept = [p for p in traced.placements if p.name == TO_HOST]
-    if kept:
-        rest = dataclasses.replace(traced, placements=tuple(p for p in traced.placements if p.name != TO_HOST))
-        text = (
-            f"what {TO_HOST}{f', at {kept[0].line},' if kept[0].line else ''} puts there is kept on the devices, where "
-            "the prediction counts it; recipes with offload='activations' keep what is saved for the backward pass in "
-            "the memory of the host"
-        )
-        return f"{text}; {placement_note(rest, constraints)}" if rest.placements else text
     written = dict.fromkeys(w.place for w in traced.layouts_in_code)
     if constraints is ShardingsInCode.IGNORE or not written:
         return _dropped(traced.placements)
@@ -76,6 +68,15 @@ def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
         )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text
+
+
+def _puts_in_host(eqn: Any) -> bool:
+    """Whether an equation moves values to the memory of the host, as offload policies of `jax.checkpoint` write it."""
+    return eqn.primitive.name == "device_put" and any(_is(device, "Host") for device in eqn.params["devices"])
+
+
+def _is(device: Any, space: str) -> bool:
+    return str(device) == f"MemorySpace.{space}"
 
 
 def _dropped(placements: Sequence[Placement]) -> str:
@@ -115,6 +116,14 @@ class _PlacementRemover:
         for eqn in inner.eqns:
             self._num_eqns += 1
             ins = [read(a) for a in eqn.invars]
+            if _puts_in_host(eqn):
+                for operand, device, var in zip(ins, eqn.params["devices"], eqn.outvars, strict=True):
+                    if _is(device, "Host") and not isinstance(operand, jax_compat.Literal):
+                        eqns.append(jax_remat.in_host_memory(eqn, operand, renamed(var)))
+                    else:
+                        replacement[var] = operand
+                changed = True
+                continue
             if self.places(eqn):
                 if eqn.primitive.name in _LAYING:
                     self.write(ins[0], eqn, eqn.params[_LAYING[eqn.primitive.name]])
@@ -153,10 +162,8 @@ class _PlacementRemover:
             return False
         if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
             return False  # what jnp.asarray and the like leave behind
-        if name == "device_put" and all(str(device).startswith("MemorySpace.") for device in eqn.params["devices"]):
-            if any(str(device) == "MemorySpace.Host" for device in eqn.params["devices"]):
-                self.placements.setdefault(Placement(TO_HOST, jax_compat.source_line(eqn)))
-            return True
+        if name == "device_put" and all(_is(device, "Device") for device in eqn.params["devices"]):
+            return True  # back from the memory of the host: read where it is read
         # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
         if name != "reshard" or any(eqn.params["dst_sharding"].spec):
             self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))

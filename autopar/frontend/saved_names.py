@@ -18,7 +18,7 @@ from autopar.ir.traced_step import TracedStep
 def names_of(traced: TracedStep) -> tuple[str, ...]:
     """The names that `checkpoint_name` gives to values of a step, in alphabetical order."""
     named = (eqn for eqn in jax_compat.equations_in(traced.jaxpr) if eqn.primitive.name == jax_remat.NAME)
-    return tuple(sorted({str(eqn.params["name"]) for eqn in named}))
+    return tuple(sorted({str(eqn.params["name"]) for eqn in named if not jax_remat.is_in_host_memory(eqn)}))
 
 
 def checked_names(traced: TracedStep, names: Sequence[str]) -> tuple[str, ...]:

@@ -177,6 +177,7 @@ def build(
     given = GivenStageLayouts(
         pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
         followed=_of_arguments(microbatched, followed or {}),
+        last_is_shorter=microbatched.step.parts > 1 and microbatched.step.trips % microbatched.step.parts > 0,
     )
     meshes = [s.mesh for s in submeshes]
     decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)

@@ -21,10 +21,14 @@ from autopar.sharding.pins import PinnedLayout
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GivenStageLayouts:
-    """Layouts that stages are given: pins by value, those of another step's plan by the position of an argument."""
+    """Layouts that stages are given: pins by value, those of another step's plan by the position of an argument.
+
+    `last_is_shorter`: the last stage has fewer layers of a scan than the others, so that it is not to decide for them.
+    """
 
     pins: Mapping[int, PinnedLayout] = dataclasses.field(default_factory=dict)
     followed: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
+    last_is_shorter: bool = False
 
 
 class StageDecider:
@@ -62,7 +66,7 @@ class StageDecider:
         """The decisions of each stage, with a number: stages with equal numbers have the same decisions."""
         layouts: dict[int, Layout] = {}
         decided: dict[int, tuple[int, ShardingPlan]] = {}
-        middle = len(self.stages) // 2
+        middle = (len(self.stages) - self.given.last_is_shorter) // 2
         for at in sorted(range(len(self.stages)), key=lambda q: (bool(self.pieces) and q != middle, q)):
             stage = self.stages[at]
             inputs = zip(stage.arguments, stage.graph.block.inputs, strict=False)

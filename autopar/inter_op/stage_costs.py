@@ -14,6 +14,7 @@ import numpy as np
 from autopar.cost.collective_usage import predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.cost.host_usage import host_copy_s
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
 from autopar.hardware.cluster_parts import WHOLE
@@ -23,7 +24,9 @@ from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.value_state import HOST
 from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -31,10 +34,10 @@ from autopar.lowering.instructions import (
     Instruction,
     Key,
     Loop,
-    LoweredBlock,
     Move,
     Split,
     Stack,
+    host_copies_in,
     section_of,
 )
 from autopar.lowering.lower import lower
@@ -169,7 +172,7 @@ class _Pricing:
         self, folded: FoldedGraph, remat: RematOps, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
     ) -> None:
         self.folded, self.graph, self.model, self.remat = folded, folded.graph, model, remat
-        self.lowered: LoweredBlock = lower(self.graph, sharding, model.links)
+        self.lowered = with_host_copies(self.graph, lower(self.graph, sharding, model.links), sharding)
         self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)
@@ -285,6 +288,8 @@ class _Pricing:
     def seconds(self, instruction: Instruction) -> float:
         """The seconds of all runs of an instruction in a step."""
         computed_s = 0.0
+        if isinstance(instruction, HostCopy):
+            return host_copy_s(self.graph, instruction, self.model)
         if isinstance(instruction, Compute):
             computed_s = self.compute_s[instruction.op.id]
         elif isinstance(instruction, (Split, Accumulate, Stack)):
@@ -292,14 +297,16 @@ class _Pricing:
         elif isinstance(instruction, Loop):
             inside = (op.id for block in instruction.op.blocks for op in walk(block))
             computed_s = sum(self.compute_s.get(op, 0.0) for op in inside)
+            copies = (copy for block in instruction.blocks for copy in host_copies_in(block))
+            computed_s += sum(host_copy_s(self.graph, copy, self.model) for copy in copies)
         if not isinstance(instruction, (Move, Loop)) and not getattr(instruction, "reduced", ()):
             return computed_s
         block = dataclasses.replace(self.lowered, instructions=(instruction,))
         return computed_s + sum(use.time_s for use in predicted_collectives(self.graph, block, self.model))
 
     def nbytes(self, key: Key) -> int:
-        value = self.graph.values[key[0]]
-        return local_bytes(value.shape, value.itemsize, key[1][0], self.model.links.mesh)
+        value, (layout, state) = self.graph.values[key[0]], key[1]
+        return 0 if state == HOST else local_bytes(value.shape, value.itemsize, layout, self.model.links.mesh)
 
     def ends(self, instructions: Sequence[Instruction]) -> tuple[list[Key], list[Key]]:
         """(places that instructions read from outside, places that they fill and do not read)."""

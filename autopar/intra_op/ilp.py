@@ -32,7 +32,7 @@ from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.passes.fold_step import ONE_EACH, Weights
-from autopar.passes.saved_arrays import saved_arrays
+from autopar.passes.saved_arrays import offloaded_on, saved_arrays
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
@@ -99,7 +99,9 @@ class IntraOp:
         self.graph, self.model, self.given = graph, model, given
         self.in_host = given.in_host | (constraints.in_host(graph) if constraints is not None else frozenset())
         offloads = constraints is not None and constraints.offloads_activations
-        self.saved_in_host = saved_arrays(graph) if offloads else frozenset[int]()
+        self.saved_in_host = offloaded_on(graph, model.device.platform)
+        if offloads:
+            self.saved_in_host |= saved_arrays(graph)
         self.overlapped_axes = constraints.overlapped_axes if constraints is not None else ()
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))

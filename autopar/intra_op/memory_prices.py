@@ -12,6 +12,7 @@ from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite, Reshard
 from autopar.intra_op.formulation import SolverInput, shards
 from autopar.ir.graph import OpGraph, OpKind, Section, read_by
 from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
+from autopar.passes.saved_arrays import waiting_in_host
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
 def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     """The values that occupy memory from the forward pass of a micro-batch to its backward pass."""
     forward_values = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
+    forward_values -= waiting_in_host(graph)
     backward_ops = (op for op in graph.block.ops if op.section.is_backward)
     return frozenset(
         (v, state) for op in backward_ops for v in read_by(op) if v in forward_values for state in (REDUCED, ALL)

@@ -34,4 +34,5 @@ def unfold(plan: ShardingPlan, partials: Partials, graph: OpGraph, step: FoldedS
             if (like[v], readers) in plan.copies
         },
         in_host=frozenset(v for v in graph.block.inputs if like[v] in plan.in_host),
+        saved_in_host=frozenset(v for v in values if like[v] in plan.saved_in_host),
     )

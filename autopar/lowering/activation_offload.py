@@ -6,7 +6,11 @@ in the order in which the backward pass reads them, as parts of about equal byte
 (1) A part comes once the backward pass has got to the part before it, so that two are on the device at once: one that
     is read, and one on its way. Barriers say so to the compiler.
 (2) Where the backward pass follows at once, which is in one program and on the last stage, the part that it reads first
-    stays on the device: it would have to come back as soon as it had gone.
+    stays on the device: it would have to come back as soon as it had gone. What a policy of `jax.checkpoint` offloads
+    goes even then.
+
+Where a step is not cut into sections, its passes are told apart by the roles of its operations. What scans stack up is
+the matter of `autopar.lowering.stack_offload`.
 
 Source: Rhu et al., "vDNN: virtualized deep neural networks for scalable, memory-efficient neural network design", MICRO
 2016, arXiv:1602.08124 (offload in the forward pass, prefetch in the backward pass).
@@ -15,16 +19,15 @@ Source: Rhu et al., "vDNN: virtualized deep neural networks for scalable, memory
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from autopar.ir.graph import OpGraph, Section
+from autopar.ir.graph import OpGraph, Role, Section
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import HOST, RETURNED
 from autopar.lowering.host_offload import BUCKETS
+from autopar.lowering.host_reads import module_of, operands_of, reading_returned, role_of
 from autopar.lowering.instructions import (
-    Accumulate,
     Compute,
     HostCopy,
     Instruction,
@@ -32,8 +35,6 @@ from autopar.lowering.instructions import (
     Leave,
     Loop,
     LoweredBlock,
-    Move,
-    Pass,
     Place,
     Split,
     Stack,
@@ -41,42 +42,58 @@ from autopar.lowering.instructions import (
 )
 
 
-def with_saved_in_host(graph: OpGraph, lowered: LoweredBlock, saved: frozenset[int], mesh: LogicalMesh) -> LoweredBlock:
-    """The same instructions with some saved values in the memory of the host between the passes."""
+def with_saved_in_host(
+    graph: OpGraph, lowered: LoweredBlock, saved: frozenset[int], mesh: LogicalMesh, by_policy: frozenset[int]
+) -> LoweredBlock:
+    """The same instructions with some saved values in the memory of the host between the passes. `by_policy` are those
+    of them that a policy of `jax.checkpoint` offloads.
+    """
     instructions = lowered.instructions
     parts = _parts(graph, _offered(graph, lowered, saved), mesh)
     begins = [0, *(part[0].first_reader for part in parts)]  # of the part before each one
     follows_at_once = not any(isinstance(i, Leave) and section_of(i) is Section.FORWARD for i in instructions)
-    first = 1 if follows_at_once else 0  # (2)
     after: dict[int | None, list[HostCopy]] = {}
     before: dict[int, list[HostCopy]] = {}
     returned = set()
-    for previous, part in zip(begins[first:], parts[first:], strict=False):
-        for array in part:
+    for number, (previous, part) in enumerate(zip(begins, parts, strict=False)):
+        stays = number == 0 and follows_at_once  # (2)
+        goes = [array for array in part if not stays or array.value in by_policy]
+        made = max((array.maker for array in goes if array.maker is not None), default=-1)
+        for array in goes:
             reader = instructions[array.first_reader]
             # (1), but in the section of its reader: the sections may be programs of their own.
-            at = max(previous, _first_of(instructions, section_of(reader)))
+            at = max(previous, _first_of_pass(instructions, reader), made + 1)
             there, back = (array.layout, HOST), (array.layout, RETURNED)
-            goes = HostCopy(
-                value=array.value, source=array.place, target=there, module=array.module, section=Section.FORWARD
+            goes_there = HostCopy(
+                value=array.value, source=array.place, target=there, module=array.module, section=array.section
             )
             comes = HostCopy(
                 value=array.value,
                 source=there,
                 target=back,
-                module=_module(reader),
+                module=module_of(reader),
                 section=section_of(reader),
                 behind=_behind(instructions, at),
             )
-            after.setdefault(array.maker, []).append(goes)
+            after.setdefault(array.maker, []).append(goes_there)
             before.setdefault(at, []).append(comes)
             returned.add((array.value, array.layout))
     out: list[Instruction] = list(after.get(None, ()))
     for position, instruction in enumerate(instructions):
         out += before.get(position, ())
-        out.append(_reading_returned(instruction, returned) if section_of(instruction).is_backward else instruction)
+        out.append(reading_returned(instruction, returned) if _is_backward(instruction) else instruction)
         out += after.get(position, ())
     return dataclasses.replace(lowered, instructions=tuple(out))
+
+
+def _is_backward(instruction: Instruction) -> bool:
+    section = section_of(instruction)
+    return section.is_backward or (section is Section.WHOLE and role_of(instruction) is Role.BACKWARD)
+
+
+def _is_forward(instruction: Instruction) -> bool:
+    section = section_of(instruction)
+    return section is Section.FORWARD or (section is Section.WHOLE and role_of(instruction) is Role.FORWARD)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +106,7 @@ class _Saved:
     place: Place
     maker: int | None
     module: str
+    section: Section
     first_reader: int
 
     @property
@@ -107,22 +125,28 @@ def _offered(graph: OpGraph, lowered: LoweredBlock, saved: frozenset[int]) -> li
     inside: set[Key] = set()
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Loop):
-            inside |= set(instruction.keys_read) - set(_operands(instruction))
-        if section_of(instruction) is Section.FORWARD and not isinstance(instruction, (HostCopy, Split, Stack)):
+            inside |= set(instruction.keys_read) - set(operands_of(instruction))
+        if _is_forward(instruction) and not isinstance(instruction, (HostCopy, Split, Stack)):
             for key in instruction.keys_made:
                 if key[0] in saved:
                     made.setdefault(key, position)
     found: dict[tuple[int, Layout], _Saved] = {}
     for position, instruction in enumerate(instructions):
-        if not section_of(instruction).is_backward:
+        if not _is_backward(instruction):
             continue
         for key in instruction.keys_read:
             value, place = key
             if key not in made or key in inside or place[0].partial or (value, place[0]) in found:
                 continue
             maker = made[key]
-            module = "" if maker is None else _module(instructions[maker])
-            found[value, place[0]] = _Saved(value=value, place=place, maker=maker, module=module, first_reader=position)
+            found[value, place[0]] = _Saved(
+                value=value,
+                place=place,
+                maker=maker,
+                module="" if maker is None else module_of(instructions[maker]),
+                section=Section.FORWARD if maker is None else section_of(instructions[maker]),
+                first_reader=position,
+            )
     return list(found.values())
 
 
@@ -144,48 +168,16 @@ def _parts(graph: OpGraph, arrays: Sequence[_Saved], mesh: LogicalMesh) -> list[
     return parts
 
 
-def _first_of(instructions: Sequence[Instruction], section: Section) -> int:
-    return next(i for i, instruction in enumerate(instructions) if section_of(instruction) is section)
+def _first_of_pass(instructions: Sequence[Instruction], reader: Instruction) -> int:
+    """Where the section of a reader begins, or the backward pass of a step without sections."""
+    section = section_of(reader)
+    return next(i for i, other in enumerate(instructions) if section_of(other) is section and _is_backward(other))
 
 
 def _behind(instructions: Sequence[Instruction], position: int) -> tuple[Key, ...]:
-    """What the backward pass made last before a position, in the same section."""
+    """What was computed last before a position, in the same section."""
     section = section_of(instructions[position])
     for instruction in reversed(instructions[:position]):
         if section_of(instruction) is section and isinstance(instruction, Compute):
             return next(iter([(key,) for key in instruction.keys_made]), ())
     return ()
-
-
-def _operands(instruction: Instruction) -> Iterable[Key]:
-    """What an instruction reads, but for what blocks inside of it read by themselves."""
-    if isinstance(instruction, Loop):
-        pairs = zip(instruction.op.inputs, instruction.reads, strict=True)
-        return [(atom, place) for atom, place in pairs if isinstance(atom, int) and place is not None]
-    return instruction.keys_read
-
-
-def _reading_returned(instruction: Instruction, returned: set[tuple[int, Layout]]) -> Instruction:
-    """An instruction of the backward pass that reads what has come back."""
-
-    def place_of(atom: object, place: Place | None) -> Place | None:
-        if isinstance(atom, int) and place is not None and (atom, place[0]) in returned:
-            return place[0], RETURNED
-        return place
-
-    if isinstance(instruction, Move):
-        source = place_of(instruction.value, instruction.source)
-        assert source is not None, "a move has a source"
-        return dataclasses.replace(instruction, source=source)
-    if isinstance(instruction, HostCopy):
-        return instruction
-    if isinstance(instruction, (Compute, Pass, Loop)):
-        reads: Any = tuple(place_of(a, p) for a, p in zip(instruction.op.inputs, instruction.reads, strict=True))
-        return dataclasses.replace(instruction, reads=reads)
-    assert isinstance(instruction, (Accumulate, Split, Stack, Leave)), "there is no other instruction"
-    (atom,) = instruction.op.inputs
-    return dataclasses.replace(instruction, read=place_of(atom, instruction.read))
-
-
-def _module(instruction: Instruction) -> str:
-    return instruction.module if isinstance(instruction, (Move, HostCopy)) else instruction.op.module

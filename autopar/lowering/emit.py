@@ -21,7 +21,7 @@ from autopar.attention.kernels import library_on
 from autopar.common import jax_compat
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
-from autopar.ir.jax_sharding import DEVICE_MEMORY, named_sharding, partition_spec
+from autopar.ir.jax_sharding import named_sharding, partition_spec
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
@@ -277,13 +277,13 @@ class Emitter:
         waited_for = [env[key] for key in copy.behind if key in env]
         if waited_for:
             array, *_ = jax.lax.optimization_barrier((array, *waited_for))
-        sharding = named_sharding(layout, self.mesh, in_host=copy.to_host)
+        # The memory space alone: kinds of memories are known of devices that are here only.
         if copy.to_host:
-            array = jax.device_put(in_rows(array, layout, self.mesh), sharding)
+            array = jax.device_put(in_rows(array, layout, self.mesh), jax.memory.Space.Host)
         else:
             # Else a compiler may choose another order for the update, and have the host's copy brought, transposed, and
             # sent back before it is read.
-            array = in_rows(jax.device_put(array, sharding.with_memory_kind(DEVICE_MEMORY)), layout, self.mesh)
+            array = in_rows(jax.device_put(array, jax.memory.Space.Device), layout, self.mesh)
         env[copy.value, copy.target] = array
 
     # Resharding
@@ -351,8 +351,8 @@ class Emitter:
             avals = [v.aval for v in op.eqn.outvars]
             branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
             outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
-        for value, layout, array in zip(op.outputs, instruction.results, outs, strict=True):
-            env[value, (layout, UNREDUCED)] = self.pin(array, layout)
+        for key, array in zip(instruction.keys_made, outs, strict=True):
+            env[key] = array if key[1][1] == HOST else self.pin(array, key[1][0])
 
     def index(self, predicate: Any) -> Any:
         return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate

@@ -27,7 +27,8 @@ from autopar.ir.graph import OpGraph, Role, Section
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import HOST, UNREDUCED
-from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Place, section_of
+from autopar.lowering.host_reads import module_of, role_of
+from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Place, section_of
 
 BUCKETS, AHEAD = 16, 2
 _ORDER = {section: number for number, section in enumerate(Section)}
@@ -96,7 +97,7 @@ class _Offloading:
             if atom in self.layout and (atom, place) == self.on_device(atom):
                 continue  # handed through: it has never left
             maker = made_by.get((atom, place))
-            module = _module(maker) if maker is not None else ""
+            module = module_of(maker) if maker is not None else ""
             self.goes[atom, place] = HostCopy(value=atom, source=place, target=target, module=module, section=section)
         readers: list[Instruction] = [*self.lowered.instructions, *self.goes.values()]
         for instruction in readers:
@@ -115,7 +116,7 @@ class _Offloading:
             reads, makes = instruction.keys_read, instruction.keys_made
             needs = _union(self.needs.get(key, 0) for key in reads)
             together = _union(meets.get(key, 0) for key in reads if self.graph.values[key[0]].size > 1)
-            updates = _role(instruction) is Role.UPDATE
+            updates = role_of(instruction) is Role.UPDATE
             gradient = max((last_gradient.get(key, -1) for key in reads), default=-1) if updates else position
             if together not in seen:
                 seen.add(together)
@@ -164,7 +165,7 @@ class _Offloading:
                     value=value,
                     source=self.in_host(value)[1],
                     target=self.on_device(value)[1],
-                    module=_module(reader),
+                    module=module_of(reader),
                     section=section_of(reader),
                     behind=(*self.gradient_of(group, section_of(reader)), *earlier),
                 )
@@ -261,13 +262,3 @@ def _members(bits: int) -> list[int]:
         out.append((bits & -bits).bit_length() - 1)
         bits &= bits - 1
     return out
-
-
-def _role(instruction: Instruction) -> Role:
-    if isinstance(instruction, HostCopy):
-        return Role.UPDATE
-    return instruction.role if isinstance(instruction, Move) else instruction.op.role
-
-
-def _module(instruction: Instruction) -> str:
-    return instruction.module if isinstance(instruction, (Move, HostCopy)) else instruction.op.module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import made_often
@@ -139,24 +139,28 @@ class Pass(_Reading):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop(_Reading):
-    """A scan, while or cond. `results` are the layouts of its results."""
+    """A scan, while or cond. `results` are the layouts of its results; those `in_host` (by position) are stacked up in
+    the memory of the host, trip by trip.
+    """
 
     op: Op
     reads: tuple[Place | None, ...]
     blocks: tuple[LoweredBlock, ...]
     results: tuple[Layout, ...]
+    in_host: frozenset[int] = frozenset()
 
     def _read(self) -> Iterable[Key]:
         yield from _pairs(self.op.inputs, self.reads)
         for block in self.blocks:
-            made = {(v, (layout, UNREDUCED)) for v, layout in zip(block.block.inputs, block.inputs, strict=True)}
+            made = set(zip(block.block.inputs, block.entries(), strict=True))
             for inner in block.instructions:
                 yield from (key for key in inner.keys_read if key not in made)
                 made.update(inner.keys_made)
             yield from (key for key in _pairs(block.block.outputs, block.outputs) if key not in made)
 
     def _made(self) -> Iterable[Key]:
-        return ((v, (at, UNREDUCED)) for v, at in zip(self.op.outputs, self.results, strict=True))
+        places = ((layout, HOST if i in self.in_host else UNREDUCED) for i, layout in enumerate(self.results))
+        return zip(self.op.outputs, places, strict=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +226,8 @@ class Leave(_Reading):
 class HostCopy(_Reading):
     """Copies each device's part of a value from the memory of the host, or to it: one of the places is a HOST one.
 
-    It waits for what lies in the places `behind`, of those that are made before it in the same program.
+    It waits for what lies in the places `behind`, of those that are made before it in the same program. `trips` are
+    those of the loops around it, multiplied.
     """
 
     value: int
@@ -231,6 +236,7 @@ class HostCopy(_Reading):
     module: str
     section: Section
     behind: tuple[tuple[int, Place], ...] = ()
+    trips: int = 1
 
     @property
     def to_host(self) -> bool:
@@ -253,6 +259,16 @@ Instruction = Move | Compute | Pass | Loop | Split | Accumulate | Stack | Leave 
 def section_of(instruction: Instruction) -> Section:
     """The section in which an instruction of the top block runs."""
     return instruction.section if isinstance(instruction, (Move, HostCopy)) else instruction.op.section
+
+
+def host_copies_in(lowered: LoweredBlock) -> Iterator[HostCopy]:
+    """The copies of a block, those in the bodies of its loops included."""
+    for instruction in lowered.instructions:
+        if isinstance(instruction, HostCopy):
+            yield instruction
+        elif isinstance(instruction, Loop):
+            for block in instruction.blocks:
+                yield from host_copies_in(block)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

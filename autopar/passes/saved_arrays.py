@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.common import jax_remat
 from autopar.errors import UnsupportedError
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
@@ -24,6 +25,32 @@ def saved_arrays(graph: OpGraph) -> frozenset[int]:
     starts = made.intersection(v for op in backward if op.kind is OpKind.BARRIER for v in read_by(op))
     values = (graph.values[v] for v in kept | starts)
     return frozenset(value.id for value in values if value.purpose is Purpose.ACTIVATION and value.shape)
+
+
+def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
+    """Values that a policy of `jax.checkpoint` sends to the memory of the host, inside of loops too."""
+    return frozenset(v for op in graph.ops() if jax_remat.is_in_host_memory(op.eqn) for v in op.outputs)
+
+
+def offloaded_on(graph: OpGraph, platform: Platform) -> frozenset[int]:
+    """Those of them that wait there on devices of a platform: all, but where both passes are one program for TPU those
+    that scans stack up. Its compiler brings others back early (`check_passes_apart`).
+    """
+    values = offloaded_by_policy(graph)
+    has_neighbours = graph.repeating or any(op.kind is OpKind.SEND for op in graph.block.ops)
+    if platform is not Platform.TPU or has_neighbours:
+        return values
+    return values.difference(*(op.outputs for op in graph.block.ops))
+
+
+def waiting_in_host(graph: OpGraph) -> frozenset[int]:
+    """The same values, and what scans stack up of them, which is in the memory of the host instead."""
+    waiting = set(offloaded_by_policy(graph))
+    for op in reversed(list(graph.ops())):  # bodies before their loops
+        if op.kind is OpKind.SCAN:
+            stacked = zip(op.outputs[op.num_carry :], op.blocks[0].outputs[op.num_carry :], strict=True)
+            waiting |= {v for v, atom in stacked if isinstance(atom, int) and atom in waiting}
+    return frozenset(waiting)
 
 
 def check_saved_arrays(graph: OpGraph, step: str) -> None:

@@ -1,4 +1,4 @@
-"""Splits a scan over stacked layers into scans over equal ranges of its trips, so that pipeline stages can divide it.
+"""Splits a scan over stacked layers into scans over ranges of its trips, so that pipeline stages can divide it.
 
 A step that scans over layers holds each kind of parameter in one array, the layer in front: (L, ...). So are their
 gradients, the optimiser's state of them, and what the forward scan saves for the backward one. Here every such array
@@ -6,7 +6,10 @@ becomes `parts` arrays of L / parts layers each: scans run one behind the other,
 update, mostly) run on each part, and sums over layers become sums of the parts' sums. Where dimension 0 of a value goes
 is read from the sharding rules. What cannot be done in parts is done on the parts joined.
 
-The step that comes back takes and gives the state in parts, each an argument and a result of its own.
+The step that comes back takes and gives the state in parts, each an argument and a result of its own. Where the parts
+do not divide the layers, all but the last take one number of layers and the last the rest. A stack is then stored
+padded (`uneven_forms`), so that its parts are of one shape: the last is cut where it enters the step, and padded where
+it leaves it.
 
 Not cut: stacks with the layer behind the first dimension, scans inside of `jax.checkpoint`, steps in which several
 scans share the work (an encoder and a decoder).
@@ -15,28 +18,18 @@ scans share the work (an encoder and a decoder).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.ir.graph import FactorKind, Rule
+from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.example_places import MixesExamples
-from autopar.microbatch.example_rules import places_of_results
-from autopar.passes.scan_stacks import LOOPS, Stacks, find_stacks, major, rules_of
-from autopar.sharding.rules import RuleBook, equation_key
-
-_COMBINE = {
-    "reduce_sum": jax.lax.add,
-    "dot_general": jax.lax.add,
-    "reduce_max": jax.lax.max,
-    "reduce_min": jax.lax.min,
-    "reduce_and": jax.lax.bitwise_and,
-    "reduce_or": jax.lax.bitwise_or,
-}
+from autopar.passes.scan_in_parts import in_parts_of, ranges, scope_of
+from autopar.passes.scan_stacks import Stacks, find_stacks
+from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,17 +61,26 @@ class SplitStep:
         return tuple(scope_of(part, self.parts, self.trips) for part in range(self.parts))
 
 
-def scope_of(part: int, parts: int, trips: int) -> str:
-    """How a part is called: by the trips that it takes, as Python writes a range."""
-    size = trips // parts
-    return f"layers[{part * size}:{(part + 1) * size}]"
+def part_numbers(trips: int) -> list[int]:
+    """The numbers of parts of which none is empty."""
+    return [parts for parts in range(1, trips + 1) if ranges(trips, parts)[-1][0] < trips]
+
+
+def uneven_forms(traced: TracedStep, parts: int, rules: RuleBook) -> dict[int, PaddedForm]:
+    """The forms in which stacks of state are stored, by leaf, where so many parts do not divide their layers."""
+    stacks = find_stacks(traced, rules)
+    if stacks is None or stacks.trips % parts == 0 or parts not in part_numbers(stacks.trips):
+        return {}
+    rows = parts * ranges(stacks.trips, parts)[0][1]
+    shapes = {leaf: tuple(stacks.jaxpr.invars[leaf].aval.shape) for leaf in stacks.arguments}
+    return {leaf: PaddedForm(s, (s[0] // stacks.trips * rows, *s[1:])) for leaf, s in shapes.items()}
 
 
 def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
     """The step with the scan that holds most of its work, and all that is stacked as it is, in `parts` parts.
 
-    Without such a scan the step comes back as it was. Raises: InvalidArgumentError when `parts` does not divide the
-    trips.
+    Without such a scan the step comes back as it was. Raises: InvalidArgumentError where a part would have no trips, or
+    where the parts are unequal and the stacks are not stored for them.
     """
     whole = SplitStep(
         traced=traced,
@@ -87,12 +89,20 @@ def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
     )
     if parts == 1 or (stacks := find_stacks(traced, rules)) is None:
         return whole
-    if stacks.trips % parts:
+    if {leaf.leaf: leaf.form for leaf in traced.padded} != uneven_forms(traced, parts, rules):
         raise InvalidArgumentError(
             where=f"{traced.name}: {stacks.name}",
-            expected=f"a number of stages that divides its {stacks.trips} layers",
+            expected=f"a number of stages that divides its {stacks.trips} layers, with the same stages as at planning",
             got=str(parts),
-            hint=f"use a number of stages from {', '.join(map(str, divisors(stacks.trips)))}",
+            hint="use the number of stages of the plan",
+        )
+    if parts not in part_numbers(stacks.trips):
+        raise InvalidArgumentError(
+            where=f"{traced.name}: {stacks.name}",
+            expected=f"a number of stages that divides its {stacks.trips} layers, or leaves some for the last stage "
+            "where all others have the same number",
+            got=str(parts),
+            hint=f"use a number of stages from {', '.join(map(str, part_numbers(stacks.trips)))}",
         )
     return _cut(traced, stacks, parts, rules)
 
@@ -108,7 +118,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> SplitStep:
-    closed = _in_parts(stacks, parts, rules)
+    closed = in_parts_of(stacks, parts, rules)
     jaxpr = jax_compat.open_jaxpr(closed)
     arguments = _pieces(len(traced.in_avals), stacks.arguments, parts)
     results = _pieces(len(traced.out_avals), stacks.results, parts)
@@ -133,7 +143,7 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
         )
         same = find_stacks(retraced, rules)
         assert same is not None, "a step on other shapes scans over the same layers"
-        return _in_parts(same, parts, rules)
+        return in_parts_of(same, parts, rules)
 
     def which(leaves: Iterable[int]) -> frozenset[int]:
         chosen = set(leaves)
@@ -147,6 +157,8 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars
         ),
         out_avals=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars),
+        padded=(),
+        pads_summands=False,
         in_paths=tuple(_path(traced.in_paths, piece, stacks.trips) for piece in arguments),
         out_paths=tuple(_path(traced.out_paths, piece, stacks.trips) for piece in results),
         argument_of=tuple(traced.argument_of[piece.leaf] for piece in arguments),
@@ -171,186 +183,6 @@ def _path(paths: Sequence[str], piece: LeafSlice, trips: int) -> str:
     if piece.parts == 1:
         return paths[piece.leaf]
     return f"{paths[piece.leaf]}.{scope_of(piece.part, piece.parts, trips)}"
-
-
-def _in_parts(stacks: Stacks, parts: int, rules: RuleBook) -> Any:
-    """The closed jaxpr of the step whose stacked arguments, and the results that replace them, come in parts."""
-    evaluation = _Evaluation(stacks, parts, rules_of(stacks.jaxpr, stacks.trips, rules))
-    return jax.make_jaxpr(evaluation.run)(*evaluation.avals())
-
-
-class _Evaluation:
-    """Evaluates the flat jaxpr on tracers. A variable has its whole, its parts, or both once both were asked for."""
-
-    def __init__(self, stacks: Stacks, parts: int, rules: Mapping[str, Rule]) -> None:
-        self.stacks, self.parts, self.rules = stacks, parts, rules
-        self.whole: dict[Any, Any] = {}
-        self.apart: dict[Any, list[Any]] = {}
-        self.slices: dict[tuple[Any, int, int], Any] = {}
-
-    def avals(self) -> list[jax.ShapeDtypeStruct]:
-        out = []
-        for i, v in enumerate(self.stacks.jaxpr.invars):
-            is_split = i in self.stacks.arguments
-            shape = self.part_of(v.aval.shape) if is_split else v.aval.shape
-            aval = jax.ShapeDtypeStruct(shape, v.aval.dtype, weak_type=v.aval.weak_type)
-            out += [aval] * (self.parts if is_split else 1)
-        return out
-
-    def part_of(self, shape: Sequence[int], dim: int = 0) -> tuple[int, ...]:
-        return (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :])
-
-    def run(self, *args: Any) -> list[Any]:
-        jaxpr, rest = self.stacks.jaxpr, iter(args)
-        self.whole.update(zip(jaxpr.constvars, jax_compat.jaxpr_consts(self.stacks.closed), strict=True))
-        for i, v in enumerate(jaxpr.invars):
-            if i in self.stacks.arguments:
-                self.apart[v] = [next(rest) for _ in range(self.parts)]
-            else:
-                self.whole[v] = next(rest)
-        for position, eqn in enumerate(jaxpr.eqns):
-            with jax_compat.standing_at(eqn):
-                if position in self.stacks.scans:
-                    self.scan(eqn)
-                elif not self.in_parts(eqn):
-                    outs = jax_compat.bind(eqn, [self.joined(a) for a in eqn.invars])
-                    self.whole.update(zip(eqn.outvars, outs, strict=True))
-        out: list[Any] = []
-        for o, atom in enumerate(jaxpr.outvars):
-            out += [self.part(atom, p) for p in range(self.parts)] if o in self.stacks.results else [self.joined(atom)]
-        return out
-
-    def named(self, part: int) -> Any:
-        return jax.named_scope(scope_of(part, self.parts, self.stacks.trips))
-
-    def joined(self, atom: Any) -> Any:
-        if isinstance(atom, jax_compat.Literal):
-            return atom.val
-        if atom not in self.whole:
-            self.whole[atom] = jax.lax.concatenate(self.apart[atom], 0)
-        return self.whole[atom]
-
-    def part(self, atom: Any, part: int, dim: int = 0) -> Any:
-        if not isinstance(atom, jax_compat.Literal) and dim == 0 and atom in self.apart:
-            return self.apart[atom][part]
-        key = (atom, part, dim)
-        if key not in self.slices:
-            size = atom.aval.shape[dim] // self.parts
-            self.slices[key] = jax.lax.slice_in_dim(self.joined(atom), part * size, (part + 1) * size, axis=dim)
-        return self.slices[key]
-
-    def scan(self, eqn: Any) -> None:
-        """One scan behind the other, in the order in which the whole one takes its trips."""
-        consts, carried = jax_compat.scan_counts(eqn.params)
-        fixed = [self.joined(a) for a in eqn.invars[:consts]]
-        carry = [self.joined(a) for a in eqn.invars[consts : consts + carried]]
-        size = self.stacks.trips // self.parts
-        shorter = eqn.replace(params={**eqn.params, "length": size, "unroll": min(eqn.params["unroll"], size)})
-        stacked: dict[int, list[Any]] = {}
-        order = range(self.parts)
-        for part in reversed(order) if eqn.params["reverse"] else order:
-            with self.named(part):
-                xs = [self.part(a, part) for a in eqn.invars[consts + carried :]]
-                outs = jax_compat.bind(shorter, [*fixed, *carry, *xs])
-            carry, stacked[part] = outs[:carried], outs[carried:]
-        self.whole.update(zip(eqn.outvars[:carried], carry, strict=True))
-        for i, v in enumerate(eqn.outvars[carried:]):
-            self.apart[v] = [stacked[part][i] for part in order]
-
-    def in_parts(self, eqn: Any) -> bool:
-        """Evaluates an equation part by part, where its operands are in parts and its rule allows it."""
-        rule = self.rules.get(equation_key(eqn)) if eqn.primitive.name not in LOOPS else None
-        factor = self.common_factor(eqn, rule) if rule is not None else None
-        if rule is None or factor is None or rule.factors[factor].size % self.parts:
-            return False
-        places = [_place(dims, factor) for dims in rule.operands]
-        inside = [any(factor in dim for dim in dims) for dims in rule.operands]
-        if any(there and place is None for there, place in zip(inside, places, strict=True)):
-            return False
-        if any(place not in (None, 0) and a in self.apart for place, a in zip(places, _hashable(eqn), strict=True)):
-            return False
-        targets = [_place(dims, factor) for dims in rule.results]
-        kind, primitive = rule.factors[factor].kind, eqn.primitive.name
-        passes = kind is FactorKind.PASS and all(place == 0 for place in targets) and _keeps_apart(eqn, places)
-        combines = kind in (FactorKind.SUM, FactorKind.EXTREMUM) and primitive in _COMBINE
-        if not passes and not (combines and not any(factor in dim for dims in rule.results for dim in dims)):
-            return False
-        shapes = [self.part_of(v.aval.shape) if passes else v.aval.shape for v in eqn.outvars]
-        small = _of_shape(eqn, shapes[0])
-        if not self.fits(small, places, shapes):
-            return False
-        results = []
-        for part in range(self.parts):
-            with self.named(part):
-                results.append(jax_compat.bind(small, self.operands(eqn, places, part)))
-        if passes:
-            for i, v in enumerate(eqn.outvars):
-                self.apart[v] = [outs[i] for outs in results]
-        else:
-            total = results[0][0]
-            for outs in results[1:]:
-                total = _COMBINE[primitive](total, outs[0])
-            self.whole[eqn.outvars[0]] = total
-        return True
-
-    def common_factor(self, eqn: Any, rule: Rule) -> int | None:
-        """The factor that the layers are in an equation; None where it has nothing in parts, or in several ways."""
-        factors = {major(dims) for a, dims in zip(_hashable(eqn), rule.operands, strict=True) if a in self.apart}
-        if factors:
-            return factors.pop() if len(factors) == 1 else None
-        made_of_nothing = eqn.primitive.name == "broadcast_in_dim" and self.stacks.holds(eqn.outvars[0])
-        factor = major(rule.results[0]) if made_of_nothing else None
-        return None if any(factor in dim for dims in rule.operands for dim in dims) else factor
-
-    def operands(self, eqn: Any, places: Sequence[int | None], part: int) -> list[Any]:
-        return [
-            self.joined(a) if place is None else self.part(a, part, place)
-            for a, place in zip(eqn.invars, places, strict=True)
-        ]
-
-    def fits(self, small: Any, places: Sequence[int | None], shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether an equation, written for a part, takes operands of a part's shapes and makes results of theirs."""
-        variables = [
-            jax.ShapeDtypeStruct(a.aval.shape if place is None else self.part_of(a.aval.shape, place), a.aval.dtype)
-            for a, place in zip(small.invars, places, strict=True)
-        ]
-        try:
-            outs = jax.eval_shape(lambda *args: jax_compat.bind(small, args), *variables)
-        except (TypeError, ValueError):
-            return False  # sizes in its parameters that are not known here
-        return [tuple(o.shape) for o in outs] == list(shapes)
-
-
-def _hashable(eqn: Any) -> list[Any]:
-    """The operands of an equation, literals (which cannot be looked up) as None."""
-    return [None if isinstance(a, jax_compat.Literal) else a for a in eqn.invars]
-
-
-def _place(dims: tuple[tuple[int, ...], ...], factor: int) -> int | None:
-    """The dimension whose major part is a factor."""
-    return next((d for d, dim in enumerate(dims) if dim and dim[0] == factor), None)
-
-
-def _keeps_apart(eqn: Any, places: Sequence[int | None]) -> bool:
-    """Whether each layer's slice of the results depends on that layer's slice of the operands alone."""
-    if all(place is None for place in places) or eqn.primitive.name == "reshape":
-        return True
-    try:
-        return not any(places_of_results(eqn, places))
-    except MixesExamples:
-        return False
-
-
-def _of_shape(eqn: Any, shape: tuple[int, ...]) -> Any:
-    """The equation with the sizes in its parameters, where they are those of its result."""
-    params = dict(eqn.params)
-    if eqn.primitive.name == "broadcast_in_dim":
-        params["shape"] = shape
-    elif eqn.primitive.name == "reshape":
-        params["new_sizes"] = shape
-    elif eqn.primitive.name == "slice" and params["start_indices"][0] == 0 and not params["strides"]:
-        params["limit_indices"] = (shape[0], *params["limit_indices"][1:])
-    return eqn.replace(params=params)
 
 
 def one_part_a_group(step: SplitStep, schedule: str, chunks: int) -> UnsupportedError:

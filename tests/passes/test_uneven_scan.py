@@ -1,0 +1,159 @@
+"""Stages that do not divide the layers of a scan: unequal ranges of trips, the state stored padded, the numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.checkpoint import Checkpointer
+from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
+from autopar.frontend.pad_state import padded_step
+from autopar.ir.padded import PaddedForm
+from autopar.passes.scan_in_parts import ranges
+from autopar.passes.split_scan import LeafSlice, part_numbers, split_scans, uneven_forms
+from tests.passes.test_split_scan import traced
+from tests.sections import BOOK
+from tests.small_steps import assert_close, slow_cluster
+
+WIDTH, INNER, EXAMPLES = 8, 16, 16
+ADAM = optax.adam(1e-2)
+
+
+def layer(x, p):
+    return x + jnp.tanh(x @ p["a"] + p["b"]) @ p["c"], None
+
+
+def loss_of(params, batch):
+    x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    params, moments = state
+    loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+    updates, moments = ADAM.update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), loss
+
+
+def make_state(layers):
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = {"a": (WIDTH, INNER), "c": (INNER, WIDTH)}
+    stacks = {n: 0.3 * jax.random.normal(k, (layers, *s)) for k, (n, s) in zip(keys, sizes.items(), strict=False)}
+    params = {
+        "in": 0.3 * jax.random.normal(keys[2], (WIDTH, WIDTH)),
+        "layers": stacks | {"b": jnp.zeros((layers, INNER))},
+    }
+    return params, ADAM.init(params)
+
+
+def make_batch(seed=0, examples=EXAMPLES):
+    random = np.random.default_rng(seed)
+    return {n: random.normal(size=(examples, WIDTH)).astype(np.float32) for n in "xy"}
+
+
+def step_on(stages, num_devices=None, **options):
+    plan = recipes.combine(pp=stages, num_microbatches=2, **options) if stages else recipes.data_parallel()
+    cluster = slow_cluster(num_devices or 2 * stages)
+    return autopar.parallelize(train_step, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+
+
+def trained(step, state, seeds):
+    for seed in seeds:
+        state, _ = step(state, make_batch(seed))
+    return state
+
+
+# The parts
+
+
+def test_the_last_part_takes_the_rest():
+    assert ranges(3, 2) == ((0, 2), (2, 3))
+    assert ranges(7, 4) == ((0, 2), (2, 4), (4, 6), (6, 7))
+    assert ranges(4, 2) == ((0, 2), (2, 4))
+    # With 3 parts of at most 2 layers, the last would have none.
+    assert part_numbers(4) == [1, 2, 4]
+    assert part_numbers(5) == [1, 2, 3, 5]
+
+
+def test_parts_are_stored_with_as_many_layers_as_the_first():
+    whole = traced(train_step, make_state(3), make_batch())
+    forms = uneven_forms(whole, 2, BOOK)
+    stacks = [i for i, aval in enumerate(whole.in_avals) if aval.shape[:1] == (3,)]
+    assert forms == {i: PaddedForm(whole.in_avals[i].shape, (4, *whole.in_avals[i].shape[1:])) for i in stacks}
+    step = split_scans(padded_step(whole, forms, num_stages=2), 2, BOOK)
+    assert step.scopes == ("layers[0:2]", "layers[2:3]")
+    for i in stacks:
+        pieces = [n for n, piece in enumerate(step.arguments) if piece.leaf == i]
+        assert [step.arguments[n] for n in pieces] == [LeafSlice(i, 0, 2), LeafSlice(i, 1, 2)]
+        assert {step.traced.in_avals[n].shape for n in pieces} == {(2, *whole.in_avals[i].shape[1:])}
+    lengths = [e.params["length"] for e in jax_compat.equations_in(step.traced.jaxpr) if e.primitive.name == "scan"]
+    assert lengths == [2, 1, 1, 2]  # forward, then backward
+    assert not uneven_forms(traced(train_step, make_state(4), make_batch()), 2, BOOK)
+
+
+def test_a_part_without_layers_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"divides its 4 layers(?s:.*)got 3(?s:.*)1, 2, 4"):
+        step_on(3).plan(jax.eval_shape(lambda: make_state(4)), make_batch())
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "options"),
+    [
+        (3, 2, {}),
+        pytest.param(3, 2, {"zero": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param(3, 2, {"zero": 3}, marks=pytest.mark.slow),
+        pytest.param(3, 2, {"tp": 2, "recompute": "input"}, marks=pytest.mark.slow),
+        pytest.param(5, 3, {}, marks=pytest.mark.slow),
+        pytest.param(7, 4, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_it_computes_what_plain_jit_does(layers, stages, options):
+    step = step_on(stages, **options)
+    compared = autopar.verify(step, make_state(layers), make_batch())
+    assert compared.difference < 1e-5
+    assert len(compared.plan.record.pipeline.stages) == stages
+    stacks = [v for v in compared.plan.record.arguments if v.stages]
+    assert len(stacks) == 9  # parameters and two moments
+    assert {v.code_shape[0] for v in stacks} == {layers}
+    assert {v.shape[0] for v in stacks} == {stages * -(-layers // stages)}
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_restored_and_goes_on_under_other_plans(tmp_path):
+    expected = make_state(3)
+    for seed in range(4):
+        expected, _ = jax.jit(train_step)(expected, make_batch(seed))
+    step = step_on(2)
+    state = trained(step, step.init(lambda: make_state(3)), range(2))
+    stack = state[0]["layers"]["a"]
+    assert stack.shape == (3, WIDTH, INNER)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(2, state, plan=step)
+        checkpoints.wait()
+        assert_close(autopar.unpadded(trained(step, state, (2, 3))), expected)
+        for other in (step_on(2), step_on(0, num_devices=4)):
+            other.plan(jax.eval_shape(lambda: make_state(3)), make_batch())
+            restored = checkpoints.restore(like=jax.eval_shape(lambda: make_state(3)), step=other)
+            assert_close(autopar.unpadded(trained(other, restored, (2, 3))), expected)
+
+
+@pytest.mark.slow
+def test_a_saved_plan_and_a_short_batch_keep_the_stages(tmp_path):
+    step = step_on(2)
+    plan = step.plan(make_state(3), make_batch())
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    again = autopar.parallelize(train_step, plan=loaded, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    state, expected = make_state(3), make_state(3)
+    for examples in (EXAMPLES, EXAMPLES // 2):
+        state, loss = again(state, make_batch(examples=examples))
+        expected, expected_loss = jax.jit(train_step)(expected, make_batch(examples=examples))
+        assert_close(loss, expected_loss)
+    assert_close(autopar.unpadded(state), expected)
