@@ -148,9 +148,10 @@ class _Writer:
         return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
 
     def _rounds_input(self, op: Op) -> bool:
-        if op.primitive != "convert_element_type" or op.inputs[0] not in self.inputs:
+        source = op.inputs[0] if op.primitive == "convert_element_type" else None
+        if not isinstance(source, int) or source not in self.inputs:
             return False
-        return self.graph.values[op.outputs[0]].itemsize < self.graph.values[op.inputs[0]].itemsize
+        return self.graph.values[op.outputs[0]].itemsize < self.graph.values[source].itemsize
 
     def _adds_gradients(self, op: Op) -> bool:
         """Whether an operation adds gradients of one array (tied embeddings) each of which is to be padded."""
