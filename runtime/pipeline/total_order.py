@@ -48,15 +48,17 @@ def _with_tasks_of_stages(
     needs: Mapping[Node, tuple[_Need, ...]],
 ) -> tuple[list[list[Node]], frozenset[Node]]:
     """(the runs of each mesh with the tasks that stand beside those of their stage; these tasks)"""
+    stages_of = [{tasks[n].stage for n, _ in runs} for runs in lists]
+    if all(len(stages) < 2 for stages in stages_of):
+        return lists, frozenset()
     needed_by: dict[Node, set[Node]] = {}
     for node, needed in needs.items():
         for need in needed:
             needed_by.setdefault(need.node, set()).add(node)
     moved: set[Node] = set()
     found = []
-    for runs in lists:
+    for runs, stages in zip(lists, stages_of, strict=True):
         own = set(runs)
-        stages = {tasks[n].stage for n, _ in runs}
         waits = bool(runs) and any(x.node not in before and x.node not in own for x in needs[runs[0]])
         for node in () if len(stages) < 2 else before:
             if waits and not tasks[node[0]].index:
