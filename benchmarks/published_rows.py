@@ -8,12 +8,14 @@ Sources, by table:
     megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
         the time is the model's flops by its own formula over the rate. The table gives no micro-batches: without stages
         all sequences of a copy are taken at once, for they fit, with stages one at a time and two chunks each. Its runs
-        gather parameters under the forward pass (--overlap-param-gather, --overlap-grad-reduce, --tp-comm-overlap).
+        gather parameters under the forward pass (--overlap-param-gather, --overlap-grad-reduce), and products of tensor
+        parallelism send in place (--tp-comm-overlap: Transformer Engine's user buffers).
     torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
         asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md; its H100s have 96 GB
         of HBM2e at 2.4 TB/s and 500 W. float8 is tensorwise, of the layers' products. Its selective recomputation
         computes every other product again, and what is no product nor attention; here every other layer is computed
-        again. Tensor parallelism waits for its collectives, but where a row is called async.
+        again. Tensor parallelism waits for its collectives, but where a row is called async, which sends
+        pieces through PyTorch's symmetric memory.
     llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4; chunks are not given there.
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
@@ -52,8 +54,10 @@ class Row:
     `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
     "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
-    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `dropout`: the rate. `gather`: as
-    of `recipes.combine`.
+    tensor parallelism hold up computing; `waits_for_all`: all collectives do. `pieces`: where products of tensor
+    parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
+    NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `dropout`: the rate. `gather`: as of
+    `recipes.combine`.
     """
 
     table: str
@@ -77,6 +81,7 @@ class Row:
     flash: bool = True
     compiled: bool = True
     waits_for_tensor: bool = False
+    pieces: str = ""
     waits_for_all: bool = False
     step_time_s: float
     memory_gib: float | None = None
@@ -199,6 +204,7 @@ def _megatron_core(
         table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch,
         micro_batch=1 if pp > 1 else batch * tp // gpus,
         tp=tp, pp=pp, zero=1, gather="ahead", chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
+        pieces="in place" if tp > 1 else "",
         step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
     )  # fmt: skip
 
@@ -241,7 +247,8 @@ def _titan(
         model=_llama(size, length), hardware=hardware, gpus=gpus, batch=batch,
         micro_batch=local_batch if pp == 1 else 1, tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
         sequence_parallel=tp > 1, recompute="input" if full else "input every 2", memory_gib=memory_gib,
-        waits_for_tensor=tp > 1 and waits, step_time_s=batch * length / (tokens_per_s * gpus), **how,
+        waits_for_tensor=tp > 1 and waits, pieces="beside" if tp > 1 and not waits else "",
+        step_time_s=batch * length / (tokens_per_s * gpus), **how,
     )  # fmt: skip
 
 

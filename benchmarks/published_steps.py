@@ -91,6 +91,7 @@ def recipe_of(row: Row) -> autopar.recipes.Recipe:
         gather=row.gather,
         num_microbatches=row.num_microbatches if row.table == "megatron a100" or row.num_microbatches > 1 else None,
         sequence_parallel=row.sequence_parallel,
+        collective_matmul=bool(row.pieces),
         schedule=None if row.pp == 1 else "interleaved" if row.chunks > 1 else "1f1b",
         chunks=row.chunks if row.chunks > 1 else None,
         recompute=_policy(row),
@@ -114,6 +115,13 @@ def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.C
         cluster = dataclasses.replace(
             cluster, inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False)
         )
+    if row.pieces:
+        inside = cluster.inside_host
+        assert inside.detail is not None, "a link with channels of NCCL"
+        assert row.tp <= cluster.devices_per_host, "products send inside of a host"
+        detail = dataclasses.replace(inside.detail, pair_bytes_per_s=None, pair_ramp_s=None)
+        inside = dataclasses.replace(inside, detail=detail, sends_in_place=row.pieces == "in place")
+        cluster = dataclasses.replace(cluster, inside_host=inside)
     if row.waits_for_all:
         cluster = dataclasses.replace(
             cluster,

@@ -84,7 +84,7 @@ THRESHOLDS = [
         (
             "NEARLY_EQUAL",
             "difference below which fewer axes are taken, and less than which is not searched for",
-            "costs are not known better",
+            "half of the 0.01 % by which no recipe may be faster than the search",
         ),
     ),
     *_of(

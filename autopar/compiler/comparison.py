@@ -72,7 +72,7 @@ def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: 
         return f"over the memory limit by {text_of_bytes(peak_bytes - limit_bytes)}"
     if step_time_s > chosen_s:
         return f"slower by {text_of_s(step_time_s - chosen_s)}"
-    return f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes" if step_time_s < chosen_s else "as fast"
+    return f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes" if step_time_s < chosen_s else "as fast"
 
 
 def notes(context: PlanningContext) -> Sequence[str]:

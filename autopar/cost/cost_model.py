@@ -137,7 +137,8 @@ class NodeCosts:
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
-        bits wide. A compiler whose products absorb what they read and make needs no copies but the last.
+        bits wide. A compiler whose products absorb what they read and make needs no copies but the last; where pieces
+        are sent in place, each piece of a sum is read once more.
         """
         work, mesh = self._work(op), self.model.links.mesh
         n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
@@ -147,14 +148,17 @@ class NodeCosts:
         seconds = time_s(work, split, (parts, (result_parts,)), self.model.device)
         result_bytes = work.result_bytes[0] / result_parts
         copied_bytes = 0.0
-        if not self.model.compiler.products_absorb:
+        in_place = self.model.links.link(pieces.axes).sends_in_place
+        if in_place and pieces.operand is None:
+            copied_bytes = result_bytes
+        if not (in_place or self.model.compiler.products_absorb):
             cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
             copied_bytes += 2.0 * sum(cut)
             if pieces.operand is None:
                 copied_bytes += 3.0 * result_bytes
             elif along.result is None:
                 copied_bytes += 3.0 * result_bytes * max(1.0, 4.0 / self.graph.values[op.outputs[0]].itemsize)
-        if along.result is not None and pieces.operand is not None:
+        if along.result is not None and pieces.operand is not None and not in_place:
             copied_bytes += 2.0 * result_bytes
         return op.count * (seconds + self.model.device.memory_s(copied_bytes, result_bytes))
 

@@ -133,15 +133,25 @@ class _Writer:
         return self.graph.values[value].shape == self.graph.values[op.outputs[0]].shape
 
     def _is_elementwise(self, op: Op) -> bool:
-        """Whether an operation of the update computes by elements, with numbers for other operands."""
-        if op.kind is not OpKind.EQUATION or op.role is not self.updating:
+        """Whether an operation of the update computes by elements, with numbers for other operands, or another one
+        rounds a leaf of the state, which is gathered in fewer bytes behind that.
+        """
+        if op.kind is not OpKind.EQUATION:
             return False
+        if op.role is not self.updating:
+            return self._rounds_input(op)
         shape = self.graph.values[op.outputs[0]].shape if op.outputs else ()
         shapes = [self.graph.values[a].shape if isinstance(a, int) else a.shape for a in op.inputs]
         if op.primitive == "broadcast_in_dim":
             return bool(shape) and shapes == [()]
         by_elements = op.primitive in _ELEMENTWISE and len(op.outputs) == 1
         return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
+
+    def _rounds_input(self, op: Op) -> bool:
+        source = op.inputs[0] if op.primitive == "convert_element_type" else None
+        if not isinstance(source, int) or source not in self.inputs:
+            return False
+        return self.graph.values[op.outputs[0]].itemsize < self.graph.values[source].itemsize
 
     def _adds_gradients(self, op: Op) -> bool:
         """Whether an operation adds gradients of one array (tied embeddings) each of which is to be padded."""

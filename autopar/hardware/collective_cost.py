@@ -111,6 +111,8 @@ class Link:
             `bytes_per_s`.
         is_asynchronous: Whether collectives run beside computing where the compiler takes them apart. False for systems
             that wait for each collective, such as tensor parallelism that launches its next product behind it.
+        sends_in_place: Whether products in pieces send and receive these by copies straight to and from where they
+            read and write them (user buffers of NVIDIA's Transformer Engine), without copies of their own.
     """
 
     latency_s: float
@@ -123,6 +125,7 @@ class Link:
     kind_bytes_per_s: tuple[tuple[CollectiveKind, float], ...] = ()
     devices_per_card: int = 1
     is_asynchronous: bool = True
+    sends_in_place: bool = False
 
     def __post_init__(self) -> None:
         if self.kind_bytes_per_s and self.fabric is Fabric.TORUS:

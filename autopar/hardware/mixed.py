@@ -96,6 +96,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         overhead_s=max(link.overhead_s for link in links),
         kind_bytes_per_s=lowest,
         is_asynchronous=all(link.is_asynchronous for link in links),
+        sends_in_place=all(link.sends_in_place for link in links),
     )
 
 

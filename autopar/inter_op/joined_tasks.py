@@ -52,7 +52,7 @@ def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
         saved_s = sum(staged.task_s[n] for n, _ in chain) - task.seconds
         at_end = staged.staged.tasks[chain[-1][0]].kind is TaskKind.AFTER
         hides = task.hidden_s > sum(staged.hidden_s[n] for n, _ in chain)
-        if not hides or saved_s < least_s or (at_end and ends_s[chain[-1]] < end_s - saved_s):
+        if not hides or saved_s < least_s or (at_end and ends_s[_mesh_of(staged, chain[-1])] < end_s - saved_s):
             del tasks[chain]
     for kind in (TaskKind.AFTER, TaskKind.FORWARD):
         taken = [task.parts for task in staged.joined]
@@ -66,10 +66,18 @@ def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
     return staged
 
 
-def _ends_s(staged: StagedStep) -> dict[Node, float]:
-    """When each run ends."""
-    steps = zip(staged.simulated.instructions, staged.simulation.ends_s, strict=True)
-    return {run: end_s for step, end_s in steps for run in runs_of(step)}
+def _ends_s(staged: StagedStep) -> dict[int, float]:
+    """When the last run of each mesh ends."""
+    found: dict[int, float] = {}
+    for step, end_s in zip(staged.simulated.instructions, staged.simulation.ends_s, strict=True):
+        for run in runs_of(step):
+            mesh = _mesh_of(staged, run)
+            found[mesh] = max(found.get(mesh, 0.0), end_s)
+    return found
+
+
+def _mesh_of(staged: StagedStep, run: Node) -> int:
+    return staged.simulated.pipeline.tasks[run[0]].mesh
 
 
 def _key(staged: StagedStep, chain: Sequence[Node]) -> Hashable:

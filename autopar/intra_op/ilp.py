@@ -41,8 +41,8 @@ from autopar.sharding.pins import PinnedLayout
 # nothing better for GPT-3 on 28 meshes. On meshes of three axes, where no number of rounds gives a proof, 16 rounds
 # take a quarter of the time of 64.
 ROUNDS = 16
-# A search ends once its choice is proven to be as near to the optimum: a tenth of what makes two plans nearly equal.
-RELATIVE_GAP = 1e-4
+# A search ends once its choice is proven to be as near to the optimum: a tenth of `plan.options.NEARLY_EQUAL`.
+RELATIVE_GAP = 5e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

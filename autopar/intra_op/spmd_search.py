@@ -201,7 +201,7 @@ def _slower(context: PlanningContext, model: CostModel, least_s: float, step_tim
     """Of what takes longer than a candidate that fits, before its memory is computed, or its time (None)."""
     extra_s = least_s - context.fastest_s
     if extra_s <= 0:
-        why = f"as fast to {NEARLY_EQUAL:.1%}, on a mesh of more axes"
+        why = f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes"
     elif step_time_s is None:
         why = f"not evaluated: slower by about {text_of_s(extra_s)} or more"
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.common.units import text_of_bytes
 
-TIE = 1e-3  # two times that differ by less count as equal: what simulation and sums may differ by
+TIE = 1e-4  # two times that differ by less count as equal; the search takes half of it for equal
 
 
 class Status(enum.StrEnum):

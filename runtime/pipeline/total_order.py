@@ -19,6 +19,10 @@ def order_of_runs(
 ) -> tuple[Node, ...]:
     """BEFORE tasks, then the schedule's lists merged by the time at which each run could start, then AFTER tasks.
 
+    On a mesh with several stages those of one stage stand beside the runs of that stage, where this holds up nobody:
+    a BEFORE task in front of the first of them, unless it can run while the mesh waits at its start, and an AFTER task
+    behind the last of them, unless other meshes wait for what the mesh does then.
+
     Args:
         task_s: Seconds of each task; all 1 if left out.
         transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
@@ -28,10 +32,53 @@ def order_of_runs(
     """
     tasks = flow.pipeline.tasks
     needs = _needs(flow)
-    before = _once(tasks, TaskKind.BEFORE, needs)
-    merged = _merged(flow, schedule, needs, frozenset(before), task_s, transfer_s)
-    after = _once(tasks, TaskKind.AFTER, needs)
+    before, after = (_once(tasks, kind, needs) for kind in (TaskKind.BEFORE, TaskKind.AFTER))
+    lists = [list(runs) for runs in runs_of_mesh(flow.pipeline, schedule)]
+    lists, moved = _with_tasks_of_stages(tasks, lists, before, after, needs)
+    before, after = [n for n in before if n not in moved], [n for n in after if n not in moved]
+    merged = _merged(flow, schedule, lists, needs, frozenset(before), task_s, transfer_s)
     return (*before, *merged, *after)
+
+
+def _with_tasks_of_stages(
+    tasks: Sequence[Task],
+    lists: list[list[Node]],
+    before: Sequence[Node],
+    after: Sequence[Node],
+    needs: Mapping[Node, tuple[_Need, ...]],
+) -> tuple[list[list[Node]], frozenset[Node]]:
+    """(the runs of each mesh with the tasks that stand beside those of their stage; these tasks)"""
+    stages_of = [{tasks[n].stage for n, _ in runs} for runs in lists]
+    if all(len(stages) < 2 for stages in stages_of):
+        return lists, frozenset()
+    needed_by: dict[Node, set[Node]] = {}
+    for node, needed in needs.items():
+        for need in needed:
+            needed_by.setdefault(need.node, set()).add(node)
+    moved: set[Node] = set()
+    found = []
+    for runs, stages in zip(lists, stages_of, strict=True):
+        own = set(runs)
+        waits = bool(runs) and any(x.node not in before and x.node not in own for x in needs[runs[0]])
+        for node in () if len(stages) < 2 else before:
+            if waits and not tasks[node[0]].index:
+                continue  # it runs while the mesh waits; others wait for other meshes themselves
+            at = next((i for i, (n, _) in enumerate(runs) if tasks[n].stage == tasks[node[0]].stage), 0)
+            if tasks[node[0]].stage in stages and at and needed_by.get(node, set()) <= {*runs[at:], *after}:
+                runs.insert(at, node)
+                moved.add(node)
+        for node in () if len(stages) < 2 else after:
+            of_stage = [i for i, (n, _) in enumerate(runs) if tasks[n].stage == tasks[node[0]].stage]
+            if not of_stage or tasks[node[0]].stage not in stages:
+                continue
+            behind = runs[of_stage[-1] + 1 :]
+            held_up = {n for run in behind for n in needed_by.get(run, ())} - set(runs) - set(after)
+            done = own.difference(behind) | set(before) | moved
+            if behind and not held_up and all(x.node in done for x in needs[node]):
+                runs.insert(of_stage[-1] + 1, node)
+                moved.add(node)
+        found.append(runs)
+    return found, frozenset(moved)
 
 
 def runs_of_mesh(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[Node, ...], ...]:
@@ -134,12 +181,12 @@ def _once(tasks: Sequence[Task], kind: TaskKind, needs: Mapping[Node, tuple[_Nee
 def _merged(
     flow: Dataflow,
     schedule: PipelineSchedule,
+    lists: Sequence[Sequence[Node]],
     needs: Mapping[Node, tuple[_Need, ...]],
     before: frozenset[Node],
     task_s: Sequence[float] | None,
     transfer_s: Sequence[float] | None,
 ) -> list[Node]:
-    lists = runs_of_mesh(flow.pipeline, schedule)
     position = [0] * len(lists)
     clock = [0.0] * len(lists)
     end_s = dict.fromkeys(before, 0.0)

@@ -77,3 +77,19 @@ def test_a_plan_for_one_padding_is_none_for_another():
     traced = trace(momentum_step, (state, jnp.ones((8, 5))), names=("state", "batch"), donate=(0,), batch=(1,))
     prints = {padded_step(traced, {0: form}).fingerprint for form in (ROWS, FLAT)} | {traced.fingerprint}
     assert len(prints) == 3
+
+
+def test_a_parameter_is_rounded_before_it_is_cut():
+    def step(state, batch):
+        loss = lambda w: jnp.mean((batch @ w.astype(jnp.bfloat16).astype(jnp.float32)) ** 2)
+        return {"w": state["w"] - 0.1 * jax.grad(loss)(state["w"])}
+
+    traced = trace(step, ({"w": jnp.ones((5, 3))}, jnp.ones((8, 5))), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(padded_step(traced, {0: ROWS}), RuleBook())
+    (rounded,) = (
+        op for op in graph.ops() if op.inputs and op.inputs[0] == graph.block.inputs[0] and op.role is Role.FORWARD
+    )
+    assert rounded.primitive == "convert_element_type"
+    assert graph.values[rounded.outputs[0]].shape == (6, 3)
+    cuts = [op for op in graph.ops() if op.primitive == "slice" and rounded.outputs[0] in op.inputs]
+    assert cuts

@@ -1,5 +1,7 @@
 """Products that gather an operand, or scatter their result, piece by piece while they run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,6 +88,27 @@ def test_what_is_sent_hides_behind_products_on_a_tpu():
         return found.plan(state, batch).predicted.step_time_s
 
     assert predicted_s(True) < 0.95 * predicted_s(False)
+
+
+def test_pieces_that_are_sent_in_place_need_no_copies_beside_them():
+    of_width = lambda w: jax.ShapeDtypeStruct((256 * w.shape[0], 256 * w.shape[1]), jnp.bfloat16)
+    state = jax.tree.map(of_width, arguments()[0])
+    batch = {name: jax.ShapeDtypeStruct((8, 2048, 256 * W), jnp.bfloat16) for name in "xy"}
+    hosts = autopar.Cluster.preset("dgx-h100")
+
+    def step_s(in_place):
+        link = dataclasses.replace(hosts.inside_host, sends_in_place=in_place)
+        plan = autopar.parallelize(
+            step,
+            plan=recipes.sequence_parallel("megatron", collective_matmul=True),
+            cluster=dataclasses.replace(hosts, inside_host=link),
+            cache_dir=None,
+            show_progress=False,
+        ).plan(state, batch)
+        return plan.predicted.step_time_s
+
+    in_place_s, beside_s = step_s(True), step_s(False)
+    assert in_place_s < 0.99 * beside_s
 
 
 def test_a_plan_with_it_is_saved_and_read(tmp_path):

@@ -45,6 +45,20 @@ def test_only_tensor_parallelism_that_waits_holds_up_computing():
     assert cluster_of(does_not).inside_host.is_asynchronous
 
 
+def test_products_that_send_while_they_run_take_no_channels_of_nccl():
+    in_place, beside, waits = (
+        cluster_of(ROWS[key]).inside_host
+        for key in (
+            "megatron-core h100 16B",
+            "torchtitan 70B on 256 H100 tp8 async float8",
+            "torchtitan 70B on 256 H100 tp8",
+        )
+    )
+    assert (in_place.sends_in_place, beside.sends_in_place, waits.sends_in_place) == (True, False, False)
+    assert in_place.detail.pair_bytes_per_s is beside.detail.pair_bytes_per_s is None
+    assert waits.detail.pair_bytes_per_s is not None
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.key)
 def test_rows_fill_their_machines(row):
     assert cluster_of(row).num_devices == row.gpus == row.dp * row.tp * row.pp * row.cp

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
+from autopar.runtime.pipeline.dataflow import dataflow
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.program import Free, Run, Send, TaskKind
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
+from autopar.runtime.pipeline.total_order import order_of_runs
 from autopar.runtime.pipeline.verify import verify_program
 from autopar.runtime.simulation.simulator import simulate
 from tests.runtime.pipelines import Builder, chain, random_pipeline
@@ -462,3 +464,18 @@ class TestVerifier:
             ScheduleError, match=r"slot 2 of the program: expected arrays of one mesh, got meshes \[0, 1\]"
         ):
             verify_program(damaged, schedule)
+
+
+def test_tasks_of_a_stage_stand_beside_its_runs_where_that_holds_up_nobody():
+    schedule = make_schedule("interleaved", 2, 4, 2)
+    pipeline = chain(schedule)
+    order = order_of_runs(dataflow(pipeline, 4), schedule)
+    first, second = (
+        [pipeline.tasks[n].name + f" {i}" for n, i in order if pipeline.tasks[n].mesh == mesh] for mesh in (0, 1)
+    )
+    # Mesh 0 begins at once, and hands on nothing once the last backward pass of its second stage is done.
+    assert first[:5] == ["split 0", "zeros0 0", "F0 0", "F0 1", "zeros2 0"]
+    assert first[-5:] == ["B2 3", "update2 0", "B0 2", "B0 3", "update0 0"]
+    # Mesh 1 waits for mesh 0 at its start, and mesh 0 for its last backward passes.
+    assert second[:3] == ["zeros1 0", "zeros3 0", "F1 0"]
+    assert second[-4:] == ["B1 3", "update1 0", "update3 0", "stack 0"]
