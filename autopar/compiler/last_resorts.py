@@ -119,10 +119,11 @@ def _in_micro_batches(
                 recompute=policy,
             )
             plan = made[m] = _plan_or_peak(bound, plan_of)
-            time_s, peak_bytes = math.inf, plan
             if isinstance(plan, Plan):
                 time_s, peak_bytes = plan.predicted.step_time_s, max(plan.predicted.peak_bytes)
-            tried[m] = Tried(step_time_s=time_s, peak_bytes=peak_bytes, policies=(policy,))
+                tried[m] = Tried(step_time_s=time_s, peak_bytes=peak_bytes, policies=(policy,))
+            else:
+                tried[m] = Tried(step_time_s=math.inf, peak_bytes=plan, policies=(policy,))
         if all(t.step_time_s == math.inf for t in tried.values()):
             break  # the peak lies between those of the most and of the fewest
         waiting = next_numbers(numbers, tried, context.limit_bytes, numbers[-1])

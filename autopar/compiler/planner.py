@@ -97,8 +97,8 @@ def make_plans(
         )
         if plan is not None:
             return (plan,)
-        error = refused or no_plan_error(context, trees)
-        raise error.beside(why) if isinstance(error, MemoryLimitError) and why else error
+        none_fits = refused or no_plan_error(context, trees)
+        raise none_fits.beside(why) if isinstance(none_fits, MemoryLimitError) and why else none_fits
     told = [*_notes(context), *advice_note(context, chosen)]
     plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
     if chosen.pins is not None and context.request.pins is not None:
