@@ -3,10 +3,12 @@
 import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
@@ -135,6 +137,46 @@ def test_a_batch_may_be_a_function_of_its_size():
         >= autopar.fit(step, MLP_STATE, batch_of, clusters=[slow_cluster(2)], multiple=64).largest() / 2
         > 0
     )
+
+
+def symbolic(*texts, constraints=()):
+    """Float arrays by dimensions that are text, in one scope, under the names a, b, c, ..."""
+    scope = jax.export.SymbolicScope(constraints)
+    dims = [jax.export.symbolic_shape(text, scope=scope) for text in texts]
+    return {chr(ord("a") + i): jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(dims)}
+
+
+def test_symbolic_dimensions_are_evaluated():
+    state, batch = symbolic("4, b"), symbolic("b, 128", "2*b + 1, 3", "7, floordiv(b, 2)", "5, 6")
+    check_batch("step", [state, batch], [1])
+    got = resized([state, jax.ShapeDtypeStruct((9, 9), jnp.int32), batch], [2], 10)
+    assert jax.tree.map(lambda leaf: leaf.shape, got) == [
+        {"a": (4, 10)},
+        (9, 9),
+        {"a": (10, 128), "b": (21, 3), "c": (7, 5), "d": (5, 6)},
+    ]
+
+
+def test_symbolic_dimensions_have_one_variable_and_keep_its_constraints():
+    with pytest.raises(InvalidArgumentError, match="of one variable, the number of examples, got 2, b, s"):
+        check_batch("step", [symbolic("b, s")], [0])
+    batch = symbolic("b, 2", constraints=["b >= 8", "mod(b, 4) == 0", "other >= 5"])
+    assert resized([batch], [0], 12)[0]["a"].shape == (12, 2)
+    with pytest.raises(InvalidArgumentError, match=r"for which b >= 8 holds, as \(b, 2\) says, got 4 examples"):
+        resized([batch], [0], 4)
+    with pytest.raises(InvalidArgumentError, match=r"got 9 examples"):  # jax words it with a product
+        resized([batch], [0], 9)
+
+
+def test_a_batch_with_symbolic_dimensions_fits_as_a_batch_of_its_size_does():
+    (examples, _, _) = jax.export.symbolic_shape("b, 32, 16")
+    batch = {name: jax.ShapeDtypeStruct((examples, leaf.shape[1]), leaf.dtype) for name, leaf in MLP_BATCH.items()}
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    options = {"clusters": [slow_cluster(2)], "multiple": 256}
+    found = autopar.fit(step, MLP_STATE, batch, **options)
+    assert found.rows == autopar.fit(step, MLP_STATE, MLP_BATCH, **options).rows
+    with pytest.raises(InvalidArgumentError, match=r"batch\['x'\]: expected numbers as dimensions.*got \(b, 32\)"):
+        step.plan(MLP_STATE, batch)
 
 
 def test_a_batch_without_examples_is_refused():
