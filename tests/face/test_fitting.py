@@ -11,6 +11,7 @@ import autopar
 from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest
+from autopar.plan.report.fit_data import fit_data
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None, show_progress=False)
@@ -205,13 +206,33 @@ def test_the_page_has_a_line_for_each_cluster(tmp_path):
     Fitting(step="train", rows=rows, multiples={"a<b": 1, "c": 10, "d": 1}, plans={}).report(tmp_path / "fit.html")
     page = (tmp_path / "fit.html").read_text()
     # Batches 1, 10 and 100, whose examples take 1 s, 0.1 s and 0.1 s.
-    assert '<polyline points="0.0,0.0 600.0,220.0"' in page
-    assert '<circle cx="300.0" cy="220.0"' in page
+    assert '<polyline points="0.0,0.0 360.0,190.0"' in page
+    assert '<circle cx="180.0" cy="190.0"' in page
+    assert (
+        'aria-label="Seconds of an example over batch sizes: a&lt;b 1 s at 1 to 100 ms at 100; c 100 ms at 10"' in page
+    )
     assert "a&lt;b, 100 examples: 100 ms each, 100% of the memory" in page
     assert "a<b" not in page
     assert "d: no batch fits" in page
     Fitting(step="train", rows=(row_of("d", 1),), multiples={"d": 1}, plans={}).report(tmp_path / "none.html")
     assert "<svg" not in (tmp_path / "none.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([8, 288], ["8", "10", "20", "50", "100", "200", "288"]),
+        ([1, 1000], ["1", "2", "5", "10", "20", "50", "100", "200", "1,000"]),
+        ([1, 2**24], ["1", "16,777,216"]),
+        ([64, 72], ["64", "72"]),
+        ([8], ["8"]),
+    ],
+)
+def test_the_numbers_of_an_axis_are_round_and_have_room(batches, expected):
+    rows = [row_of("c", batch, 1.0 * batch) for batch in batches]
+    time, memory = fit_data("train", rows, {"c": 1}).charts
+    assert [text for _, text in time.x_ticks] == [text for _, text in memory.x_ticks] == expected
+    assert [text for _, text in time.y_ticks] == ["1 s"]
 
 
 def test_what_does_not_fit_is_told_without_times():
