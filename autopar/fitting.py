@@ -25,7 +25,8 @@ from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.step_views import batch_argnums_of, on_cluster, with_whole_batch
 
-COLUMNS, BAR_COLUMNS = 100, 24
+# Bars are as wide as numbers leave room for, less beside prices.
+COLUMNS, BAR_COLUMNS, PRICED_BAR_COLUMNS = 100, 24, 9
 # A batch of more examples than this is not looked for: what fits so often fits always.
 MOST_EXAMPLES = 2**24
 S_PER_HOUR, MILLION = 3600, 1_000_000
@@ -67,12 +68,13 @@ class Fitting:
             console.line(f"{name}: {found} (of multiples of {multiple})", style="bold")
         priced = any(row.price is not None for row in self.rows)
         table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
+        bar_columns = PRICED_BAR_COLUMNS if priced else BAR_COLUMNS
         longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
         for row in self.rows:
             peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
             cells = [escape(row.cluster), str(row.batch), "[red]does not fit[/]", "", "", escape(peak)]
             if row.step_time_s is not None and row.example_s is not None:
-                bar = "#" * max(1, round(BAR_COLUMNS * row.example_s / longest_s)) if longest_s else ""
+                bar = "#" * max(1, round(bar_columns * row.example_s / longest_s)) if longest_s else ""
                 cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), f"[green]{bar}[/]"]
             if priced:
                 cells.append("" if row.price is None else f"{row.price:.4g}")

@@ -147,8 +147,8 @@ def fit_row(cluster: str, batch: int, step_time_s: float | None, share: float) -
 FITTING = Fitting(
     step="train_step_of_a_model_with_a_name_that_is_longer_than_a_telephone_is_wide",
     rows=(
-        *(fit_row("dgx-h100", n, 0.01 + n / 700, n / 300) for n in (8, 128, 256, 288)),
-        fit_row("dgx-h100", 296, None, 1.01),
+        *(fit_row("dgx-h100", n, 0.01 + n / 700, min(n / 300, 1.0)) for n in (8, 128, 256, 288, 3_145_728)),
+        fit_row("dgx-h100", 3_145_736, None, 1.01),
         *(fit_row("tpu-v5e:2x4", n, 0.02 + n / 150, n / 50) for n in (8, 48)),
         fit_row("none", 8, None, 3.0),
     ),
@@ -164,21 +164,23 @@ def test_the_page_of_what_fits(page, width, scheme, tmp_path):
     check_page(page, tmp_path / "fit.html", width, scheme)
     told = page.evaluate("[...document.querySelectorAll('svg')].map(e => e.getAttribute('aria-label'))")
     assert told == [
-        "Seconds of an example over batch sizes: dgx-h100 2.68 ms at 8 to 1.46 ms at 288; "
+        "Seconds of an example over batch sizes: dgx-h100 2.68 ms at 8 to 1.43 ms at 3,145,728; "
         "tpu-v5e:2x4 9.17 ms at 8 to 7.08 ms at 48",
-        "Memory of the fullest device, of what it has over batch sizes: dgx-h100 3% at 8 to 96% at 288; "
+        "Memory of the fullest device, of what it has over batch sizes: dgx-h100 3% at 8 to 100% at 3,145,728; "
         "tpu-v5e:2x4 16% at 8 to 96% at 48",
     ]
-    # Numbers on the axes are as high as text that can be read, and none is written over another.
+    # Numbers on the axes are as high as text that can be read, none is cut off, and none is written over another.
     boxes = page.evaluate(
-        "[...document.querySelectorAll('svg')].map(svg => [...svg.querySelectorAll('text')].map(text => {"
-        "const b = text.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; }))"
+        "[...document.querySelectorAll('svg')].map(svg => [svg, ...svg.querySelectorAll('text')].map(shape => {"
+        "const b = shape.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; }))"
     )
-    for texts in boxes:
+    for (first, highest, last, lowest), *texts in boxes:
         assert min(bottom - top for _, top, _, bottom in texts) >= 10
         for i, (left, top, right, bottom) in enumerate(texts):
-            assert left >= 0
-            assert right <= width
+            assert left >= first
+            assert top >= highest
+            assert right <= last
+            assert bottom <= lowest
             for other_left, other_top, other_right, other_bottom in texts[i + 1 :]:
                 beside = other_left >= right or other_right <= left
                 assert beside or other_top >= bottom or other_bottom <= top

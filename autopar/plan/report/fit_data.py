@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from autopar.common.units import text_of_s
 from autopar.plan.fit_row import FitRow
 
-# In units of the drawing: what the axes enclose, and the room for their numbers at the left and below. Drawn about as
-# large as they are on a telephone, so that numbers can be read there.
-WIDTH, HEIGHT, LEFT, BELOW = 360, 190, 64, 44
+# In units of the drawing: what the axes enclose, and the room for their numbers at the left, at the right and below.
+# Drawn about as large as they are on a telephone, so that numbers can be read there.
+WIDTH, HEIGHT, LEFT, RIGHT, BELOW = 360, 190, 64, 44, 44
 # Of a decade of a logarithmic axis, most to fewest ticks; the first that leaves the numbers room is taken.
 TICKS = ((1, 2, 5), (1, 3), (1,))
 # Of a number on an axis, in its largest print: the width of a character, and the height.
@@ -52,6 +52,7 @@ class Chart:
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
+    right: int = RIGHT
     below: int = BELOW
 
 
