@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.fitting import FitRow, Fitting
-from tests.browser import CHROMIUM, SCHEMES, Page, browser
+from tests.browser import CHROMIUM, SCHEMES, Page, Visit, browser
 from tests.plan.plans_to_see import PLANS, plan_of
 from tests.plan.records import module, pipeline, program
 
@@ -70,10 +70,11 @@ const behind = element => {
   }
   return [255, 255, 255];
 };
+const HIDDEN = "script, style, title, [hidden], [aria-hidden=true]";
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = new Map();
 while (walker.nextNode()) {
   const element = walker.currentNode.parentElement;
-  if (!walker.currentNode.data.trim() || element.closest("script, style, title, [hidden]")) continue;
+  if (!walker.currentNode.data.trim() || element.closest(HIDDEN)) continue;
   const style = getComputedStyle(element), svg = element.closest("svg") !== null;
   const [one, other] = [light(channels(svg ? style.fill : style.color)), light(behind(element))].sort((a, b) => a - b);
   const contrast = (other + 0.05) / (one + 0.05);
