@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
+from autopar.batch_sizes import check_batch, resized
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
@@ -25,7 +25,8 @@ from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.step_views import batch_argnums_of, on_cluster, with_whole_batch
 
-COLUMNS, BAR_COLUMNS = 100, 24
+# Bars are as wide as numbers leave room for, less beside prices.
+COLUMNS, BAR_COLUMNS, PRICED_BAR_COLUMNS = 100, 24, 9
 # A batch of more examples than this is not looked for: what fits so often fits always.
 MOST_EXAMPLES = 2**24
 S_PER_HOUR, MILLION = 3600, 1_000_000
@@ -67,12 +68,13 @@ class Fitting:
             console.line(f"{name}: {found} (of multiples of {multiple})", style="bold")
         priced = any(row.price is not None for row in self.rows)
         table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
+        bar_columns = PRICED_BAR_COLUMNS if priced else BAR_COLUMNS
         longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
         for row in self.rows:
             peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
             cells = [escape(row.cluster), str(row.batch), "[red]does not fit[/]", "", "", escape(peak)]
             if row.step_time_s is not None and row.example_s is not None:
-                bar = "#" * max(1, round(BAR_COLUMNS * row.example_s / longest_s)) if longest_s else ""
+                bar = "#" * max(1, round(bar_columns * row.example_s / longest_s)) if longest_s else ""
                 cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), f"[green]{bar}[/]"]
             if priced:
                 cells.append("" if row.price is None else f"{row.price:.4g}")
@@ -98,8 +100,9 @@ def fit(
     Args:
         step: A step of `autopar.parallelize`, which keeps its options, or a function.
         args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`). The leaves of the batch have their examples
-            first, all of them as many; other numbers of examples take their place. Or the batch is a function of the
-            number of examples, which gives arrays or shapes.
+            first, all of them as many; other numbers of examples take their place. Or shapes have symbolic dimensions
+            of one variable (`jax.export.symbolic_shape`), which is the number of examples: only these change, in the
+            state too. Or the batch is a function of the number of examples, which gives arrays or shapes.
         clusters: The hardware to plan for, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
@@ -238,47 +241,3 @@ def _priced(row: FitRow, price: float | None) -> FitRow:
     if price is None or row.example_s is None:
         return row
     return dataclasses.replace(row, price=row.example_s * MILLION / S_PER_HOUR * price)
-
-
-def resized(args: Sequence[Any], argnums: Sequence[int], examples: int) -> list[Any]:
-    """The arguments with batches of so many examples, as shapes."""
-
-    def resized_one(arg: Any) -> Any:
-        return _shapes_of(arg, examples) if callable(arg) else jax.tree.map(of, arg)
-
-    def of(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
-
-    return [resized_one(arg) if i in argnums else arg for i, arg in enumerate(args)]
-
-
-def _shapes_of(function: Callable[[int], Any], examples: int) -> Any:
-    """What a function gives for so many examples, as shapes; arrays that it makes take no memory."""
-    made: list[Any] = []
-
-    def arrays() -> list[Any]:
-        made.append(function(examples))
-        return [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in jax.tree.leaves(made[-1])]
-
-    shapes = jax.eval_shape(arrays)
-    leaves, tree = jax.tree.flatten(made[-1])
-    return jax.tree.unflatten(
-        tree, [leaf if shape is None else shape for leaf, shape in zip(leaves, shapes, strict=True)]
-    )
-
-
-def check_batch(name: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
-    """Raises: InvalidArgumentError where the leaves of the batch do not have one number of examples first."""
-    given = [args[i] for i in argnums if i < len(args)]
-    if given and all(map(callable, given)):
-        return
-    leaves = [leaf for arg in given if not callable(arg) for leaf in jax.tree.leaves(arg)]
-    sizes = {getattr(leaf, "shape", ())[:1] for leaf in leaves}
-    if len(sizes) != 1 or sizes == {()}:
-        raise InvalidArgumentError(
-            where=f"autopar.fit({name}, ...)",
-            expected="a batch whose arrays all have the examples first",
-            got=f"first dimensions {', '.join(str(size[0]) if size else 'none' for size in sizes) or 'of no array'}",
-            hint="name the arguments with examples (batch_argnums of parallelize), put the examples first, or give a "
-            "function of their number: lambda n: {...}",
-        )

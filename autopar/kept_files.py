@@ -63,13 +63,13 @@ class Kept:
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The files as a table."""
         if self.directory is None:
-            return "No cache: this user has no home directory (set AUTOPAR_CACHE_DIR)"
+            return text_format.broken(["No cache: this user has no home directory (set AUTOPAR_CACHE_DIR)"])
         counts = [(kind, self.of_kind(kind)) for kind in Kind]
         told = ", ".join(f"{len(files)} {kind} ({text_of_bytes(_size(files))})" for kind, files in counts if files)
         if not self.files:
-            return f"{self.directory}: nothing {'to remove' if self.removed else 'is kept'}"
+            return text_format.broken([f"{self.directory}: nothing {'to remove' if self.removed else 'is kept'}"])
         if self.removed:
-            return f"{self.directory}: removed {told}"
+            return text_format.broken([f"{self.directory}: removed {told}"])
         table = Table(box=None, pad_edge=False, header_style="")
         table.add_column("kind")
         table.add_column("file", no_wrap=True, max_width=NAME_COLUMNS)

@@ -66,7 +66,7 @@ def tasks_of(plan: autopar.Plan) -> Iterator[tuple[int, str, float, float]]:
     devices = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "devices")
     for event in events:
         if event["ph"] == "X" and event["pid"] == devices:
-            yield event["tid"], event["cat"], event["ts"], event["dur"]
+            yield event["tid"] - 1, event["cat"], event["ts"], event["dur"]
 
 
 def draw_schedules() -> plt.Figure:

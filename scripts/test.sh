@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ruff, the type checker and pytest. Makes an environment of its own on the first run.
 # usage: scripts/test.sh [--slow] [pytest arguments]
-# --slow runs only the tests that are left out otherwise, with the published models, the TPU and GPU compilers and the
-# tools of the documentation that they need.
+# --slow runs only the tests that are left out otherwise, with the published models, the TPU and GPU compilers, Perfetto
+# and the tools of the documentation that they need. Those of pages need Chromium too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -11,7 +11,7 @@ source scripts/environment.sh
 export JAX_PLATFORMS=cpu
 if [ "${1:-}" = --slow ]; then
     shift
-    prepare_environment slow dev,docs,published,tpu,gpu
+    prepare_environment slow dev,docs,perfetto,published,tpu,gpu
     exec "$python" -m pytest -m slow "$@"
 fi
 prepare_environment test dev

@@ -7,6 +7,7 @@ the hosts goes over their links in every step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -84,50 +85,56 @@ def _fitting(
     context: PlanningContext, binding: Binding, policies: Sequence[str], plan_of: PlanOf
 ) -> tuple[list[Plan], int | None]:
     """(the plans that fit; where none does, the least that one needs, None where the step cannot be had so)"""
-    examples = num_examples(context.traced) // context.cluster.num_devices
+    numbers = divisors(num_examples(context.traced) // context.cluster.num_devices)
+
+    @functools.cache
+    def made(policy: str, m: int) -> Plan | int | None:
+        bound = dataclasses.replace(
+            context.request,
+            binding=binding,
+            num_microbatches=m if m > 1 else None,
+            num_stages=1 if policy != "nothing" or binding.offloads_activations else None,
+            recompute=policy,
+        )
+        return _plan_or_peak(bound, plan_of)
+
+    leanest = [made(policies[-1], m) for m in sorted({numbers[0], numbers[-1]})]  # peaks lie between those of both ends
+    if not any(isinstance(plan, Plan) for plan in leanest):
+        return [], min((peak for peak in leanest if isinstance(peak, int)), default=None)
     found: list[Plan] = []
-    peaks: list[int] = []
-    numbers = divisors(examples)
     for policy in policies:
-        tried = _in_micro_batches(context, binding, policy, numbers, plan_of)
-        plans = {m: plan for m, plan in tried.items() if isinstance(plan, Plan)}
-        peaks += [peak for peak in tried.values() if isinstance(peak, int)]
+        plans = _in_micro_batches(context, numbers, policy, functools.partial(made, policy))
         found += plans.values()
         # What recomputes more is slower, but for larger micro-batches than fit with less.
         numbers = [m for m in numbers if m < min(plans, default=math.inf)]
         if not numbers:
             break
-    return found, min(peaks, default=None)
+    return found, None
 
 
 def _in_micro_batches(
-    context: PlanningContext, binding: Binding, policy: str, numbers: Sequence[int], plan_of: PlanOf
-) -> dict[int, Plan | int | None]:
-    """By the number of micro-batches, the plan that fits or what it needs: the most, the fewest, and between them while
-    that is faster. None where the step cannot be had so.
+    context: PlanningContext, numbers: Sequence[int], policy: str, made: Callable[[int], Plan | int | None]
+) -> dict[int, Plan]:
+    """By the number of micro-batches, the plans that fit: of the most, of the fewest, and between them while that is
+    faster.
     """
-    made: dict[int, Plan | int | None] = {}
+    plans: dict[int, Plan] = {}
     tried: dict[int, Tried] = {}
     waiting = sorted({numbers[0], numbers[-1]})
     while waiting and not context.deadline.passed:
         for m in waiting:
-            bound = dataclasses.replace(
-                context.request,
-                binding=binding,
-                num_microbatches=m if m > 1 else None,
-                num_stages=1 if policy != "nothing" or binding.offloads_activations else None,
-                recompute=policy,
-            )
-            plan = made[m] = _plan_or_peak(bound, plan_of)
+            plan = made(m)
             if isinstance(plan, Plan):
-                time_s, peak_bytes = plan.predicted.step_time_s, max(plan.predicted.peak_bytes)
-                tried[m] = Tried(step_time_s=time_s, peak_bytes=peak_bytes, policies=(policy,))
+                plans[m], predicted = plan, plan.predicted
+                tried[m] = Tried(
+                    step_time_s=predicted.step_time_s, peak_bytes=max(predicted.peak_bytes), policies=(policy,)
+                )
             else:
                 tried[m] = Tried(step_time_s=math.inf, peak_bytes=plan, policies=(policy,))
-        if all(t.step_time_s == math.inf for t in tried.values()):
-            break  # the peak lies between those of the most and of the fewest
+        if not plans:
+            break
         waiting = next_numbers(numbers, tried, context.limit_bytes, numbers[-1])
-    return made
+    return plans
 
 
 def _sharded_over_data(stage: int) -> Binding:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
+from autopar.common.jax_symbolic import variables_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.callbacks import check_effects
 from autopar.frontend.drop_shardings import without_placements
@@ -27,9 +28,16 @@ IMPURE = "two traces of the function differ"
 def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf of the arguments or results.
 
-    Raises: InvalidArgumentError when the leaf is not an array.
+    Raises: InvalidArgumentError when the leaf is not an array, or has symbolic dimensions.
     """
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and variables_of(leaf.shape):
+            raise InvalidArgumentError(
+                where=path,
+                expected="numbers as dimensions: a plan is made for one size",
+                got=f"({', '.join(map(str, leaf.shape))})",
+                hint="give the size; autopar.fit evaluates symbolic dimensions at the sizes that it tries",
+            )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
         return jax.ShapeDtypeStruct((), jax.numpy.asarray(leaf).dtype, weak_type=is_weak(leaf))

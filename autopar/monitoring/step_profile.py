@@ -63,12 +63,10 @@ class StepProfile:
     measured: Timeline
 
     def save(self, path: str | Path) -> None:
-        """Writes both timelines as one file for https://ui.perfetto.dev: predicted lanes above measured ones."""
-        traces = [chrome_trace(self.predicted), chrome_trace(self.measured)]
+        """Writes both timelines as one file for https://ui.perfetto.dev, predicted and measured lanes by name."""
         events = []
-        for number, (title, trace) in enumerate(zip(("predicted", "measured"), traces, strict=True)):
-            for event in trace["traceEvents"]:
-                event = {**event, "pid": event["pid"] + 2 * number}
+        for number, (title, timeline) in enumerate((("predicted", self.predicted), ("measured", self.measured))):
+            for event in chrome_trace(timeline, first_process=1 + 2 * number)["traceEvents"]:
                 if event["name"] == "process_name":
                     event["args"] = {"name": f"{title} {event['args']['name']}"}
                 events.append(event)

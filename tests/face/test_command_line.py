@@ -322,6 +322,18 @@ def test_the_largest_batch(job, capsys):
     assert "--price: expected CLUSTER=PRICE of an hour, got dgx-h100" in capsys.readouterr().err
 
 
+def test_the_largest_batch_of_symbolic_shapes(job, capsys):
+    named = limited_job(job)
+    path = job.parent / "limited.py"
+    shape = 'jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 64"), jnp.float32)'
+    path.write_text(path.read_text().replace("jnp.zeros((64, WIDTH))", shape))
+    options = ["--cluster", "local:2", "--multiple", "128", "--json"]
+    made = json.loads(out_of(capsys, "fit", named, *options))
+    assert made["largest"]["local:2"] >= 128
+    assert main(["plan", named, "--cluster", "local:2"]) == 1
+    assert "batch['x']: expected numbers as dimensions" in capsys.readouterr().err
+
+
 def limited_job(job) -> str:
     """With little memory, so that batches are small."""
     path = job.parent / "limited.py"

@@ -3,12 +3,15 @@
 import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest
+from autopar.plan.report.fit_data import fit_data
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None, show_progress=False)
@@ -137,6 +140,46 @@ def test_a_batch_may_be_a_function_of_its_size():
     )
 
 
+def symbolic(*texts, constraints=()):
+    """Float arrays by dimensions that are text, in one scope, under the names a, b, c, ..."""
+    scope = jax.export.SymbolicScope(constraints)
+    dims = [jax.export.symbolic_shape(text, scope=scope) for text in texts]
+    return {chr(ord("a") + i): jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(dims)}
+
+
+def test_symbolic_dimensions_are_evaluated():
+    state, batch = symbolic("4, b"), symbolic("b, 128", "2*b + 1, 3", "7, floordiv(b, 2)", "5, 6")
+    check_batch("step", [state, batch], [1])
+    got = resized([state, jax.ShapeDtypeStruct((9, 9), jnp.int32), batch], [2], 10)
+    assert jax.tree.map(lambda leaf: leaf.shape, got) == [
+        {"a": (4, 10)},
+        (9, 9),
+        {"a": (10, 128), "b": (21, 3), "c": (7, 5), "d": (5, 6)},
+    ]
+
+
+def test_symbolic_dimensions_have_one_variable_and_keep_its_constraints():
+    with pytest.raises(InvalidArgumentError, match="of one variable, the number of examples, got 2, b, s"):
+        check_batch("step", [symbolic("b, s")], [0])
+    batch = symbolic("b, 2", constraints=["b >= 8", "mod(b, 4) == 0", "other >= 5"])
+    assert resized([batch], [0], 12)[0]["a"].shape == (12, 2)
+    with pytest.raises(InvalidArgumentError, match=r"for which b >= 8 holds, as \(b, 2\) says, got 4 examples"):
+        resized([batch], [0], 4)
+    with pytest.raises(InvalidArgumentError, match=r"got 9 examples"):  # jax words it with a product
+        resized([batch], [0], 9)
+
+
+def test_a_batch_with_symbolic_dimensions_fits_as_a_batch_of_its_size_does():
+    (examples, _, _) = jax.export.symbolic_shape("b, 32, 16")
+    batch = {name: jax.ShapeDtypeStruct((examples, leaf.shape[1]), leaf.dtype) for name, leaf in MLP_BATCH.items()}
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    options = {"clusters": [slow_cluster(2)], "multiple": 256}
+    found = autopar.fit(step, MLP_STATE, batch, **options)
+    assert found.rows == autopar.fit(step, MLP_STATE, MLP_BATCH, **options).rows
+    with pytest.raises(InvalidArgumentError, match=r"batch\['x'\]: expected numbers as dimensions.*got \(b, 32\)"):
+        step.plan(MLP_STATE, batch)
+
+
 def test_a_batch_without_examples_is_refused():
     step = autopar.parallelize(mlp_step, **OPTIONS)
     uneven = {"x": jax.ShapeDtypeStruct((4, 32), jnp.float32), "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
@@ -163,13 +206,33 @@ def test_the_page_has_a_line_for_each_cluster(tmp_path):
     Fitting(step="train", rows=rows, multiples={"a<b": 1, "c": 10, "d": 1}, plans={}).report(tmp_path / "fit.html")
     page = (tmp_path / "fit.html").read_text()
     # Batches 1, 10 and 100, whose examples take 1 s, 0.1 s and 0.1 s.
-    assert '<polyline points="0.0,0.0 600.0,220.0"' in page
-    assert '<circle cx="300.0" cy="220.0"' in page
+    assert '<polyline points="0.0,0.0 360.0,190.0"' in page
+    assert '<circle cx="180.0" cy="190.0"' in page
+    assert (
+        'aria-label="Seconds of an example over batch sizes: a&lt;b 1 s at 1 to 100 ms at 100; c 100 ms at 10"' in page
+    )
     assert "a&lt;b, 100 examples: 100 ms each, 100% of the memory" in page
     assert "a<b" not in page
     assert "d: no batch fits" in page
     Fitting(step="train", rows=(row_of("d", 1),), multiples={"d": 1}, plans={}).report(tmp_path / "none.html")
     assert "<svg" not in (tmp_path / "none.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([8, 288], ["8", "10", "20", "50", "100", "200", "288"]),
+        ([1, 1000], ["1", "2", "5", "10", "20", "50", "100", "200", "1,000"]),
+        ([1, 2**24], ["1", "16,777,216"]),
+        ([64, 72], ["64", "72"]),
+        ([8], ["8"]),
+    ],
+)
+def test_the_numbers_of_an_axis_are_round_and_have_room(batches, expected):
+    rows = [row_of("c", batch, 1.0 * batch) for batch in batches]
+    time, memory = fit_data("train", rows, {"c": 1}).charts
+    assert [text for _, text in time.x_ticks] == [text for _, text in memory.x_ticks] == expected
+    assert [text for _, text in time.y_ticks] == ["1 s"]
 
 
 def test_what_does_not_fit_is_told_without_times():

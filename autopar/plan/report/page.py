@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,17 @@ from autopar.plan.report.data import ReportData, report_data
 from autopar.plan.report.fit_data import FitData, fit_data
 from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.report.timeline_data import PARTS, TimelineData
-from autopar.plan.schema import PlanRecord
+from autopar.plan.schema import MemoryKind, PlanRecord
 
+# The colours of categories of events, as the script has them, and what they mean.
+_CATEGORIES = {
+    "F": ("forward", "forward"),
+    "B": ("backward", "backward"),
+    "W": ("weight", "gradients of weights"),
+    "compute": ("compute", "computation"),
+    "send": ("send", "communication"),
+}
+_OTHERS = ("other", "once a step")
 # What could end a script element, or a line of JavaScript, in JSON.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -59,6 +69,9 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
         "tokens": tokens_of,
         "hue": hue,
         "curve": curve_points,
+        "legend": timeline_legend,
+        "purpose": purpose_number,
+        "ticks": round_ticks,
         "timeline": timeline_json,
     }
     fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
@@ -84,6 +97,25 @@ def curve_points(curve: tuple[int, ...], top: float, width: float, height: float
         y = height * (1 - value / top) if top else height
         points += [f"{width * i / len(curve):.1f},{y:.1f}", f"{width * (i + 1) / len(curve):.1f},{y:.1f}"]
     return " ".join(points)
+
+
+def round_ticks(top: float) -> list[float]:
+    """Numbers from 0 for an axis that ends at `top`: multiples of 1, 2 or 5 times a power of ten, four to eight."""
+    if top <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(top))
+    step = next(power * part for part in (2.0, 1.0, 0.5, 0.2) if top / (power * part) >= 3)
+    return [number * step for number in range(math.floor(top / step) + 1)]
+
+
+def purpose_number(kind: MemoryKind) -> int:
+    """The number of the colour that a purpose of memory has on all pages."""
+    return list(MemoryKind).index(kind)
+
+
+def timeline_legend(categories: Sequence[str]) -> list[tuple[str, str]]:
+    """(colour, meaning) of the categories of events that there are, as the script colours them."""
+    return list(dict.fromkeys(_CATEGORIES.get(category, _OTHERS) for category in categories))
 
 
 def timeline_json(timeline: TimelineData) -> Markup:

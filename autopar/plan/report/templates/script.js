@@ -74,12 +74,13 @@
     return { name: row.name, link: row.link, busy: row.busy, starts, durations, names };
   });
   const colours = { F: "--forward", B: "--backward", W: "--weight", compute: "--compute", send: "--send" };
-  const ROW = 16, LABEL = 96, TOP = 18;
+  const ROW = rows.length <= 16 ? 24 : 16, LABEL = 96, TOP = 18;
   links.checked = rows.filter(row => row.link).length <= 8;
   let from = 0, to = data.parts;
   const shown = () => rows.filter(row => links.checked || !row.link);
   const seconds = parts => {
     const value = parts / data.parts * data.step_s;
+    if (value === 0) return "0";
     for (const [size, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]) {
       if (Math.abs(value) >= size) return (value / size).toPrecision(3) + " " + unit;
     }
