@@ -98,7 +98,8 @@ def _fitting(
         )
         return _plan_or_peak(bound, plan_of)
 
-    leanest = [made(policies[-1], m) for m in sorted({numbers[0], numbers[-1]})]  # peaks lie between those of both ends
+    # One needs the least for its activations, the other nothing to run and add up micro-batches.
+    leanest = [made(policies[-1], numbers[-1]), made(policies[0], numbers[0])]
     if not any(isinstance(plan, Plan) for plan in leanest):
         return [], min((peak for peak in leanest if isinstance(peak, int)), default=None)
     found: list[Plan] = []

@@ -26,7 +26,7 @@ STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
 NAME_COLUMNS = 43
 BATCH = "batch"  # the kind of arguments that hold examples
 SENTENCE_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 1
-ENDING = "plan.explain(name) for one of these, plan.table() for all, plan.report('plan.html') for a page"
+ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
 
 
 def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
@@ -101,7 +101,7 @@ def _legend(record: PlanRecord) -> str:
     axis = mesh.axis_names[0]
     layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
     if record.pipeline is not None:
-        return layout.capitalize()
+        return f"{layout.capitalize()} What stands before or behind the layers counts as one."
     own = record.axis_names or mesh.axis_names
     axes = [
         f"{name}={n}" + (f" ({called})" if called != name else "")
@@ -145,7 +145,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
             (
                 str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
                 f"{g.layers} layer{'s' if g.layers > 1 else ''}" + (" each" if g.last > g.first else ""),
-                str(LogicalMesh(axis_sizes=g.axis_sizes)) + (f" {g.device}" if g.device else ""),
+                str(LogicalMesh(axis_sizes=g.axis_sizes)).replace(" x ", ", ") + (f" {g.device}" if g.device else ""),
                 ", ".join(g.recomputed),
                 f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
                 str(g.in_flight),
@@ -169,7 +169,7 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     ]
     if not rows:
         return ["No collectives."]
-    return page.table(("costliest collectives", "module", "a step", "sent a device", "time"), rows)
+    return page.table(("costliest collectives", "module", "count", "sent a device", "time"), rows)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:

@@ -360,7 +360,7 @@ def advantage(record: PlanRecord) -> str:
     if not weighed:
         return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     others = [r for r in weighed if r.name != own]
-    parts = [f"It is a baseline: {own}"] if own else []
+    parts = [f"The fastest found is a standard plan: {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]

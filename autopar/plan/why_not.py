@@ -18,6 +18,7 @@ from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
 COLUMNS = 100
 MODULES_SHOWN = 8
 NO_MODULE = "(no module)"
+TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +139,18 @@ class WhyNot:
                 return f"It takes {text_of_s(other_s)} a step, as the plan does."
             faster = f"{text_of_s(-self.slower_s)} less than the plan"
             return (
-                f"It takes {text_of_s(other_s)} a step, {faster}: the search did not try it, or counts both as equal."
+                f"It takes {text_of_s(other_s)} a step, {faster}: the plan was asked for by a recipe or pins, or the "
+                "search did not try this, or counts both as equal."
             )
         text = (
             f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
             f"slower by {text_of_s(self.slower_s)}."
         )
-        largest = max((q for q in self.parts() if q.more > 0), key=lambda q: q.more, default=None)
-        if largest is not None:
-            text += f" The largest part of that is {largest.name}: {text_of_s(largest.more)} more."
+        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
+        told = larger[:1] + [q for q in larger[1:] if q.more >= TOLD_SHARE * self.slower_s]
+        if told:
+            parts = ", then ".join(f"{q.name}: {text_of_s(q.more)} more" for q in told)
+            text += f" The largest part of that is {parts}."
         losing = next(iter(self.modules()), None)
         if losing is None or losing.more_s <= 0:
             return f"{text} No module takes longer."

@@ -159,7 +159,10 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
         == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     )
     own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
-    assert summary.advantage(program(tried=(own,), rejected=())) == "It is a baseline: data parallelism."
+    assert (
+        summary.advantage(program(tried=(own,), rejected=()))
+        == "The fastest found is a standard plan: data parallelism."
+    )
     too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
     assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
         "Not compared with data parallelism (over the memory limit by 1 GB)."
