@@ -23,8 +23,11 @@ class SpareThreads:
     """Idle threads, until they are used or released."""
 
     def __init__(self, count: int) -> None:
-        self._idle = [_Spare() for _ in range(count)]
+        self._idle: list[_Spare] = []
         self._lock = threading.Lock()
+        with contextlib.suppress(RuntimeError):  # the system may have no more threads: fewer will do
+            while len(self._idle) < count:
+                self._idle.append(_Spare())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

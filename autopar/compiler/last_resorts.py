@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.common.units import text_of_bytes
 from autopar.compiler.padding import stored_step
-from autopar.errors import AutoparError, MemoryLimitError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
 from autopar.ir.graph import Purpose
 from autopar.microbatch.smaller_step import num_examples
@@ -48,7 +48,7 @@ def _padded(context: PlanningContext, plan_of: PlanOf) -> Plan | None:
     for stage in (1, 3):
         bound = dataclasses.replace(context.request, binding=_sharded_over_data(stage))
         if stored_step(context.traced, context.cluster, bound, context.rules, context.graphs).padded:
-            plans.append(_plan_or_peak(bound, plan_of))
+            plans.append(_plan_or_peak(context, bound, plan_of))
     found = [plan for plan in plans if isinstance(plan, Plan)]
     best = min(found, key=lambda plan: plan.predicted.step_time_s, default=None)
     return None if best is None else best.with_note(PADDED)
@@ -59,10 +59,14 @@ def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, 
     that make it fastest; where none fits, with what is saved for the backward pass there too.
     """
     cluster, request = context.cluster, context.request
-    if request.in_host or num_examples(context.traced) % cluster.num_devices:
-        return None, []
-    if all(v.purpose is not Purpose.OPTIMIZER for v in context.views.annotated.values):
+    if request.in_host or all(v.purpose is not Purpose.OPTIMIZER for v in context.views.annotated.values):
         return None, []  # no optimiser's state is there to be moved
+    try:
+        examples = num_examples(context.traced)
+    except BatchMismatchError:
+        return None, []  # ZeRO is over examples
+    if examples % cluster.num_devices:
+        return None, [f"nothing was offloaded: {cluster.num_devices} devices do not divide {examples} examples"]
     if cluster.device.host_link_bytes_per_s is None:
         return None, [
             f"nothing was offloaded: the rate of the link between {cluster.device.name} and its host is unknown"
@@ -96,7 +100,7 @@ def _fitting(
             num_stages=1 if policy != "nothing" or binding.offloads_activations else None,
             recompute=policy,
         )
-        return _plan_or_peak(bound, plan_of)
+        return _plan_or_peak(context, bound, plan_of)
 
     # One needs the least for its activations, the other nothing to run and add up micro-batches.
     leanest = [made(policies[-1], numbers[-1]), made(policies[0], numbers[0])]
@@ -142,11 +146,15 @@ def _sharded_over_data(stage: int) -> Binding:
     return Binding(axes=(data_axis(stage),), sizes=(None,))
 
 
-def _plan_or_peak(request: PlanRequest, plan_of: PlanOf) -> Plan | int | None:
-    """The plan of a request; what it needs, where that does not fit; None where the step cannot be had in that form."""
+def _plan_or_peak(context: PlanningContext, request: PlanRequest, plan_of: PlanOf) -> Plan | int | None:
+    """The plan of a request, in the time that is left; what it needs, where that does not fit; None where the step
+    cannot be had in that form.
+    """
+    if request.time_limit_s is not None:
+        request = dataclasses.replace(request, time_limit_s=max(0.0, context.deadline.left_s))
     try:
         return plan_of(request)
     except MemoryLimitError as error:
         return error.needed_bytes
-    except AutoparError:
+    except (UnsupportedError, BatchMismatchError, InvalidArgumentError):
         return None

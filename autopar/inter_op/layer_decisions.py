@@ -53,7 +53,8 @@ def layer_decisions(
     """
     # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
     intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops)
-    state, saved, copies = state_values(folded.graph), saved_values(folded.graph), folded.copies()
+    state, copies = state_values(folded.graph), folded.copies()
+    saved = saved_values(folded.graph, intra_op.saved_in_host)
     state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
     saved_prices = dataclasses.replace(state_prices, values=saved)
     several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}

@@ -14,7 +14,7 @@ class Tried:
     Attributes:
         step_time_s: inf where it does not fit.
         peak_bytes: None where it was not built.
-        policies: What each layer recomputes; empty where it was not built.
+        policies: What each layer recomputes, or all of them; empty where that is not known.
     """
 
     step_time_s: float

@@ -200,7 +200,7 @@ def stage_problem(
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:
     """The decisions of one stage under the weights. Raises: SolverError."""
-    saved = saved_values(problem.graph) if terms.in_flight else frozenset()
+    saved = saved_values(problem.graph, problem.saved_in_host) if terms.in_flight else frozenset()
     prices = MemoryPrices(
         s_per_byte=terms.s_per_byte,
         values=state_values(problem.graph) | saved,

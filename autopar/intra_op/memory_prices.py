@@ -41,10 +41,12 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     return frozenset((v, state) for v in values for state in (UNREDUCED, ALL))
 
 
-def saved_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
-    """The values that occupy memory from the forward pass of a micro-batch to its backward pass."""
+def saved_values(graph: OpGraph, offloaded: frozenset[int] = frozenset()) -> frozenset[tuple[int, str]]:
+    """The values that occupy memory of a device from the forward pass of a micro-batch to its backward pass: without
+    those that are `offloaded`.
+    """
     forward_values = {v for op in graph.block.ops if op.section is Section.FORWARD for v in op.outputs}
-    forward_values -= waiting_in_host(graph)
+    forward_values -= waiting_in_host(graph, offloaded)
     backward_ops = (op for op in graph.block.ops if op.section.is_backward)
     return frozenset(
         (v, state) for op in backward_ops for v in read_by(op) if v in forward_values for state in (REDUCED, ALL)

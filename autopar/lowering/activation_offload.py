@@ -58,10 +58,10 @@ def with_saved_in_host(
     for number, (previous, part) in enumerate(zip(begins, parts, strict=False)):
         stays = number == 0 and follows_at_once  # (2)
         goes = [array for array in part if not stays or array.value in by_policy]
-        made = max((array.maker for array in goes if array.maker is not None), default=-1)
         for array in goes:
             reader = instructions[array.first_reader]
             # (1), but in the section of its reader: the sections may be programs of their own.
+            made = -1 if array.maker is None else array.maker
             at = max(previous, _first_of_pass(instructions, reader), made + 1)
             there, back = (array.layout, HOST), (array.layout, RETURNED)
             goes_there = HostCopy(

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.graph import Role
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import RETURNED
+from autopar.ir.value_state import HOST, RETURNED
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -34,10 +34,12 @@ def operands_of(instruction: Instruction) -> Iterable[Key]:
 
 
 def reading_returned(instruction: Instruction, returned: Collection[tuple[int, Layout]]) -> Instruction:
-    """An instruction that reads what has come back: of values in their layouts, the arrays from there."""
+    """An instruction that reads what has come back: of values in their layouts, the arrays from there. A stack whose
+    slices a scan reads in the memory of the host stays there.
+    """
 
     def place_of(atom: object, place: Place | None) -> Place | None:
-        if isinstance(atom, int) and place is not None and (atom, place[0]) in returned:
+        if isinstance(atom, int) and place is not None and place[1] != HOST and (atom, place[0]) in returned:
             return place[0], RETURNED
         return place
 

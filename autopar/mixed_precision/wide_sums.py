@@ -66,7 +66,9 @@ def with_wide_sums(
         jaxpr = jax.make_jaxpr(of_traced)(*traced)
         result_tree, others, is_array, flags = form
         chosen = [flag for flag, array in zip(flags, is_array, strict=True) if array]
-        outs = iter(_Widening(np.dtype(dtype)).run(jaxpr, traced, [False] * len(traced), chosen))
+        widened = _Widening(np.dtype(dtype)).run(jaxpr, traced, [False] * len(traced), chosen)
+        # In the types that the results have without this, literals as arrays.
+        outs = (jnp.asarray(_of_type(out, aval.dtype)) for out, aval in zip(widened, jaxpr.out_avals, strict=True))
         flat = [next(outs) if array else other for array, other in zip(is_array, others, strict=True)]
         return jax.tree.unflatten(result_tree, flat)
 

@@ -43,9 +43,9 @@ def offloaded_on(graph: OpGraph, platform: Platform) -> frozenset[int]:
     return values.difference(*(op.outputs for op in graph.block.ops))
 
 
-def waiting_in_host(graph: OpGraph) -> frozenset[int]:
-    """The same values, and what scans stack up of them, which is in the memory of the host instead."""
-    waiting = set(offloaded_by_policy(graph))
+def waiting_in_host(graph: OpGraph, offloaded: frozenset[int]) -> frozenset[int]:
+    """Offloaded values, and what scans stack up of them, which is in the memory of the host instead."""
+    waiting = set(offloaded)
     for op in reversed(list(graph.ops())):  # bodies before their loops
         if op.kind is OpKind.SCAN:
             stacked = zip(op.outputs[op.num_carry :], op.blocks[0].outputs[op.num_carry :], strict=True)

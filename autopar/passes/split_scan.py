@@ -92,9 +92,9 @@ def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
     if {leaf.leaf: leaf.form for leaf in traced.padded} != uneven_forms(traced, parts, rules):
         raise InvalidArgumentError(
             where=f"{traced.name}: {stacks.name}",
-            expected=f"a number of stages that divides its {stacks.trips} layers, with the same stages as at planning",
-            got=str(parts),
-            hint="use the number of stages of the plan",
+            expected=f"the number of stages for which the state of its {stacks.trips} layers is padded",
+            got=f"{parts} stages",
+            hint="use the number of stages of the plan that made the state",
         )
     if parts not in part_numbers(stacks.trips):
         raise InvalidArgumentError(

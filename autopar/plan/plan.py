@@ -166,7 +166,7 @@ class Plan:
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
         submesh(*largest)
         stages_of = () if self.record.pipeline is None else self.record.pipeline.stages
-        saves = any(stage.decisions.saved_in_host for stage in stages_of)
+        saves = any(decisions.saved_in_host for decisions in (self.record.decisions, *(s.decisions for s in stages_of)))
         if saves or any(value.in_host for value in self.record.arguments):
             check_host_memory(f"plan of {self.record.step}", jax.local_devices()[0])
 

@@ -13,6 +13,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import scipy.sparse
+import scipy.sparse.csgraph
+
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, Value, walk
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
@@ -36,7 +40,7 @@ class FollowedNames(Generic[Name]):
         self.graph, self.within = graph, within
         # Dimensions have numbers: those of a value stand one behind the other.
         self.first = [0, *itertools.accumulate(len(v.shape) for v in graph.values)]
-        self.one = list(range(self.first[-1]))  # of each dimension, one of those that are joined with it
+        self.joined: tuple[list[int], list[int]] = ([], [])  # pairs of dimensions that are one
         self.parts: dict[int, Parts[Name]] = {}
         self.waiting: collections.deque[int] = collections.deque()  # dimensions whose news have not gone round
         self.watching: list[tuple[Collection[int], Callable[[], None]]] = []
@@ -49,7 +53,7 @@ class FollowedNames(Generic[Name]):
                 self.join_alike((outer, d + dropped), (inner, d))
         for one, other in _scanned(graph.block):  # what a scan goes over counts the same in all its slices and stacks
             self.join_alike((one, 0), (other, 0))
-        self.one = [self.joined(i) for i in range(len(self.one))]
+        self.one = self.numbered()  # of each dimension, the number of those that are joined with it
         self.size = [n for v in graph.values for n in v.shape]
         self.followers: dict[int, list[Callable[[], None]]] = {}
         for dimensions, follow in self.watching:
@@ -58,11 +62,16 @@ class FollowedNames(Generic[Name]):
 
     # Which dimensions are one
 
-    def joined(self, i: int) -> int:
-        one = self.one
-        while one[i] != i:
-            one[i] = i = one[one[i]]
-        return i
+    def join(self, one: int, other: int) -> None:
+        self.joined[0].append(one)
+        self.joined[1].append(other)
+
+    def numbered(self) -> list[int]:
+        count, joined = self.first[-1], np.array(self.joined, dtype=np.int64)
+        pairs = scipy.sparse.coo_array((np.ones(joined.shape[1], np.int8), joined), shape=(count, count))
+        _, numbers = scipy.sparse.csgraph.connected_components(pairs, directed=False)
+        found: list[int] = numbers.tolist()
+        return found
 
     def is_followed(self, value: int) -> bool:
         return self.within is None or value in self.within
@@ -84,7 +93,7 @@ class FollowedNames(Generic[Name]):
                 if len(of_dim) == 1 and shape[d] == factors[of_dim[0]].size:
                     at = at_factor.setdefault(of_dim[0], first + d)
                     if at != first + d:
-                        self.one[self.joined(first + d)] = self.joined(at)
+                        self.join(first + d, at)
                 else:
                     is_whole = False
         if not is_whole:
@@ -97,7 +106,7 @@ class FollowedNames(Generic[Name]):
             return
         a, b = self.number(*one), self.number(*other)
         if self.graph.values[one[0]].shape[one[1]] == self.graph.values[other[0]].shape[other[1]]:
-            self.one[self.joined(b)] = self.joined(a)
+            self.join(a, b)
         else:
             self.watching.append(((a, b), functools.partial(self.alike, a, b)))
 

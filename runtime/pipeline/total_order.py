@@ -73,7 +73,7 @@ def _with_tasks_of_stages(
                 continue
             behind = runs[of_stage[-1] + 1 :]
             held_up = {n for run in behind for n in needed_by.get(run, ())} - set(runs) - set(after)
-            done = own.difference(behind) | set(before) | moved
+            done = (own | set(before) | moved).difference(behind)
             if behind and not held_up and all(x.node in done for x in needs[node]):
                 runs.insert(of_stage[-1] + 1, node)
                 moved.add(node)

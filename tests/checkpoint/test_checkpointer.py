@@ -150,7 +150,7 @@ def test_an_array_of_jax_is_never_rounded(tmp_path):
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     monkeypatch.delitem(sys.modules, "autopar.checkpoint.array_files", raising=False)
-    with pytest.raises(MissingPackageError, match=r"pip install autopar\[train\]"):
+    with pytest.raises(MissingPackageError, match="pip install orbax-checkpoint"):
         checkpointer(tmp_path).save(1, {"w": jnp.zeros(2)})
 
 

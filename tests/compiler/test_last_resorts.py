@@ -71,3 +71,12 @@ def test_nothing_is_offloaded_over_an_unknown_link():
 def test_a_recipe_is_not_offloaded():
     with pytest.raises(MemoryLimitError):
         step_within(STATE_BYTES // 3, plan=autopar.recipes.zero(3)).plan(new_state(), new_batch())
+
+
+def test_a_step_without_a_batch_that_does_not_fit_is_a_matter_of_memory():
+    step = autopar.parallelize(
+        lambda state: adam_step(state, new_batch()),
+        cluster=slow_cluster(2), memory_limit_bytes=STATE_BYTES // 3, cache_dir=None, show_progress=False,
+    )  # fmt: skip
+    with pytest.raises(MemoryLimitError):
+        step.plan(new_state())

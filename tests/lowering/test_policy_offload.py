@@ -20,7 +20,7 @@ from autopar.lowering.instructions import HostCopy, Loop, host_copies_in
 from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target
 from autopar.xla import aot_gpu
-from tests.small_steps import slow_cluster
+from tests.small_steps import assert_close, slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 64, 16, 32, 4
 policies = jax.checkpoint_policies
@@ -124,6 +124,26 @@ def test_layers_that_are_written_out_send_each_array_and_fetch_it_behind_the_lay
     assert {c.section for c in copies} == {Section.WHOLE}
     assert instructions.index(goes[-1]) < instructions.index(comes[0])
     assert all(c.behind for c in comes)
+
+
+@pytest.mark.parametrize("losses", [2, 3])
+def test_several_backward_passes_in_one_program_fetch_what_each_of_them_reads(losses):
+    """As two networks that are trained against one another have them, each pass with a gradient of its own."""
+    once = training_step(NAMED, scans=False)
+
+    def step(state, batch):
+        values = []
+        for _ in range(losses):
+            state, value = once(state, batch)
+            values.append(value)
+        return state, sum(values)
+
+    state, batch = arguments(layers=7)
+    parallel = autopar.parallelize(
+        step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None, show_progress=False
+    )
+    expected = jax.jit(step)(state, batch)
+    assert_close(parallel(state, batch), expected)
 
 
 def test_products_may_be_what_is_offloaded():

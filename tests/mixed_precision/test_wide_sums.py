@@ -193,3 +193,24 @@ def test_compilers_for_accelerators_keep_the_type(cluster, target, policy, dtype
     assert types_of_sums(compiled.as_text()) == {dtype} | of_activations
     predicted = sum(c.sent_bytes for c in step.plan(shapes, batch).predicted.collectives)
     assert verification.traffic_of(compiled).total_bytes == pytest.approx(predicted, rel=1e-3)
+
+
+def test_results_have_the_types_that_they_have_without_a_trace():
+    """Parameters of several types, an unused one, and results that are constants."""
+    policy = autopar.precision("bf16")
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4), jnp.bfloat16), "unused": jnp.ones(())}
+
+    def loss(params, x):
+        return jnp.sum((x @ params["a"] @ params["b"]) ** 2), jnp.zeros(())
+
+    function = policy.value_and_grad(loss, has_aux=True)
+    seen = []
+
+    def traced(params, x):
+        results = function(params, x)
+        seen.extend(jax.tree.leaves(results))
+        return results
+
+    eager, compiled = function(params, jnp.ones((2, 4))), jax.jit(traced)(params, jnp.ones((2, 4)))
+    assert [a.dtype for a in jax.tree.leaves(compiled)] == [a.dtype for a in jax.tree.leaves(eager)]
+    assert all(isinstance(leaf, jax.Array) for leaf in seen)
