@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import re
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from autopar.xla import aot_gpu
 from tests.small_steps import assert_close, slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 64, 16, 32, 4
+BEFORE_0_12 = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 policies = jax.checkpoint_policies
 NAMED = policies.save_and_offload_only_these_names(
     names_which_can_be_saved=["gate"], names_which_can_be_offloaded=["hidden"],
@@ -181,7 +183,9 @@ def test_memory_falls_and_the_copies_are_timed(scans):
     assert predicted.host_copied_bytes == 2 * LAYERS * ONE_INNER
     assert predicted.host_time_s == pytest.approx(2 * LAYERS * ONE_INNER / 1e9)
     assert without.host_bytes == ()
-    assert without.peak_bytes[0] - predicted.peak_bytes[0] >= (LAYERS - 1) * ONE_INNER
+    # At the peak one layer's array is on its way back; under jaxlib 0.12, which fuses more, two of written-out layers.
+    on_the_way = 1 if scans or BEFORE_0_12 else 2
+    assert without.peak_bytes[0] - predicted.peak_bytes[0] >= (LAYERS - on_the_way) * ONE_INNER
 
 
 @pytest.mark.parametrize("scans", [True, False], ids=["scan", "written out"])

@@ -130,7 +130,9 @@ def test_a_gradient_is_not_rounded_to_the_type_of_computation(model):
     narrow_loss, narrow = jax.jit(differentiated(NARROW, model))(parameters(), X)
     assert loss == narrow_loss
     for got, rounded in zip(jax.tree.leaves(gradients), jax.tree.leaves(narrow), strict=True):
-        np.testing.assert_allclose(got, rounded, rtol=0, atol=2**-7 * np.abs(rounded).max() + 1e-30)
+        # The 32 examples' terms, and sums of some, were rounded to 8 bits, up and down.
+        error = 2**-5 * np.abs(rounded).max()
+        np.testing.assert_allclose(got, rounded, rtol=0, atol=error + 1e-30)
         if np.any(got):
             assert np.any(got != got.astype(jnp.bfloat16).astype(jnp.float32))
 
