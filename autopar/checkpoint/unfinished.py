@@ -52,7 +52,7 @@ def _wait_for_all() -> None:
         for wait in list(_waits.values()):
             try:
                 wait()
-            except Exception:
+            except Exception:  # whatever it was, the other checkpoints are waited for; orbax raises anything
                 logger.exception("the last checkpoint could not be written: %s", HINT)
     if _spare is not None:
         _spare.release()

@@ -65,6 +65,8 @@ def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, 
         examples = num_examples(context.traced)
     except BatchMismatchError:
         return None, []  # ZeRO is over examples
+    if context.deadline.passed:
+        return None, [f"nothing was offloaded: {context.deadline.text}"]
     if examples % cluster.num_devices:
         return None, [f"nothing was offloaded: {cluster.num_devices} devices do not divide {examples} examples"]
     if cluster.device.host_link_bytes_per_s is None:
