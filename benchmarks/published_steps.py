@@ -13,6 +13,7 @@ planned with `attention="blockwise"`, or with `--as-written` as it is written; t
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -142,8 +143,13 @@ def with_constants(device: DeviceKind, constants: dict[str, float]) -> DeviceKin
 
 
 def options_of(row: Row) -> dict[str, Any]:
-    """How attention is planned: without scores where the run had flash attention."""
-    return {"attention": "blockwise"} if row.flash else {}
+    """How attention is planned: without scores where the run had flash attention. Scales of float8 are those of a
+    micro-batch, as torchao computes them: the largest number of each operand as it comes.
+    """
+    options: dict[str, Any] = {"attention": "blockwise"} if row.flash else {}
+    if row.float8 and row.num_microbatches > 1:
+        options["per_microbatch"] = "*"
+    return options
 
 
 def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan:
@@ -234,11 +240,39 @@ def keep(made: Sequence[str]) -> None:
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
-        "with that day's constants\nand prices."
+        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had reserved, "
+        "of a loss that keeps logits in float32\n(its compiled loss, on the H200s, does not); predicted is what lives at "
+        "once."
     )
     RESULTS.write_text(
-        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n"
+        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n\n"
+        f"{_rates_of_rings()}\n"
     )
+
+
+def _rates_of_rings() -> str:
+    """What the published rows of torchtitan's rings say about attention by themselves: each holds as many tokens of a
+    device, so that only attention grows from row to row, by what the published times grow by.
+    """
+    rings = [row for row in ROWS.values() if row.table == "torchtitan" and row.tp == 1 and row.model.length > 8192]
+    lines = []
+    for shorter, longer in itertools.pairwise(sorted(rings, key=lambda row: row.model.length)):
+        more = (_attention_flops(longer) - _attention_flops(shorter)) / 1e12
+        more_s = longer.step_time_s - shorter.step_time_s
+        lengths = f"{shorter.model.length:,} -> {longer.model.length:,}"
+        lines.append([lengths, f"{more:,.0f}", f"{more_s:.1f}", f"{more / more_s:.0f}"])
+    return (
+        "## Rings of torchtitan, by themselves\n\nEach row has 32,768 tokens a device and recomputes all; only attention "
+        "grows. No rate of attention explains all three:\nthe two rows that are predicted too fast have half the rate of "
+        "the others.\n\n" + markdown(["tokens", "more attention, TFLOP a device", "more time, s", "TFLOP/s"], lines)
+    )
+
+
+def _attention_flops(row: Row) -> float:
+    """Of a causal step on a device: forward, again, and backward, which has five products for two."""
+    model, head = row.model, row.model.width // row.model.heads
+    forward = 2 * 2 * model.length**2 * model.heads * head / 2
+    return (1 + 1 + 2.5) * forward * model.layers * row.batch / row.gpus
 
 
 def named(parts: Sequence[str]) -> list[Row]:
