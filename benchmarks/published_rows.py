@@ -16,9 +16,9 @@ Sources, by table:
         computes every other product again, and what is no product nor attention; here every other layer is computed
         again. Tensor parallelism waits for its collectives, but where a row is called async, which sends
         pieces through PyTorch's symmetric memory.
-    llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4. Eight chunks of a stage: 126 layers are one
-        layer each in 16 stages of 8 chunks, but for the first, which has the embedding alone, and the last, which has
-        the output alone (there, section 3.3.2).
+    llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4. Eight chunks of a stage: the 126 layers
+        are one in each of 16 stages of 8 chunks, but for the first, which has the embedding alone, and the last, which
+        has the output alone (there, section 3.3.2).
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and

@@ -240,9 +240,8 @@ def keep(made: Sequence[str]) -> None:
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
-        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had reserved, "
-        "of a loss that keeps logits in float32\n(its compiled loss, on the H200s, does not); predicted is what lives at "
-        "once."
+        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had reserved, of "
+        "a loss that keeps logits in\nfloat32 (its compiled loss, on the H200s, does not); predicted is what lives at once."
     )
     RESULTS.write_text(
         f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n\n"
