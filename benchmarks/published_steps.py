@@ -240,8 +240,9 @@ def keep(made: Sequence[str]) -> None:
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
-        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had reserved, of "
-        "a loss that keeps logits in\nfloat32 (its compiled loss, on the H200s, does not); predicted is what lives at once."
+        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had "
+        "reserved, with logits in float32 for the\nloss (but for the H200s, where it is compiled); predicted is what "
+        "lives at once."
     )
     RESULTS.write_text(
         f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n\n"
@@ -260,10 +261,11 @@ def _rates_of_rings() -> str:
         more_s = longer.step_time_s - shorter.step_time_s
         lengths = f"{shorter.model.length:,} -> {longer.model.length:,}"
         lines.append([lengths, f"{more:,.0f}", f"{more_s:.1f}", f"{more / more_s:.0f}"])
+    table = markdown(["tokens", "more attention, TFLOP a device", "more time, s", "TFLOP/s"], lines)
     return (
-        "## Rings of torchtitan, by themselves\n\nEach row has 32,768 tokens a device and recomputes all; only attention "
-        "grows. No rate of attention explains all three:\nthe two rows that are predicted too fast have half the rate of "
-        "the others.\n\n" + markdown(["tokens", "more attention, TFLOP a device", "more time, s", "TFLOP/s"], lines)
+        "## Rings of torchtitan, by themselves\n\nEach row has 32,768 tokens a device and recomputes all; only "
+        "attention grows. No rate of attention explains all three:\nthe two rows that are predicted too fast have half "
+        f"the rate of the first.\n\n{table}"
     )
 
 
