@@ -5,10 +5,10 @@
     python -m benchmarks.soak --alone          # without checkpoints and monitor
 
 Blocks of 50 steps take turns: alone, followed by a monitor, and with one checkpoint. The cost of each is the ratio of
-the medians of its blocks and of those alone. The resident memory of each process is read every 10 steps, when no step is
-on its way; the table has the slope of a line through the last three quarters of these: the first quarter is the warm-up. Beside it stands, for
-each quarter, where it is (`/proc/self/smaps`), and what glibc's malloc has handed out (`mallinfo2`): the lowest, so
-that a checkpoint that is on its way does not count.
+the medians of its blocks and of those alone. The resident memory of each process is read every 10 steps, when no step
+is on its way; the table has the slope of a line through the last three quarters of these: the first quarter is the
+warm-up. Beside it stands, for each quarter, where it is (`/proc/self/smaps`), and what glibc's malloc has handed out
+(`mallinfo2`): the lowest, so that a checkpoint that is on its way does not count.
 `--keep` writes benchmarks/results/soak.md.
 """
 

@@ -19,7 +19,6 @@ from autopar.mixed_precision.float8 import check_has_products, is_scaling
 from autopar.mixed_precision.loss_scale import LossScale
 from autopar.mixed_precision.wide_sums import with_wide_sums
 
-
 logger = logging.getLogger("autopar")
 
 

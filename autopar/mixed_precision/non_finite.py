@@ -31,6 +31,6 @@ def stop_if_not_finite(finite: Any, number: int, step: Callable[..., Any], *args
     raise NonFiniteError(
         where=f"step {number}", expected="finite gradients",
         got="some that are not, in a step that is finite when it runs again",
-        hint="with a loss scale it was too large, and is smaller now: go on; in several processes return the gradients' "
-        "norm among the metrics, so that what is not finite shows in a result",
+        hint="with a loss scale it was too large, and is smaller now: go on; in several processes return the norm of "
+        "the gradients among the metrics, so that what is not finite shows in a result",
     )  # fmt: skip
