@@ -147,6 +147,7 @@ def expectations(p: int, m: int, times: Times | None = None) -> Iterator[Expecte
     if m >= 2 * p:
         yield Expected("zb-v", 2, 0.0, "0 for F=B=W, m >= 2p", p, "p")
     yield Expected("inference", 1, 0.0, "0", 0, "0")
+    yield Expected("inference-v", 2, 2 * (p - 1) * f, "(p-1)F", 0, "0")
 
 
 def zero_bubble_rate(name: str, row: Row) -> float:

@@ -5,10 +5,10 @@
     python -m benchmarks.soak --alone          # without checkpoints and monitor
 
 Blocks of 50 steps take turns: alone, followed by a monitor, and with one checkpoint. The cost of each is the ratio of
-the medians of its blocks and of those alone. The resident memory of each process is read every 100 steps; the table has
-the slope of a line through the last three quarters of these: the first quarter is the warm-up. Beside it stands what
-glibc's malloc has handed out and what it keeps (`mallinfo2`), the lowest in each quarter, so that a checkpoint that is
-on its way does not count: a leak grows in the first, the second is memory that was given back and is used again.
+the medians of its blocks and of those alone. The resident memory of each process is read every 10 steps, when no step
+is on its way; the table has the slope of a line through the last three quarters of these: the first quarter is the
+warm-up. Beside it stands, for each quarter, where it is (`/proc/self/smaps`), and what glibc's malloc has handed out
+(`mallinfo2`): the lowest, so that a checkpoint that is on its way does not count.
 `--keep` writes benchmarks/results/soak.md.
 """
 
@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,17 +34,19 @@ import autopar
 from benchmarks.machine import description, markdown
 
 WHAT_GROWS = """
-What grows is memory that malloc keeps. Each thread allocates from an arena (glibc has up to 8 for each core), a
-checkpoint is written by new threads, and an arena keeps what its largest checkpoint needed: resident memory grows until
-all arenas have seen one. What is handed out stays what it is from the fourth checkpoint on, the first that removes one,
-and so do the numbers of threads and of arrays of JAX. `MALLOC_ARENA_MAX=2` in the environment bounds what is kept.
+What may grow is memory that malloc keeps. Each thread allocates from an arena (glibc has up to 8 for each core), and a
+checkpoint is written by new threads. What is free at the end of an arena other than the first is returned only when a
+thread frees something there and more is free than a threshold, which glibc raises to up to 64 MiB; `malloc_trim` leaves
+it. So arenas kept what their largest checkpoint needed, and resident memory grew until all had seen one. While a
+checkpoint is written, the threshold is 128 KiB (`autopar/common/free_memory.py`). Memory outside of the arenas does not
+grow: the main thread's heap, Python's own, shared libraries, which are read in with the first checkpoint.
 """
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
 COLUMNS = ("", "seen", "aim")
 PROCESSES, DEVICES = 2, 2
-BLOCK, RSS_EVERY, WARM_BLOCKS = 50, 100, 3
+BLOCK, RSS_EVERY, KINDS_EVERY, WARM_BLOCKS = 50, 10, 100, 3
 ALONE, MONITOR, CHECKPOINT = "alone", "monitor", "checkpoint"
 WIDTH, LAYERS, BATCH = 512, 4, 512
 
@@ -87,14 +90,39 @@ class MallocInfo(ctypes.Structure):
     )
 
 
-def malloc_bytes() -> tuple[int, int]:
-    """(what malloc has handed out, what it keeps for later), in all arenas; zeros where the C library is another."""
+def bytes_in_use() -> int:
+    """What malloc has handed out, in all arenas; 0 where the C library is another."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is None:
-        return 0, 0
+        return 0
     function.restype = MallocInfo
     info = function()
-    return info.uordblks + info.hblkhd, info.fordblks
+    return int(info.uordblks + info.hblkhd)
+
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ *(.*)")
+_HEAP_BYTES = 64 << 20  # of one heap of an arena, which begins at a multiple of it (HEAP_MAX_SIZE of glibc)
+KINDS = ("arenas", "the first heap", "files", "the rest")
+
+
+def resident_by_kind() -> dict[str, int]:
+    """Resident bytes in arenas of threads, in the heap of the main thread, in files (libraries), and in the rest."""
+    mappings: list[tuple[int, str, str, int]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := _MAPPING.fullmatch(line):
+            mappings.append((int(found[1], 16), found[3], found[4], 0))
+        elif line.startswith("Rss:"):
+            mappings[-1] = (*mappings[-1][:3], 1024 * int(line.split()[1]))
+    total = dict.fromkeys(KINDS, 0)
+    for i, (start, access, name, size) in enumerate(mappings):
+        # The part of an arena's heap that is not in use yet follows it, without access.
+        rest = mappings[i + 1] if i + 1 < len(mappings) else (0, "", "", 0)
+        is_arena = not name and start % _HEAP_BYTES == 0 and access.startswith("rw") and rest[1].startswith("---")
+        kind = (
+            "arenas" if is_arena else "the first heap" if name == "[heap]" else "files" if name[:1] == "/" else KINDS[3]
+        )
+        total[kind] += size
+    return total
 
 
 def child(folder: Path, steps: int, alone: bool) -> None:
@@ -108,7 +136,8 @@ def child(folder: Path, steps: int, alone: bool) -> None:
     state, done = step.init(create, jax.random.key(0)), 0
     seconds: dict[str, list[float]] = {ALONE: [], MONITOR: [], CHECKPOINT: []}
     resident: list[int] = []
-    malloc: list[tuple[int, int]] = []
+    in_use: list[int] = []
+    by_kind: list[dict[str, int]] = []
     kinds = (ALONE,) if alone else (ALONE, MONITOR, ALONE, CHECKPOINT)
     for block in range(steps // BLOCK):
         kind = kinds[block % len(kinds)]
@@ -122,21 +151,24 @@ def child(folder: Path, steps: int, alone: bool) -> None:
             if kind == CHECKPOINT and done % BLOCK == BLOCK // 2:
                 checkpoints.save(done, state, plan=step, data=data, force=True)
             if done % RSS_EVERY == 0:
+                jax.block_until_ready((state, metrics))
                 resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-                malloc.append(malloc_bytes())
+            if done % KINDS_EVERY == 0:
+                in_use.append(bytes_in_use())
+                by_kind.append(resident_by_kind())
         jax.block_until_ready((state, metrics))
         if block >= WARM_BLOCKS:
             seconds[kind].append(time.perf_counter() - begun_s)
     monitor.close()
     checkpoints.close()
-    result = {"seconds": seconds, "resident": resident, "malloc": malloc}
+    result = {"seconds": seconds, "resident": resident, "in_use": in_use, "by_kind": by_kind}
     (folder / f"process{jax.process_index()}.json").write_text(json.dumps(result))
 
 
 def slope(resident: list[int]) -> float:
-    """The growth between two samples, as a share of the mean, by a line through the last three quarters."""
+    """The growth in 100 steps, as a share of the mean, by a line through the last three quarters."""
     late = np.array(resident[len(resident) // 4 :], float)
-    return float(np.polyfit(np.arange(len(late)), late, 1)[0] / late.mean())
+    return float(100 / RSS_EVERY * np.polyfit(np.arange(len(late)), late, 1)[0] / late.mean())
 
 
 def quarters(sizes: list[int]) -> str:
@@ -168,9 +200,12 @@ def measured(steps: int, alone: bool) -> list[list[str]]:
         resident = result["resident"]
         text = f"{1e-6 * resident[-1]:.0f} MB, {slope(resident):+.3%} in 100 steps"
         rows.append([f"resident memory of process {i}", text, "under 0.1 %"])
-        in_use, kept = zip(*result["malloc"], strict=True)
-        rows.append([f"handed out by malloc in process {i}, by quarters", quarters(in_use)])
-        rows.append([f"kept by malloc in process {i}, by quarters", quarters(kept)])
+        rows.append(["lowest of each quarter", quarters(resident)])
+        for kind in KINDS:
+            rows.append(
+                [f"of it in {kind}, lowest of each quarter", quarters([row[kind] for row in result["by_kind"]])]
+            )
+        rows.append(["handed out by malloc, lowest of each quarter", quarters(result["in_use"])])
     return rows
 
 

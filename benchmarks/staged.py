@@ -154,7 +154,7 @@ def forward_only(case: Case) -> Case:
 def run_setting(case: Case, setting: Setting, hardware: str, num_devices: int) -> Row:
     """Two steps in stages and two by plain `jax.jit`; the state flows."""
     start_s = time.perf_counter()
-    evaluates = setting.schedule == "inference"
+    evaluates = setting.schedule.startswith("inference")
     wanted = forward_only(case) if evaluates else case
     recipe = autopar.recipes.pipeline(setting.stages, setting.schedule, num_microbatches=setting.microbatches)
     parallel = autopar.parallelize(

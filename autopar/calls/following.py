@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import InvalidArgumentError
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import FollowedStages, PlanRequest
 from autopar.plan.plan import Plan
@@ -25,8 +25,7 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
 
     The leaves are the arguments of consecutive numbers with the state's shapes; else, where a step takes a part of the
     state (the model of a model and its optimizer), those of equal path, shape and type.
-    Raises: InvalidArgumentError where the followed step has no plan or no argument matches its state; UnsupportedError
-    where its stages cannot be followed.
+    Raises: InvalidArgumentError where the followed step has no plan or no argument matches its state.
     """
     where = f"{name}, follow={followed.name}"
     plan = followed.latest_plan()
@@ -50,7 +49,7 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
     padded = tuple((i, v.form) for i, v in matched if v.form is not None)
     request = dataclasses.replace(request, in_host=in_host, padded=padded)
     if plan.record.pipeline is not None:
-        return _with_stages(request, plan.record.pipeline, matched, where)
+        return _with_stages(request, plan.record.pipeline, matched)
     fixed = tuple((i, v.layout) for i, v in matched)
     return dataclasses.replace(request, axis_sizes=plan.record.axis_sizes, fixed=fixed)
 
@@ -69,24 +68,9 @@ def _matched(plan: Plan, traced: TracedStep) -> tuple[tuple[int, PlannedValue], 
 
 
 def _with_stages(
-    request: PlanRequest, pipeline: PipelineRecord, matched: tuple[tuple[int, PlannedValue], ...], where: str
+    request: PlanRequest, pipeline: PipelineRecord, matched: tuple[tuple[int, PlannedValue], ...]
 ) -> PlanRequest:
-    """The request for the stages of a followed plan. Raises: UnsupportedError for stages in the form of a V."""
-    if pipeline.schedule == "zb-v":
-        raise UnsupportedError(
-            where=where,
-            expected="stages that follow one another from one group of devices to the next",
-            got="schedule zb-v, whose stages go back from the last group to the first",
-            hint="train under 'zb-h1' or 'interleaved', or leave follow out: then calls move the state",
-        )
-    sliced = [v.path for _, v in matched if v.stages]
-    if sliced:
-        raise UnsupportedError(
-            where=where,
-            expected="layers that are written out, each with state of its own",
-            got=f"a scan over layers, of whose state ({sliced[0]}, ...) each stage holds a slice",
-            hint="write the layers out in a Python loop, or leave follow out: then calls move the state",
-        )
+    """The request for the stages of a followed plan."""
     groups = pipeline.stages[: len(pipeline.stages) // pipeline.chunks]
     followed = FollowedStages(
         schedule=pipeline.schedule,

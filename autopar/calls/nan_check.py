@@ -7,6 +7,7 @@ before each call, so that the step can run again.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,12 +33,25 @@ def switched_off() -> Iterator[None]:
         yield
 
 
+_looks_inside = contextvars.ContextVar("looks inside of a step whose results are finite", default=False)
+
+
+@contextlib.contextmanager
+def inside_too() -> Iterator[None]:
+    """Has `check` look at the operations where all results are finite, as those of a step that was skipped are."""
+    before = _looks_inside.set(True)
+    try:
+        yield
+    finally:
+        _looks_inside.reset(before)
+
+
 def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> None:
     """Raises: NonFiniteError for NaNs or infinities in the results, as far as jax's configuration asks for."""
     nans, infs = jax_compat.looks_for_nans_and_infs()
     look = _NonFiniteSearch(nans, infs)
     bad = next((i for i, x in enumerate(results) if look.at(x)), None)
-    if bad is None:
+    if bad is None and not _looks_inside.get():
         return
     bad_argument = next((path for path, x in zip(traced.in_paths, leaves, strict=True) if look.at(x)), None)
     location = None
@@ -46,7 +60,9 @@ def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> 
             arguments = [*map(jnp.asarray, traced.constants), *map(on_default_device, leaves)]
             location = look.first(traced.jaxpr, arguments, "")
     option = "jax_debug_nans" if nans else "jax_debug_infs"
-    result = traced.out_paths[bad]
+    if bad is None and bad_argument is None and location is None:
+        return
+    result = "no result" if bad is None else traced.out_paths[bad]
     if bad_argument is not None:
         where, got, hint = (
             bad_argument,
@@ -60,6 +76,7 @@ def check(traced: TracedStep, leaves: Sequence[Any], results: Sequence[Any]) -> 
         got = f"{kind} made by {eqn.primitive.name} of {_shapes(eqn)}; it shows in {result}"
         hint = "this operation made the first one; its operands are finite"
     else:
+        assert bad is not None, "otherwise nothing was found"
         where, got = f"{traced.name}, {result}", f"{look.at(results[bad])} in it"
         hint = "in a program of one process the operation that made it is named"
         if jax.process_count() == 1:

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from autopar.checkpoint.manifest import MANIFEST, STATE
 from autopar.checkpoint.quiet_orbax import quiet_orbax
+from autopar.common.free_memory import GivingBack
 
 ocp: Any = quiet_orbax()
 ArrayHandler: Any = ocp.type_handlers.ArrayHandler
@@ -98,13 +100,44 @@ class _StageArrays(ArrayHandler):
         self._budget_bytes = budget_bytes
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        return await super().serialize([_StageArray(v) for v in values], infos, args)
+        return [await _Writing.begun(super().serialize([_StageArray(v) for v in values], infos, args))]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
         if self._budget_bytes is not None:
             limiter = _InFlight(self._budget_bytes)
             infos = [info.replace(byte_limiter=limiter) for info in infos]
         return await super().deserialize(infos, args)
+
+
+class _Writing:
+    """What orbax writes in threads of its own, as one future of its kind; what they free is given back."""
+
+    def __init__(self) -> None:
+        self._giving_back = GivingBack()
+        self._futures: Sequence[Any] = ()
+
+    @classmethod
+    async def begun(cls, futures: Awaitable[Sequence[Any]]) -> _Writing:
+        writing = cls()
+        try:
+            writing._futures = await futures
+        except BaseException:
+            writing._giving_back.end()
+            raise
+        return writing
+
+    def result(self, timeout: float | None = None) -> None:
+        end_s = None if timeout is None else time.monotonic() + timeout
+        try:
+            for future in self._futures:
+                future.result(timeout=None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._futures = ()  # with copies of the arrays in the memory of the host
+        finally:
+            self._giving_back.end()
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
 
 
 class _StageArray:

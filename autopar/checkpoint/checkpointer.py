@@ -23,7 +23,6 @@ from autopar.checkpoint.save_arguments import HasPosition, checked_step_number, 
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, structure_of_plan
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
-from autopar.common.free_memory import give_back_free_memory
 from autopar.common.jax_distributed import shared_store
 from autopar.errors import (
     CheckpointFormatError,
@@ -180,7 +179,6 @@ class Checkpointer:
         with_process_lost_errors(lambda: self._open(files))
         self._check_is_later(step_number)
         self._remove_deleted()
-        give_back_free_memory()  # of the threads that wrote the checkpoint before
         arrays = {
             record.name: stored_array(leaf.value, record)
             for leaf, record in zip(leaves, records, strict=True)

@@ -98,7 +98,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     assert record is not None, "a plan without a pipeline is one function"
     name, place = traced.name, "$.plan.pipeline"
     with at_place(name, f"{place}.scan_parts"):
-        step = split_scans(traced, record.scan_parts, rules)
+        step = split_scans(traced, record.scan_parts, rules, plan.record.sliced)
     with at_place(name, f"{place}.num_microbatches"):
         microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
     check_layers(record, microbatched.layers.names, name)
@@ -117,8 +117,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     check_transfers(shardings, graphs.stages, graphs.schedule.mesh_of_stage, name)
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     staged = joined_as_named(staged, record.joined, name)
-    leaves = dict(enumerate(v for v in plan.record.arguments if v.kind != "constant"))
-    arguments, results = staged_values(traced, staged, leaves)
+    arguments, results = staged_values(traced, staged, plan.record.leaves)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
     check_values(plan.record.results, results, "$.plan.results", name)
     return staged

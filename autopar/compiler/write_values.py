@@ -47,12 +47,13 @@ def staged_values(
     }
     arguments = _arguments(graph, first_constant, [argument_places.get(p) for p in range(len(graph.block.inputs))])
     results = _results(step.traced, [result_places.get(p) for p in range(len(step.traced.out_avals))])
-    leaves = leaves_of_pieces(arguments[first_constant:], step.arguments, traced.in_paths)
     read = {step.arguments[p - first_constant].leaf for p in argument_places if p >= first_constant}
-    for leaf, at in (places or {}).items():
-        if leaf not in read:
-            where = {name: getattr(at, name) for name in ("layout", "stage", "stages", "in_host")}
-            leaves[leaf] = dataclasses.replace(leaves[leaf], **where)
+    for i, piece in enumerate(step.arguments, first_constant):
+        at = None if piece.leaf in read else (places or {}).get(piece.leaf)
+        if at is not None:
+            stage = at.stages[piece.part] if at.stages else at.stage
+            arguments[i] = dataclasses.replace(arguments[i], layout=at.layout, stage=stage, in_host=at.in_host)
+    leaves = leaves_of_pieces(arguments[first_constant:], step.arguments, traced.in_paths)
     whole_results = leaves_of_pieces(results, step.results, traced.out_paths)
     return _with_code_shapes(traced, [*arguments[:first_constant], *leaves], whole_results)
 

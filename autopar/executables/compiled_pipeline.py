@@ -161,11 +161,10 @@ def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, 
     Raises: UnsupportedError with several processes.
     """
     step, record = staged.step, plan.record
-    num_constants = len(record.arguments) - len({piece.leaf for piece in step.arguments})
-    arguments = stage_sharded_leaves(record.arguments[num_constants:], step.arguments, plan)
-    results = stage_sharded_leaves(record.results, step.results, plan)
-    if arguments is None or results is None:
+    if step.parts == 1:
         return None
+    arguments = stage_sharded_leaves(tuple(record.leaves.values()), plan)
+    results = stage_sharded_leaves(record.results, plan)
     if jax.process_count() > 1:
         raise UnsupportedError(
             where=f"the scan over {step.trips} layers of {record.step}",

@@ -99,13 +99,14 @@ def _in_micro_batches(
     rules: RuleBook,
     examples: tuple[int, int],
 ) -> PlanRecord | None:
-    planned_stages = _stages(planned, record, rules)
+    sliced = plan.record.sliced
+    planned_stages = _stages(planned, record, rules, sliced)
     assert planned_stages is not None, "a plan has the layers of its own step"
     for count in counts(examples[0] // record.num_microbatches, examples[1]):
         # The step on this number of examples may have other operations, and the schedule may not admit the number.
         shorter = dataclasses.replace(record, num_microbatches=count)
         try:
-            stages = _stages(traced, shorter, rules)
+            stages = _stages(traced, shorter, rules, sliced)
         except AutoparError:
             continue
         if stages is not None and _same_stages(planned_stages[1], stages[1]):
@@ -118,12 +119,14 @@ def counts(largest: int, examples: int) -> list[int]:
     return [n for n in range(1, examples + 1) if examples % n == 0 and examples // n <= largest]
 
 
-def _stages(traced: TracedStep, record: PipelineRecord, rules: RuleBook) -> tuple[MicrobatchedStep, StageGraphs] | None:
+def _stages(
+    traced: TracedStep, record: PipelineRecord, rules: RuleBook, sliced: frozenset[int]
+) -> tuple[MicrobatchedStep, StageGraphs] | None:
     """A step in the stages of a plan; None where its layers differ.
 
     Raises: errors of the split into micro-batches and stages.
     """
-    step = split_scans(traced, record.scan_parts, rules)
+    step = split_scans(traced, record.scan_parts, rules, sliced)
     microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
     if microbatched.layers.names != tuple(name for stage in record.stages for name in stage.layers):
         return None
@@ -145,7 +148,7 @@ def _staged(
         for sharding, stage in zip(stage_shardings(record, graphs.stages), graphs.stages, strict=True)
     ]
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
-    arguments, results = staged_values(traced, staged)
+    arguments, results = staged_values(traced, staged, plan.record.leaves)
     decided = tuple(
         dataclasses.replace(s, decisions=decisions_of(sharding, stage.graph))
         for s, sharding, stage in zip(record.stages, shardings, graphs.stages, strict=True)

@@ -13,7 +13,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.ir.jax_sharding import named_sharding, submesh
-from autopar.passes.split_scan import LeafSlice
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
 
@@ -74,12 +73,8 @@ class StageShardedLeaves:
         ]
 
 
-def stage_sharded_leaves(
-    values: Sequence[PlannedValue], pieces: Sequence[LeafSlice], plan: Plan
-) -> StageShardedLeaves | None:
-    """The leaves of a plan's arguments (without constants) or results; None where no leaf is sharded over stages."""
-    if all(piece.parts == 1 for piece in pieces):
-        return None
+def stage_sharded_leaves(values: Sequence[PlannedValue], plan: Plan) -> StageShardedLeaves:
+    """The leaves of a plan's arguments (without constants) or results."""
     return StageShardedLeaves(tuple(_stage_sharded_leaf(value, plan) if value.stages else None for value in values))
 
 

@@ -76,7 +76,8 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     with context.progress.pass_("micro-batches"):
-        step = split_scans(traced, num_stages, rules)
+        sliced = followed.sliced if followed is not None else frozenset()
+        step = split_scans(traced, num_stages, rules, sliced)
         if step.parts > 1 and chunks > 1:
             raise one_part_a_group(step, name, chunks)
         parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1

@@ -113,7 +113,7 @@ class StagedStep:
 
 def default_chunks(name: str) -> int:
     """The number of stages on each group of devices, by default."""
-    return 2 if name in ("interleaved", "zb-v") else 1
+    return 2 if name in ("interleaved", "zb-v", "inference-v") else 1
 
 
 def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> PipelineSchedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.mixed_precision.float8 import check_has_products, is_scaling
 from autopar.mixed_precision.loss_scale import LossScale
 from autopar.mixed_precision.wide_sums import with_wide_sums
+
+logger = logging.getLogger("autopar")
 
 
 class Types(Protocol):
@@ -33,6 +36,9 @@ class Types(Protocol):
 
     @property
     def float8(self) -> bool: ...
+
+    @property
+    def needs_loss_scale(self) -> bool: ...
 
     def cast_to_compute(self, tree: Any, keep: Sequence[str]) -> Any: ...
 
@@ -65,6 +71,8 @@ def value_and_grad(
         if nnx_objects.holds_objects((args, kwargs)):
             raise _holds_objects(function)
         _check_names(keep, names_of(len(args)), args, kwargs)
+        if policy.needs_loss_scale and loss_scale is None:
+            _warn_of_no_scale()
         if policy.float8:
             check_has_products(computed, args, kwargs)
 
@@ -83,6 +91,14 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients
 
     return differentiated
+
+
+@functools.cache
+def _warn_of_no_scale() -> None:
+    logger.warning(
+        "gradients in float16 without a loss scale: those below 6e-8 become 0; keep policy.init_loss_scale() in the "
+        "state and pass it as value_and_grad(loss_fn)(..., loss_scale=...), or compute in bfloat16"
+    )
 
 
 def _check_names(keep: Sequence[str], names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from autopar.calls import nan_check
 from autopar.errors import NonFiniteError
 
 
@@ -21,7 +22,7 @@ def stop_if_not_finite(finite: Any, number: int, step: Callable[..., Any], *args
         return
     for look in (jax.debug_nans, jax.debug_infs):
         try:
-            with look(True):
+            with look(True), nan_check.inside_too():
                 step(*args)
         except NonFiniteError as error:
             raise NonFiniteError(
@@ -29,7 +30,7 @@ def stop_if_not_finite(finite: Any, number: int, step: Callable[..., Any], *args
             ) from None
     raise NonFiniteError(
         where=f"step {number}", expected="finite gradients",
-        got="some that are not, in a step whose results are finite when it runs again",
-        hint="with a loss scale it was too large, and is smaller now: go on; else return the gradients' norm among the "
-        "metrics, so that what is not finite shows in a result",
+        got="some that are not, in a step that is finite when it runs again",
+        hint="with a loss scale it was too large, and is smaller now: go on; in several processes return the norm of "
+        "the gradients among the metrics, so that what is not finite shows in a result",
     )  # fmt: skip

@@ -45,13 +45,18 @@ class Stacks:
         return not isinstance(atom, jax_compat.Literal) and atom in self.stacked
 
 
-def find_stacks(traced: TracedStep, rules: RuleBook) -> Stacks | None:
-    """The layers of the scan with most of the forward pass's arithmetic, if it scans over state; else None."""
+def find_stacks(traced: TracedStep, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> Stacks | None:
+    """The layers of the scan with most of the forward pass's arithmetic, if it scans over state; else None.
+
+    The leaves `sliced` are state that is stacked like the layers, whether the step returns them or not.
+    """
     if not _may_hold_stacks(traced):
         return None
     closed = _flattened(traced)
     jaxpr = jax_compat.open_jaxpr(closed)
     forward = [eqn for eqn in jaxpr.eqns if role_of(jax_compat.name_stack(eqn)) is Role.FORWARD]
+    if sliced and not forward:  # a step without gradients
+        forward = list(jaxpr.eqns)
     work = [_products(eqn) for eqn in forward]
     largest = max(zip(work, range(len(forward)), strict=True), default=(0.0, 0))
     if largest[0] <= DOMINATING * sum(work) or forward[largest[1]].primitive.name != "scan":
@@ -66,20 +71,22 @@ def find_stacks(traced: TracedStep, rules: RuleBook) -> Stacks | None:
         groups.follow(eqn)
     for i, o in traced.tied.items():
         groups.join(jaxpr.invars[i], jaxpr.outvars[o])
-    state = {groups.find(jaxpr.invars[i]) for i in traced.tied}
+    state = {groups.find(jaxpr.invars[i]) for i in {*traced.tied, *sliced}}
     if state.isdisjoint(groups.find(v) for v in xs if not isinstance(v, jax_compat.Literal)):
         return None
     scans, roots = _scans_over(jaxpr, main, trips, groups)
     variables = {*jaxpr.invars, *jaxpr.constvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     stacked = frozenset(v for v in variables if groups.find(v) in roots and _divides(v, trips))
-    arguments = frozenset(i for i in traced.tied if jaxpr.invars[i] in stacked)
+    if not all(_divides(jaxpr.invars[i], trips) for i in sliced):
+        return None
+    arguments = sliced | {i for i in traced.tied if jaxpr.invars[i] in stacked}
     return Stacks(
         closed=closed,
         trips=trips,
         scans=scans,
         stacked=stacked,
         arguments=arguments,
-        results=frozenset(traced.tied[i] for i in arguments),
+        results=frozenset(traced.tied[i] for i in arguments if i in traced.tied),
         name=f"the scan at {jax_compat.source_line(main)}",
     )
 

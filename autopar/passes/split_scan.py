@@ -68,7 +68,10 @@ def part_numbers(trips: int) -> list[int]:
 
 def uneven_forms(traced: TracedStep, parts: int, rules: RuleBook) -> dict[int, PaddedForm]:
     """The forms in which stacks of state are stored, by leaf, where so many parts do not divide their layers."""
-    stacks = find_stacks(traced, rules)
+    return _forms(find_stacks(traced, rules), parts)
+
+
+def _forms(stacks: Stacks | None, parts: int) -> dict[int, PaddedForm]:
     if stacks is None or stacks.trips % parts == 0 or parts not in part_numbers(stacks.trips):
         return {}
     rows = parts * ranges(stacks.trips, parts)[0][1]
@@ -76,20 +79,24 @@ def uneven_forms(traced: TracedStep, parts: int, rules: RuleBook) -> dict[int, P
     return {leaf: PaddedForm(s, (s[0] // stacks.trips * rows, *s[1:])) for leaf, s in shapes.items()}
 
 
-def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
+def split_scans(traced: TracedStep, parts: int, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> SplitStep:
     """The step with the scan that holds most of its work, and all that is stacked as it is, in `parts` parts.
 
-    Without such a scan the step comes back as it was. Raises: InvalidArgumentError where a part would have no trips, or
-    where the parts are unequal and the stacks are not stored for them.
+    `sliced`: leaves that lie in slices, of a step that need not return them. Without such a scan the step comes back as
+    it was. Raises: InvalidArgumentError where a part would have no trips, or where the parts are unequal and the stacks
+    are not stored for them; UnsupportedError where a step with `sliced` leaves has no scan over their layers.
     """
     whole = SplitStep(
         traced=traced,
         arguments=tuple(map(LeafSlice, range(len(traced.in_avals)))),
         results=tuple(map(LeafSlice, range(len(traced.out_avals)))),
     )
-    if parts == 1 or (stacks := find_stacks(traced, rules)) is None:
+    stacks = find_stacks(traced, rules, sliced) if parts > 1 else None
+    if stacks is None:
+        if sliced:
+            raise _no_scan(traced, min(sliced), parts)
         return whole
-    if {leaf.leaf: leaf.form for leaf in traced.padded} != uneven_forms(traced, parts, rules):
+    if {leaf.leaf: leaf.form for leaf in traced.padded} != _forms(stacks, parts):
         raise InvalidArgumentError(
             where=f"{traced.name}: {stacks.name}",
             expected=f"the number of stages for which the state of its {stacks.trips} layers is padded",
@@ -104,7 +111,7 @@ def split_scans(traced: TracedStep, parts: int, rules: RuleBook) -> SplitStep:
             got=str(parts),
             hint=f"use a number of stages from {', '.join(map(str, part_numbers(stacks.trips)))}",
         )
-    return _cut(traced, stacks, parts, rules)
+    return _cut(traced, stacks, parts, rules, sliced)
 
 
 def trips_of(traced: TracedStep, rules: RuleBook) -> int:
@@ -117,7 +124,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> SplitStep:
+def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook, sliced: frozenset[int]) -> SplitStep:
     closed = in_parts_of(stacks, parts, rules)
     jaxpr = jax_compat.open_jaxpr(closed)
     arguments = _pieces(len(traced.in_avals), stacks.arguments, parts)
@@ -141,7 +148,7 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook) -> Spl
             in_avals=tuple(v.aval for v in inner.invars),
             out_avals=tuple(v.aval for v in inner.outvars),
         )
-        same = find_stacks(retraced, rules)
+        same = find_stacks(retraced, rules, sliced)
         assert same is not None, "a step on other shapes scans over the same layers"
         return in_parts_of(same, parts, rules)
 
@@ -183,6 +190,15 @@ def _path(paths: Sequence[str], piece: LeafSlice, trips: int) -> str:
     if piece.parts == 1:
         return paths[piece.leaf]
     return f"{paths[piece.leaf]}.{scope_of(piece.part, piece.parts, trips)}"
+
+
+def _no_scan(traced: TracedStep, leaf: int, parts: int) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"{traced.name}, follow",
+        expected=f"a scan over the layers of {traced.in_paths[leaf]}, which lies in slices on {parts} stages",
+        got="none that does most of the step's work",
+        hint=f"leave follow out: {traced.name} then plans for itself, and its calls move the state",
+    )
 
 
 def one_part_a_group(step: SplitStep, schedule: str, chunks: int) -> UnsupportedError:

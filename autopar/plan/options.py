@@ -85,6 +85,11 @@ class FollowedStages:
     group_axis_sizes: tuple[tuple[int, ...], ...]
     leaves: tuple[tuple[int, PlannedValue], ...]
 
+    @property
+    def sliced(self) -> frozenset[int]:
+        """The leaves of which each stage holds a slice."""
+        return frozenset(leaf for leaf, value in self.leaves if value.stages)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:

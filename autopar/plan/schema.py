@@ -370,7 +370,16 @@ class PlanRecord:
     saved_names: tuple[str, ...] | None = None
 
     @property
+    def leaves(self) -> dict[int, PlannedValue]:
+        """The leaves of the arguments by number."""
+        return dict(enumerate(v for v in self.arguments if v.kind != "constant"))
+
+    @property
     def padded(self) -> dict[int, PaddedForm]:
         """The leaves of the arguments that are stored padded, by number, and their forms."""
-        leaves = (v for v in self.arguments if v.kind != "constant")
-        return {i: v.form for i, v in enumerate(leaves) if v.form is not None}
+        return {i: v.form for i, v in self.leaves.items() if v.form is not None}
+
+    @property
+    def sliced(self) -> frozenset[int]:
+        """The leaves of the arguments of which each stage holds a slice."""
+        return frozenset(i for i, v in self.leaves.items() if v.stages)

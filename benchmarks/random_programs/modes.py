@@ -93,7 +93,7 @@ def modes_of(program: Program, drawn: int) -> list[Mode]:
             text, least = one(known)
             out.append(Mode(name=text, devices=max(devices(), least), plan=f"recipes.{text}"))
         elif kind < 0.6:
-            named = [name for name in sorted(SCHEDULES) if (name == "inference") != bool(program.loss)]
+            named = [name for name in sorted(SCHEDULES) if name.startswith("inference") != bool(program.loss)]
             if products < 4 and random.random() < 0.9:
                 named = [name for name in named if name not in _CHUNKED]
             schedule, m = one(named), micro_batches()
@@ -147,7 +147,7 @@ _RECIPES = (
 )
 
 
-_CHUNKED = ("interleaved", "zb-v")
+_CHUNKED = ("interleaved", "zb-v", "inference-v")
 
 
 def _suits(recipe: str, program: Program) -> bool:

@@ -35,6 +35,7 @@ __all__ = [
     "eager_one_f_one_b",
     "gpipe",
     "inference",
+    "inference_v",
     "interleaved",
     "make_schedule",
     "one_f_one_b",
@@ -126,6 +127,30 @@ def inference(num_groups: int, num_microbatches: int, chunks: int = 1) -> Pipeli
     )
 
 
+def inference_v(num_groups: int, num_microbatches: int) -> PipelineSchedule:
+    """Forward passes only, on the stages of ZB-V: s and 2p-1-s on group s, so that the pipeline ends where it began.
+
+    A micro-batch enters every second task, which leaves each group one for the way down and one for the way up. Bubble
+    2(p-1)F of one stage, on the first group; the last never waits. Nothing is in flight, since nothing is kept.
+    """
+    p, m = num_groups, num_microbatches
+    lists = []
+    for g in range(p):
+        down, up = g, 2 * p - 1 - g
+        at = [(2 * i + stage, Slot(F, stage, i)) for stage in (down, up) for i in range(m)]
+        lists.append(tuple(slot for _, slot in sorted(at, key=lambda row: row[0])))
+    return PipelineSchedule(
+        name="inference-v",
+        num_microbatches=m,
+        num_stages=2 * p,
+        mesh_of_stage=(*range(p), *reversed(range(p))),
+        lists=tuple(lists),
+        splits_backward=False,
+        in_flight=(0,) * p,
+        forward_only=True,
+    )
+
+
 def _chain(
     name: str, lists: Sequence[Sequence[Slot]], num_microbatches: int, in_flight: Iterable[int]
 ) -> PipelineSchedule:
@@ -180,6 +205,7 @@ _DRAWN: Mapping[str, _Maker] = MappingProxyType(
         "eager-1f1b": lambda p, m, v: eager_one_f_one_b(p, m),
         "interleaved": interleaved,
         "inference": inference,
+        "inference-v": lambda p, m, v: inference_v(p, m),
     }
 )
 
@@ -193,7 +219,12 @@ SCHEDULES = (*_DRAWN, *_FITTED)
 
 # Stages on a group, where that is not 1.
 _CHUNKS: Mapping[str, Callable[[int], bool]] = MappingProxyType(
-    {"interleaved": lambda v: v >= 1, "inference": lambda v: v >= 1, "zb-v": lambda v: v == 2}
+    {
+        "interleaved": lambda v: v >= 1,
+        "inference": lambda v: v >= 1,
+        "inference-v": lambda v: v == 2,
+        "zb-v": lambda v: v == 2,
+    }
 )
 
 
@@ -210,7 +241,8 @@ def make_schedule(
 
     Args:
         num_groups: Device groups of the pipeline.
-        chunks: Stages on each group: any number for "interleaved" and "inference", 2 for "zb-v", 1 for the others.
+        chunks: Stages on each group: any number for "interleaved" and "inference", 2 for "zb-v" and "inference-v", 1
+            for the others.
         times: Of one stage, or of each stage, where the zero-bubble schedules are to be fitted to them; the others do
             not ask.
         whole_step: They are fitted to end early, not to let the next step begin while groups still end this one: the
@@ -229,7 +261,8 @@ def make_schedule(
                 where=f"{what} of schedule {name}", expected="1 or more", got=str(number), hint=f"set {what}"
             )
     if not _CHUNKS.get(name, lambda v: v == 1)(chunks):
-        expected = {"zb-v": "2 stages on each group", "interleaved": "1 or more", "inference": "1 or more"}
+        expected = dict.fromkeys(("interleaved", "inference"), "1 or more")
+        expected |= dict.fromkeys(("zb-v", "inference-v"), "2 stages on each group")
         raise InvalidArgumentError(
             where=f"chunks of schedule {name}",
             expected=expected.get(name, "1 stage on each group"),

@@ -1,6 +1,7 @@
 """What is kept, where a run goes on, what is refused, and what a kill or a preemption leaves."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -482,3 +483,15 @@ def test_what_could_not_be_written_is_saved_again(tmp_path, monkeypatch):
 
 def fails():
     raise OSError("no space left on device")
+
+
+def test_a_checkpoint_leaves_no_objects_behind(tmp_path):
+    state = {"w": jnp.arange(4.0), "v": jnp.zeros((2, 2))}
+    with checkpointer(tmp_path) as checkpoints:
+        for number in range(1, 8):
+            checkpoints.save(number, state)
+            checkpoints.wait()
+            gc.collect()
+            if number == 3:
+                before = len(gc.get_objects())
+    assert len(gc.get_objects()) - before < 20

@@ -2,12 +2,19 @@
 
 import ctypes
 import sys
+import threading
 
 import pytest
 
-from autopar.common.free_memory import give_back_free_memory
+from autopar.common import free_memory
+from autopar.common.free_memory import GivingBack, give_back_free_memory
 
 PIECE, PIECES = 64 << 10, 2000  # below the size from which malloc maps memory of its own
+
+
+needs_glibc = pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc"
+)
 
 
 def resident_bytes() -> int:
@@ -15,14 +22,19 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
-def test_freed_memory_is_given_back():
+def allocating():
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
+    return libc
+
+
+@needs_glibc
+def test_freed_memory_is_given_back():
+    libc = allocating()
     pieces = [libc.malloc(PIECE) for _ in range(PIECES)]
     last = libc.malloc(PIECE)  # what lies behind the others, so that they are not the end of the heap
     for piece in pieces:
@@ -33,3 +45,41 @@ def test_freed_memory_is_given_back():
     give_back_free_memory()
     assert resident_bytes() < before - PIECE * PIECES // 2
     libc.free(last)
+
+
+@needs_glibc
+def test_the_end_of_another_threads_arena_is_given_back_while_it_works():
+    libc, sizes = allocating(), []
+    GivingBack().end()  # from here on glibc keeps up to 64 MiB at the end of each arena
+    work = GivingBack()
+
+    def run():
+        pieces = [libc.malloc(PIECE) for _ in range(PIECES // 4)]
+        for piece in pieces:
+            ctypes.memset(piece, 1, PIECE)
+        sizes.append(resident_bytes())
+        for piece in reversed(pieces):
+            libc.free(piece)
+        sizes.append(resident_bytes())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    work.end()
+    assert sizes[0] - sizes[1] > 0.8 * PIECE * PIECES // 4
+
+
+@needs_glibc
+def test_thresholds_that_a_user_sets_are_left(monkeypatch):
+    called = []
+    monkeypatch.setattr(free_memory, "_function", lambda name: lambda *args: called.append((name, *args)))
+    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: True)
+    GivingBack().end()
+    assert called == [("malloc_trim", 0)]
+    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: False)
+    first, second = GivingBack(), GivingBack()
+    first.end()
+    first.end()
+    assert [row[:2] for row in called[1:]] == [("mallopt", -3), ("mallopt", -1), ("malloc_trim", 0)]
+    second.end()
+    assert called[4:] == [("mallopt", -1, 64 << 20), ("malloc_trim", 0)]

@@ -66,7 +66,7 @@ QUICK = ("1f1b", "interleaved", "zb-h2")
     "name",
     [
         pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in sorted(set(SCHEDULES) - {"inference"})
+        for name in sorted(set(SCHEDULES) - {"inference", "inference-v"})
     ],
 )
 def test_pipelines(name):

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.mixed_precision import LossScale, all_finite
+from autopar.mixed_precision import LossScale, all_finite, gradients
 from tests.mixed_precision.small_training import OPTIMIZER
 from tests.small_steps import mlp_batch, mlp_loss, new_mlp_state
 
@@ -206,3 +206,12 @@ def test_arguments_are_counted_from_the_end_too():
     first, last = (policy.value_and_grad(lambda x, w: (x * w).sum(), argnums=n) for n in (1, -1))
     x, w = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16)
     assert first(x, w)[1].dtype == last(x, w)[1].dtype == jnp.float32
+
+
+def test_float16_without_a_loss_scale_warns_once(caplog):
+    gradients._warn_of_no_scale.cache_clear()
+    differentiated = autopar.precision("fp16").value_and_grad(lambda w: jnp.sum(w**2))
+    for _ in range(2):
+        differentiated(jnp.ones(3))
+    (record,) = caplog.records
+    assert "without a loss scale" in record.getMessage()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -110,6 +111,26 @@ def test_a_run_stops_with_the_step_and_the_module_that_is_not_finite(plan):
         stop_if_not_finite(metrics["finite"], 2, step, state, bad)
     print(raised.value)
     assert int(state["steps"]) == 2  # the state is there: that before the step
+
+
+def test_what_is_not_finite_is_named_where_no_result_shows_it():
+    """A step that was skipped has finite results, and its loss may be finite too."""
+    policy = autopar.precision("bf16")
+
+    def function(state, batch):
+        def loss_of(params):
+            with jax.named_scope("norm"):
+                return jnp.sqrt(jnp.sum((batch["x"] @ params["first"]) ** 2))
+
+        loss, gradients = policy.value_and_grad(loss_of)(state)
+        new, finite = policy.apply_if_finite(gradients, jax.tree.map(jnp.add, state, gradients), state)
+        return new, {"loss": loss, "finite": finite}
+
+    step, batch = parallel(function, SEARCHED), {"x": np.zeros((8, 16), np.float32)}
+    state, metrics = step({"first": jnp.ones((16, 4))}, batch)
+    assert metrics["loss"] == 0
+    with pytest.raises(NonFiniteError, match=r"step 3, norm at .*test_steps\.py.*it shows in no result"):
+        stop_if_not_finite(metrics["finite"], 3, step, state, batch)
 
 
 def test_float8_products_are_not_split_into_micro_batches():
