@@ -31,7 +31,7 @@ from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
 
 RESULTS = Path(__file__).parent / "results" / "published_recipes.json"
-DEVICES = (4, 8, 2)
+DEVICES = (4, 8, 2, 1)
 STEPS = 2
 # The modules that mix examples, of cases that do: in stages they are taken per micro-batch, and the results compared
 # with a plain loop over micro-batches.
@@ -40,6 +40,7 @@ PER_MICROBATCH = {
     "hf_clip": ("**",),
     "hk_resnet": ("*batchnorm*",),
     "keras_convnet": ("batch_normalization",),
+    "linen_float8": ("*/Dense_*", "Network"),
     "ott_sinkhorn": ("**",),
 }
 STAGES_PER_MICROBATCH = "two stages, per micro-batch"
