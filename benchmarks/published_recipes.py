@@ -40,8 +40,9 @@ PER_MICROBATCH = {
     "hf_clip": ("**",),
     "hk_resnet": ("*batchnorm*",),
     "keras_convnet": ("batch_normalization",),
-    "linen_float8": ("*/Dense_*", "Network"),
+    "linen_float8": ("Fp8DotGeneralOp_*",),
     "ott_sinkhorn": ("**",),
+    "qwix_int8": ("Dense_*",),
 }
 STAGES_PER_MICROBATCH = "two stages, per micro-batch"
 TIMEOUT_S = 900.0  # of one row

@@ -69,9 +69,7 @@ def nnx_scanned_transformer(
     )
 
 
-def linen_float8(
-    *, layers: int = 2, width: int = 32, vocabulary: int = 64, length: int = 16, batch: int = 8
-) -> Case:
+def linen_float8(*, layers: int = 2, width: int = 32, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
     """Dense layers with `Fp8DotGeneralOp`: scales from a history of the largest numbers, kept as if gradients."""
     from flax import linen as nn
     from flax.linen.fp8_ops import Fp8DotGeneralOp

@@ -171,9 +171,7 @@ def tunix_qwen3_splash(
         flash_attention_block_size=length,
     )
     around = functools.partial(_splash_on, split, interpreted)
-    return trainer_case(
-        "tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=around
-    )
+    return trainer_case("tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=around)
 
 
 def tunix_gemma(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
