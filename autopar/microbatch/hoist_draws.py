@@ -189,8 +189,8 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     handed_on = {j: op.outputs[j] for j in plan.carried}
     drawing = dataclasses.replace(
         op, id=new_id, eqn=_with_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
-        outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,), num_consts=len(plan.fixed),
-        num_carry=len(plan.carried),
+        outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
+        num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip
     outputs = tuple(copy(v) if j in handed_on or j in apart else v for j, v in enumerate(op.outputs))
     rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)

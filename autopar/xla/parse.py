@@ -140,7 +140,7 @@ def parse(text: str) -> Module:
                 name=name, opcode=opcode, shape_text=shape_text, rest=tail, is_root=root is not None
             )
         elif current.instructions:
-            # Attributes of Pallas calls (`kernel_metadata`) are written over several lines, one of them begins with "}".
+            # Attributes of Pallas calls (`kernel_metadata`) span several lines, of which one begins with "}".
             name, last = current.instructions.popitem()
             current.instructions[name] = dataclasses.replace(last, rest=f"{last.rest} {line.strip()}")
     if not entry:
