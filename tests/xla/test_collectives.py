@@ -337,7 +337,7 @@ def test_loop_free_programs_agree_with_a_line_by_line_sum(mesh):
 def test_attributes_may_be_written_over_several_lines():
     """As XLA for TPUs writes what Pallas calls say of themselves."""
     call = "\n".join([
-        '  %call = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={',
+        '  %call = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={metadata={',
         '"xprof_metadata":"{\\"block_q\\": 512}"',
         '}}, metadata={op_name="splash/pallas_call"}',
     ])  # fmt: skip
