@@ -244,6 +244,7 @@ def main() -> None:
             have = {} if args.again else load()
             wanted = [r for r in args.recipes if (name, devices, r) not in have]
             wanted = [r for r in wanted if r != STAGES_PER_MICROBATCH or name in PER_MICROBATCH]
+            wanted = [r for r in wanted if devices > 1 or "stages" not in r]
             if not wanted or importlib.util.find_spec(every[name]) is None:
                 continue
             rows = rows_of(name, devices, wanted)
