@@ -12,7 +12,7 @@ layer's random numbers: they are made once, not in each micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat
@@ -92,6 +92,38 @@ def _leaving(graph: OpGraph, depend: set[int]) -> set[int]:
     return leaving
 
 
+def _sources(
+    op: Op, atoms: Sequence[Atom], follows_examples: Callable[[int], bool]
+) -> tuple[set[int], set[int]] | None:
+    """The operations and inputs of a scan's body of which values are made; None where that is not of keys alone."""
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
+    position = {v: i for i, v in enumerate(body.inputs)}
+    ops: set[int] = set()
+    inputs: set[int] = set()
+    remaining = list(atoms)
+    while remaining:
+        atom = remaining.pop()
+        if not isinstance(atom, int):
+            continue
+        if follows_examples(atom):
+            return None
+        if atom in position:
+            if position[atom] not in inputs:
+                inputs.add(position[atom])
+                if k <= position[atom] < n:
+                    remaining.append(body.outputs[position[atom] - k])
+        elif atom in made_by:
+            if body.ops[made_by[atom]].kind is not OpKind.EQUATION:
+                return None
+            if made_by[atom] not in ops:
+                ops.add(made_by[atom])
+                remaining += body.ops[made_by[atom]].inputs
+        else:
+            return None  # of a value from around the scan
+    return ops, inputs
+
+
 def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: set[int]) -> _Plan | None:
     """None where nothing is to be made apart."""
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
@@ -99,48 +131,21 @@ def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: s
     def follows_examples(v: int) -> bool:
         return whole.values[v].shape != part.values[v].shape
 
-    made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
-    position = {v: i for i, v in enumerate(body.inputs)}
-
-    def sources(atoms: Sequence[Atom]) -> tuple[set[int], set[int]] | None:
-        """The operations and inputs of the body of which values are made; None where that is not of keys alone."""
-        ops: set[int] = set()
-        inputs: set[int] = set()
-        remaining = list(atoms)
-        while remaining:
-            atom = remaining.pop()
-            if not isinstance(atom, int):
-                continue
-            if follows_examples(atom):
-                return None
-            if atom in position:
-                if position[atom] not in inputs:
-                    inputs.add(position[atom])
-                    if k <= position[atom] < n:
-                        remaining.append(body.outputs[position[atom] - k])
-            elif atom in made_by:
-                if body.ops[made_by[atom]].kind is not OpKind.EQUATION:
-                    return None
-                if made_by[atom] not in ops:
-                    ops.add(made_by[atom])
-                    remaining += body.ops[made_by[atom]].inputs
-            else:
-                return None  # of a value from around the scan
-        return ops, inputs
-
     draws = [
         i for i, inner in enumerate(body.ops)
         if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
     ]  # fmt: skip
     ops, inputs = set[int](), set[int]()
-    if (found := sources([a for i in draws for a in body.ops[i].inputs])) is None:
+    if (found := _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)) is None:
         draws = []
     else:
         ops, inputs = ops | found[0] | set(draws), inputs | found[1]
     results = []
     for j, v in enumerate(op.outputs[op.num_carry :]):
         atom = body.outputs[op.num_carry + j]
-        if v in leaving and isinstance(atom, int) and atom not in depend and (found := sources([atom])) is not None:
+        if v not in leaving or not isinstance(atom, int) or atom in depend:
+            continue
+        if (found := _sources(op, [atom], follows_examples)) is not None:
             results.append(j)
             ops, inputs = ops | found[0], inputs | found[1]
     if not draws and not results:
