@@ -70,7 +70,7 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
 
 def stored_array(value: Any, record: LeafRecord) -> Any:
     """The array that is written for a leaf: global in a program of several processes."""
-    if isinstance(value, PaddedArray) and jax.process_count() > 1:
+    if isinstance(value, PaddedArray) and (jax.process_count() > 1 or record.kind == "key"):
         value = value.unpadded()
     if not isinstance(value, jax.Array):
         array = np.asarray(value)

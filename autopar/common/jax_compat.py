@@ -38,6 +38,7 @@ INLINED_CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # the name of `closed_call` from jax 0.11 on
     "core_call": "call_jaxpr",
     "call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",

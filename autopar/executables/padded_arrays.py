@@ -208,9 +208,14 @@ def _stored(leaf: Any, form: PaddedForm, sharding: Any) -> Any:
     return jax.device_put(padded, sharding) if jax.process_count() == 1 else padded
 
 
-def store_on_host(array: Any, form: PaddedForm) -> np.ndarray:
-    """An array of the host's memory in its stored shape, padded with zeros."""
+def store_on_host(array: Any, form: PaddedForm) -> Any:
+    """An array of the host's memory in its stored shape, padded with zeros; random keys are a `jax.Array` there too."""
     widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
+    if jax_compat.is_key_dtype(array.dtype):
+        numbers = np.asarray(jax.random.key_data(array))
+        behind = numbers.shape[array.ndim :]
+        numbers = np.pad(numbers.reshape(*form.flat_shape, *behind), [*widths, *((0, 0) for _ in behind)])
+        return jax_compat.key_of(numbers, array.dtype)
     return np.pad(np.asarray(array).reshape(form.flat_shape), widths)
 
 

@@ -37,11 +37,23 @@ _ELEMENTWISE = frozenset({
 
 
 def store(array: Any, form: PaddedForm) -> Any:
-    """An array in its stored shape, padded with zeros (False of truth values)."""
+    """An array in its stored shape, padded with zeros (False of truth values), of random keys with the first ones."""
     if form.is_flat:
         array = jax.lax.reshape(array, form.flat_shape)
     widths = [(0, s - n, 0) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return _with_first_ones(array, [w for _, w, _ in widths])
     return jax.lax.pad(array, np.zeros((), array.dtype)[()], widths) if any(w for _, w, _ in widths) else array
+
+
+def _with_first_ones(array: Any, widths: Sequence[int]) -> Any:
+    """`jax.lax.pad` at the ends takes numbers only, and there is no zero among random keys."""
+    for d, width in enumerate(widths):
+        if width:
+            first = jax.lax.slice_in_dim(array, 0, 1, axis=d)
+            shape = (*array.shape[:d], width, *array.shape[d + 1 :])
+            array = jax.lax.concatenate([array, jax.lax.broadcast_in_dim(first, shape, range(array.ndim))], d)
+    return array
 
 
 def unstore(array: Any, form: PaddedForm) -> Any:

@@ -98,12 +98,13 @@ def layers_of_pieces(microbatched: MicrobatchedStep) -> tuple[int, ...]:
         for op in microbatched.graph.block.ops
         if op.kind is OpKind.SCAN and op.id in layer_of
     }
-    firsts = [0, *(scans.get(scope, 0) for scope in microbatched.step.scopes[1:])]
-    if sorted(set(firsts)) != firsts:
+    first, *behind = (scans.get(scope, 0) for scope in microbatched.step.scopes)
+    firsts = [0, *behind]
+    if sorted({first, *behind}) != [first, *behind]:
         raise UnsupportedError(
             where=f"the scan over {microbatched.step.trips} layers of {microbatched.step.traced.name}",
             expected="parts that follow one another in the forward pass",
-            got=f"parts in layers {firsts}",
+            got=f"parts in layers {[first, *behind]}",
             hint="use fewer stages, or write the layers out in a Python loop",
         )
     return tuple(firsts)

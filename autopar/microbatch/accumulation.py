@@ -182,6 +182,8 @@ def _weight(op: Op, states: Sequence[State]) -> float | None:
     weights = [None if s.zero else s.weight for s in states]
     if op.primitive in _PRODUCTS:
         return _product(weights)
+    if op.primitive == "div" and weights[1] not in (None, 1.0):  # a cotangent by its scale: neither depends on the loss
+        return None if weights[0] is None else weights[0] / weights[1]
     for members in linear_operands(op.primitive, op.eqn):
         if all(w in (1.0, None) for i, w in enumerate(weights) if i not in members):
             return _joined(op, [(s, weights[i]) for i, s in enumerate(states) if i in members])

@@ -1,24 +1,28 @@
-"""Random bits that a scan over layers draws for all examples, drawn by a scan of their own before it.
+"""What a scan over layers makes without the examples, made by a scan of its own before it: random bits, and results.
 
 Outside of loops, random bits of one key are drawn for the whole batch before the loop over micro-batches, each of which
 takes its part (`value_states`): their numbers depend on the position in the batch. In the body of a scan they are out
 of reach for that. Here what makes them, of keys alone, becomes a scan that returns the bits of all trips, and the scan
 over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out.
+
+Likewise results of each trip that do not depend on the examples and leave the step, such as the counts and keys of each
+layer's random numbers: they are made once, not in each micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
 
 _DRAWS = "random_bits"
 
 
 def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
-    """Both graphs, of a whole batch and of a micro-batch, with such bits drawn in front of their scans.
+    """Both graphs, of a whole batch and of a micro-batch, with such bits and results made in front of their scans.
 
     Both have the same operations before and after. What is drawn of keys that follow the examples stays where it is.
     """
@@ -27,8 +31,10 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     values = list(whole.values), list(part.values)
     ops: tuple[list[Op], list[Op]] = ([], [])
     first_id = 1 + max(op.id for op in whole.ops())
+    depend = _of_examples(whole)
+    leaving = _leaving(whole, depend)
     for op, other in zip(whole.block.ops, part.block.ops, strict=True):
-        plan = _plan_of(op, whole, part) if op.kind is OpKind.SCAN else None
+        plan = _plan_of(op, whole, part, depend, leaving) if op.kind is OpKind.SCAN else None
         for loop, numbered, out in zip((op, other), values, ops, strict=True):
             out += [loop] if plan is None else _apart(loop, plan, numbered, first_id + len(out))
     return tuple(
@@ -41,33 +47,61 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
 class _Plan:
     """What is drawn apart from a scan: positions of operations in its body, of its inputs, and values from around.
 
-    `fixed`: constants of the scan. `carried`: positions among the carried values. `slices`: inputs that are sliced.
+    `results`: positions among the results of each trip. `fixed`: constants of the scan. `carried`: positions among the
+    carried values. `slices`: inputs that are sliced.
     """
 
     draws: tuple[int, ...]
+    results: tuple[int, ...]
     ops: tuple[int, ...]
     fixed: tuple[int, ...]
     carried: tuple[int, ...]
     slices: tuple[int, ...]
 
 
-def _plan_of(op: Op, whole: OpGraph, part: OpGraph) -> _Plan | None:
-    """None where nothing is to be drawn apart, or where it is not of keys alone."""
+def _of_examples(graph: OpGraph) -> set[int]:
+    """The values of a graph that depend on the examples, those inside of scans too."""
+    depend = {graph.block.inputs[i] for i in graph.batch}
+    for op in graph.block.ops:
+        reads = [isinstance(a, int) and a in depend for a in op.inputs]
+        if op.kind is not OpKind.SCAN:
+            if any(reads) or not depend.isdisjoint(v for block in op.blocks for v in free_values(block)):
+                depend |= set(op.outputs)
+            continue
+        (body,), k, carry = op.blocks, op.num_consts, op.num_carry
+        depend |= {v for v, is_read in zip(body.inputs, reads, strict=True) if is_read}
+        before = -1
+        while len(depend) > before:
+            before = len(depend)
+            for inner in body.ops:
+                inside = {v for block in inner.blocks for v in free_values(block)}
+                if not depend.isdisjoint(inside | {a for a in inner.inputs if isinstance(a, int)}):
+                    depend |= set(inner.outputs)
+            depend |= {body.inputs[k + j] for j, a in enumerate(body.outputs[:carry]) if a in depend}
+        depend |= {v for v, a in zip(op.outputs, body.outputs, strict=True) if a in depend}
+        depend |= {v for v, a in zip(op.outputs, body.inputs[k : k + carry], strict=False) if a in depend}
+    return depend
+
+
+def _leaving(graph: OpGraph, depend: set[int]) -> set[int]:
+    """The values without examples of which results of the step without examples are made."""
+    leaving = {a for a in graph.block.outputs if isinstance(a, int) and a not in depend}
+    for op in reversed(graph.block.ops):
+        if op.kind is not OpKind.SCAN and not leaving.isdisjoint(op.outputs):
+            leaving |= {a for a in op.inputs if isinstance(a, int) and a not in depend}
+    return leaving
+
+
+def _sources(
+    op: Op, atoms: Sequence[Atom], follows_examples: Callable[[int], bool]
+) -> tuple[set[int], set[int]] | None:
+    """The operations and inputs of a scan's body of which values are made; None where that is not of keys alone."""
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
-
-    def follows_examples(v: int) -> bool:
-        return whole.values[v].shape != part.values[v].shape
-
-    draws = [
-        i for i, inner in enumerate(body.ops)
-        if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
-    ]  # fmt: skip
-    if not draws:
-        return None
     made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
     position = {v: i for i, v in enumerate(body.inputs)}
-    ops, inputs = set(draws), set()
-    remaining: list[Atom] = [a for i in draws for a in body.ops[i].inputs]
+    ops: set[int] = set()
+    inputs: set[int] = set()
+    remaining = list(atoms)
     while remaining:
         atom = remaining.pop()
         if not isinstance(atom, int):
@@ -87,8 +121,38 @@ def _plan_of(op: Op, whole: OpGraph, part: OpGraph) -> _Plan | None:
                 remaining += body.ops[made_by[atom]].inputs
         else:
             return None  # of a value from around the scan
+    return ops, inputs
+
+
+def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: set[int]) -> _Plan | None:
+    """None where nothing is to be made apart."""
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+
+    def follows_examples(v: int) -> bool:
+        return whole.values[v].shape != part.values[v].shape
+
+    draws = [
+        i for i, inner in enumerate(body.ops)
+        if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
+    ]  # fmt: skip
+    ops, inputs = set[int](), set[int]()
+    if (found := _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)) is None:
+        draws = []
+    else:
+        ops, inputs = ops | found[0] | set(draws), inputs | found[1]
+    results = []
+    for j, v in enumerate(op.outputs[op.num_carry :]):
+        atom = body.outputs[op.num_carry + j]
+        if v not in leaving or not isinstance(atom, int) or atom in depend:
+            continue
+        if (found := _sources(op, [atom], follows_examples)) is not None:
+            results.append(j)
+            ops, inputs = ops | found[0], inputs | found[1]
+    if not draws and not results:
+        return None
     return _Plan(
         draws=tuple(draws),
+        results=tuple(results),
         ops=tuple(sorted(ops)),
         fixed=tuple(sorted(i for i in inputs if i < k)),
         carried=tuple(sorted(i - k for i in inputs if k <= i < n)),
@@ -122,17 +186,18 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
             new[v] = copy(v)
         inner.append(dataclasses.replace(source, inputs=inputs, outputs=tuple(new[v] for v in source.outputs)))
     inside = tuple(new[body.inputs[i]] for i in read)
-    results = [*(body.outputs[j] for j in plan.carried), *drawn]
+    apart = {op.num_carry + j for j in plan.results}
+    results = [*(body.outputs[j] for j in plan.carried), *drawn, *(body.outputs[j] for j in sorted(apart))]
     block = Block(inputs=inside, outputs=tuple(map(named, results)), ops=tuple(inner))
     stacked = [copy(v, (op.trips, *values[v].shape)) for v in drawn]
     # A key that is carried on is read of the scan that draws, so that the next scan may draw of it too.
     handed_on = {j: op.outputs[j] for j in plan.carried}
     drawing = dataclasses.replace(
         op, id=new_id, eqn=_with_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
-        outputs=(*handed_on.values(), *stacked), blocks=(block,), num_consts=len(plan.fixed),
-        num_carry=len(plan.carried),
+        outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
+        num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip
-    outputs = tuple(copy(v) if j in handed_on else v for j, v in enumerate(op.outputs))
+    outputs = tuple(copy(v) if j in handed_on or j in apart else v for j, v in enumerate(op.outputs))
     rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)
     reading = dataclasses.replace(
         op, inputs=(*op.inputs, *stacked), outputs=outputs,

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.ir.graph import Op
 
 _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
+_SCAN_PART = re.compile(r"^layers\[\d+:\d+\]$")  # `split_scan.scope_of`
 
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
 SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
@@ -25,7 +26,10 @@ COVERED = 0.5  # the share of the arithmetic that modules or repetition must exp
 def module_labels(
     ops: Sequence[Op], work: Sequence[float], products: Sequence[int], portable: frozenset[int]
 ) -> list[str] | None:
-    """The path up to the outermost numbered part that is repeated; None where modules explain too little."""
+    """The path up to the outermost numbered part that is repeated; None where modules explain too little.
+
+    A part of a scan over layers is a layer of its own, whatever numbers the modules around the scan have.
+    """
     paths = [op.module.split("/") if op.module and op.id not in portable else [] for op in ops]
     numbers: dict[tuple[str, ...], set[str]] = {}
     for path in paths:
@@ -36,8 +40,9 @@ def module_labels(
     labels = []
     for path in paths:
         label = ""
+        in_scan = any(map(_SCAN_PART.match, path))
         for depth, part in enumerate(path):
-            match = _NUMBERED.match(part)
+            match = _NUMBERED.match(part) if not in_scan or _SCAN_PART.match(part) else None
             if match and len(numbers[*path[:depth], f"{match[1]}#{match[3]}"]) > 1:
                 label = "/".join(path[: depth + 1])
                 break

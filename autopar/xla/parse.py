@@ -17,6 +17,7 @@ from autopar.errors import InvalidArgumentError
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\S.*?) ([a-z][\w\-]*)\((.*)$")
+_END = re.compile(r"^\}(?:, execution_thread=.*)?\s*(?://.*)?$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _BITS_IN_NAME = re.compile(r"^(?:[sufc]|bf)(\d+)")
@@ -131,13 +132,17 @@ def parse(text: str) -> Module:
                 current = Computation(name=m.group(2), instructions={})
                 computations[current.name] = current
                 entry = current.name if m.group(1) else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = None
         elif m := _LINE.match(line):
             root, name, shape_text, opcode, tail = m.groups()
             current.instructions[name] = Instruction(
                 name=name, opcode=opcode, shape_text=shape_text, rest=tail, is_root=root is not None
             )
+        elif current.instructions:
+            # Attributes of Pallas calls (`kernel_metadata`) span several lines, of which one begins with "}".
+            name, last = current.instructions.popitem()
+            current.instructions[name] = dataclasses.replace(last, rest=f"{last.rest} {line.strip()}")
     if not entry:
         raise InvalidArgumentError(
             where="the text of a compiled program",

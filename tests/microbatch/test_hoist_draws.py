@@ -97,3 +97,40 @@ def test_keys_that_depend_on_the_examples_are_refused():
     t = trace(step_of(body), (state_of(), batch_of()), names=("state", "batch"), donate=(0,), batch=(1,))
     with pytest.raises(MixedExamplesError):
         micro_batched(t, 2, RULES)
+
+
+def random_layers(state, batch):
+    """Each layer has a key and a count of its draws in the state, as modules of Flax NNX have them."""
+
+    def loss_of(params):
+        def layer(h, xs):
+            weight, key, count = xs
+            h = dropped(jnp.tanh(h @ weight), jax.random.fold_in(key, count))
+            return h, (key, count + 1, jnp.square(h).mean())
+
+        h, (keys, counts, sizes) = jax.lax.scan(layer, batch["x"], (params["layers"], state["keys"], state["counts"]))
+        return jnp.square(h @ params["out"] - batch["y"]).mean() + sizes.sum(), (keys, counts)
+
+    (loss, (keys, counts)), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "keys": keys, "counts": counts}, loss
+
+
+@pytest.mark.parametrize("layers", [4, 3])
+def test_keys_and_counts_of_each_layer_are_made_once_and_may_be_stored_padded(layers):
+    def state():
+        params = {"layers": state_of()["layers"][:layers], "out": jnp.ones(WIDTH)}
+        return {"params": params, "keys": jax.random.split(jax.random.key(5), layers), "counts": jnp.arange(layers)}
+
+    step = autopar.parallelize(
+        random_layers, plan=recipes.pipeline(2, num_microbatches=2), cache_dir=None, show_progress=False
+    )
+    expected, got = state(), state()
+    for _ in range(2):
+        expected, loss = jax.jit(random_layers)(expected, batch_of())
+        got, found = step(got, batch_of())
+        np.testing.assert_allclose(found, loss, rtol=1e-5)
+    small_steps.assert_close(autopar.unpadded(got["params"]), expected["params"])
+    assert np.array_equal(np.asarray(autopar.unpadded(got["counts"])), np.arange(layers) + 2)
+    keys = [jax.random.key_data(autopar.unpadded(tree["keys"])) for tree in (got, expected)]
+    assert np.array_equal(*map(np.asarray, keys))

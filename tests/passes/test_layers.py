@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +137,11 @@ def test_masks_are_portable_and_what_depends_on_parameters_is_not():
     assert "iota" in primitives
     assert "dot_general" not in primitives
     assert all(op.id in portable for op in graph.block.ops if op.kind is OpKind.SPLIT)
+
+
+def test_parts_of_a_scan_are_layers_whatever_numbers_the_modules_around_them_have():
+    """As the numbers of a sequence of modules, of which one scans."""
+    paths = ["0", "0", "2/layers[0:2]", "2/layers[2:3]", "3"]
+    ops = [SimpleNamespace(id=i, module=path) for i, path in enumerate(paths)]
+    labels = layer_labels.module_labels(ops, [1, 1, 9, 9, 1], [2, 3], frozenset())
+    assert labels == paths

@@ -332,3 +332,19 @@ def test_loop_free_programs_agree_with_a_line_by_line_sum(mesh):
     assert result.bytes == pytest.approx(line_by_line(text))
     assert result.total_bytes > 0
     assert str(result).endswith("MB)")
+
+
+def test_attributes_may_be_written_over_several_lines():
+    """As XLA for TPUs writes what Pallas calls say of themselves."""
+    call = "\n".join([
+        '  %call = f32[4]{0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={metadata={',
+        '"xprof_metadata":"{\\"block_q\\": 512}"',
+        '}}, metadata={op_name="splash/pallas_call"}',
+    ])  # fmt: skip
+    rest = "  ROOT %sum = f32[4]{0} all-reduce(%call), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
+    text = program(f"  %p = f32[4]{{0}} parameter(0)\n{call}\n{rest}")
+    entry = parse.parse(text).computations["main"]
+    assert list(entry.instructions) == ["p", "call", "sum"]
+    assert entry.instructions["call"].op_name == "splash/pallas_call"
+    assert entry.root.name == "sum"
+    assert only(text).sent_bytes_per_device == 2 * 7 / 8 * 16

@@ -8,16 +8,19 @@ from benchmarks.zoo.published import (
     distrax_flows,
     e3nn_nets,
     equinox_nets,
+    flax_models,
     haiku_nets,
     huggingface,
     jmp_nets,
     jraph_nets,
+    keras_hub_models,
     keras_models,
     levanter_models,
     numpyro_svi,
     optimistix_layers,
     ott_losses,
     penzai_models,
+    qwix_models,
     torchax_models,
     tunix_models,
 )
@@ -42,6 +45,9 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
         "levanter": levanter_models,
         "torchax": torchax_models,
         "tunix": tunix_models,
+        "flax": flax_models,
+        "qwix": qwix_models,
+        "keras_hub": keras_hub_models,
     }.items()
 }
 

@@ -1,9 +1,9 @@
-"""Flax models of Hugging Face transformers 4 (the last with Flax models is 4.57), with random weights and dropout.
+"""Flax models of Hugging Face transformers 4 (the last with Flax models is 4.57), with random weights and dropout."""
 
-T5 is absent because its relative positions call `jnp.clip(a_max=...)`, which jax removed.
-"""
-
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,21 @@ def huggingface_case(
     input_shape: tuple,
     batch: Callable[[int], Batch],
     loss: Callable[[PyTree, jax.Array], jax.Array],
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Case:
     """A training step of `model`, which was made with `_do_init=False`.
 
     Args:
         batch: Makes the keyword arguments of the model, and "labels".
         loss: A function of the model's outputs and the labels.
+        around: Makes the context that the model runs in.
     """
     tx = momentum()
 
     def init(key: jax.Array) -> PyTree:
         params_key, dropout_key = jax.random.split(key)
-        params = model.init_weights(params_key, input_shape)
+        with around():
+            params = model.init_weights(params_key, input_shape)
         return {"params": params, "opt_state": tx.init(params), "key": dropout_key}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -43,7 +46,9 @@ def huggingface_case(
 
         def loss_fn(params: PyTree) -> jax.Array:
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-            return loss(model(**inputs, params=params, dropout_rng=dropout_key, train=True), batch["labels"])
+            with around():
+                outputs = model(**inputs, params=params, dropout_rng=dropout_key, train=True)
+            return loss(outputs, batch["labels"])
 
         value, grads = jax.value_and_grad(loss_fn)(state["params"])
         updates, opt_state = tx.update(grads, state["opt_state"])
@@ -307,4 +312,52 @@ def hf_clip(
     )
 
 
-CASES = (hf_gpt2, hf_llama, hf_bert, hf_bart, hf_vit, hf_whisper, hf_clip)
+def hf_t5(
+    *, layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 64, length: int = 16, batch: int = 8
+) -> Case:
+    """Encoder and decoder, whose relative positions are a table that the first layer of each reads for all."""
+    from transformers import FlaxT5ForConditionalGeneration, T5Config
+
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_heads=heads,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=length,
+        decoder_start_token_id=0,
+    )
+    make_tokens = token_batch(batch=batch, length=length, vocabulary=vocabulary)
+
+    def make_batch(seed: int) -> Batch:
+        tokens = make_tokens(seed)
+        return {**tokens, "decoder_input_ids": np.roll(tokens["labels"], 1, axis=1)}
+
+    with _clip_by_former_names():
+        model = FlaxT5ForConditionalGeneration(config, input_shape=(1, length), _do_init=False)
+    return huggingface_case(
+        name="hf_t5",
+        model=model,
+        input_shape=(1, length),
+        batch=make_batch,
+        loss=label_loss,
+        around=_clip_by_former_names,
+    )
+
+
+@contextlib.contextmanager
+def _clip_by_former_names() -> Iterator[None]:
+    """`jnp.clip` with the argument `a_max`, as jax had it when T5 was written."""
+    clip = jnp.clip
+
+    @functools.wraps(clip)
+    def former(array: jax.Array, a_min: PyTree = None, a_max: PyTree = None, **others: PyTree) -> jax.Array:
+        return clip(array, others.pop("min", a_min), others.pop("max", a_max))
+
+    with mock.patch.object(jnp, "clip", former):
+        yield
+
+
+CASES = (hf_gpt2, hf_llama, hf_bert, hf_bart, hf_vit, hf_whisper, hf_clip, hf_t5)

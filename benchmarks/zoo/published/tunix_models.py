@@ -118,15 +118,17 @@ def trainer_case(
     return Case(name=name, step=step, init=init, batch=data)
 
 
-def _qwen3(layers: int, vocabulary: int, *, heads: int = 4, head_dim: int = 8, **options: Any) -> Callable[..., Any]:
+def _qwen3(
+    layers: int, vocabulary: int, *, width: int = 32, heads: int = 4, head_dim: int = 8, **options: Any
+) -> Callable[..., Any]:
     """What makes a small Qwen3."""
     from tunix.models.qwen3.model import ModelConfig, Qwen3
 
     config = ModelConfig(
         num_layers=layers,
         vocab_size=vocabulary,
-        embed_dim=32,
-        hidden_dim=64,
+        embed_dim=width,
+        hidden_dim=2 * width,
         num_heads=heads,
         head_dim=head_dim,
         num_kv_heads=2,
@@ -148,14 +150,28 @@ def tunix_qwen3_experts(*, layers: int = 2, vocabulary: int = 64, length: int = 
     return trainer_case("tunix_qwen3_experts", make, vocabulary=vocabulary, length=length, batch=batch)
 
 
-def tunix_qwen3_splash(*, layers: int = 2, vocabulary: int = 64, length: int = 128, batch: int = 8) -> Case:
-    """With splash attention inside of its `shard_map`, over two devices; CPU devices interpret the kernel."""
+def tunix_qwen3_splash(
+    *,
+    layers: int = 2,
+    width: int = 32,
+    vocabulary: int = 64,
+    length: int = 128,
+    batch: int = 8,
+    split: int = 2,
+    interpreted: bool = True,
+) -> Case:
+    """With splash attention inside of its `shard_map` over `split` devices; CPU devices need it `interpreted`."""
     make = _qwen3(
-        layers, vocabulary, heads=2, head_dim=128, use_flash_attention=True, flash_attention_block_size=length
+        layers,
+        vocabulary,
+        width=width,
+        heads=2,
+        head_dim=128,
+        use_flash_attention=True,
+        flash_attention_block_size=length,
     )
-    return trainer_case(
-        "tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=_interpreted_on_two
-    )
+    around = functools.partial(_splash_on, split, interpreted)
+    return trainer_case("tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=around)
 
 
 def tunix_gemma(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
@@ -195,13 +211,13 @@ def _resized(config: Any, layers: int, vocabulary: int, **others: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _interpreted_on_two() -> Iterator[None]:
-    """A mesh of two devices for Tunix's `shard_map`, and JAX's splash attention in interpret mode."""
+def _splash_on(split: int, interpreted: bool) -> Iterator[None]:
+    """A mesh of `split` devices for Tunix's `shard_map`, and JAX's splash attention in interpret mode if asked for."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    interpreted = functools.partial(splash.make_splash_mha, interpret=True)
-    devices = np.asarray(jax.devices()[:2]).reshape(2, 1)
-    with mock.patch.object(splash, "make_splash_mha", interpreted), jax.sharding.Mesh(devices, ("fsdp", "tp")):
+    make = functools.partial(splash.make_splash_mha, interpret=interpreted)
+    devices = np.asarray(jax.devices()[:split]).reshape(split, 1)
+    with mock.patch.object(splash, "make_splash_mha", make), jax.sharding.Mesh(devices, ("fsdp", "tp")):
         yield
 
 
