@@ -101,8 +101,10 @@ class PaddedArray:
         return _alone(_unstoring(self.form, _even_sharding(self.form.shape, self.stored.sharding)), self.stored)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.asarray(self.stored)
-        cut = whole[tuple(slice(n) for n in self.form.flat_shape)].reshape(self.form.shape)
+        whole, form = np.asarray(self.stored), self.form
+        if form.rows:
+            whole = np.concatenate([whole[i * form.rows_of_part :][:n] for i, n in enumerate(form.rows)])
+        cut = whole[tuple(slice(n) for n in form.flat_shape)].reshape(form.shape)
         return np.array(cut, dtype=dtype)
 
     def __jax_array__(self) -> jax.Array:
@@ -210,8 +212,15 @@ def _stored(leaf: Any, form: PaddedForm, sharding: Any) -> Any:
 
 def store_on_host(array: Any, form: PaddedForm) -> np.ndarray:
     """An array of the host's memory in its stored shape, padded with zeros."""
-    widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
-    return np.pad(np.asarray(array).reshape(form.flat_shape), widths)
+    rows = np.asarray(array).reshape(form.flat_shape)
+    if form.rows:
+        parts = np.split(rows, np.cumsum(form.rows)[:-1])
+        rows = np.concatenate([_padded_to(part, (form.rows_of_part, *part.shape[1:])) for part in parts])
+    return _padded_to(rows, form.stored_shape)
+
+
+def _padded_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    return np.pad(array, [(0, s - n) for n, s in zip(array.shape, shape, strict=True)])
 
 
 def _alone(program: Any, array: Any) -> jax.Array:
