@@ -2,7 +2,7 @@
 
     python -m benchmarks.kinds                          what the table does not have yet
     python -m benchmarks.kinds "splash attention" --again
-    python -m benchmarks.kinds --show                   the table as it stands
+    python -m benchmarks.kinds --show                   the table as it stands, and its page anew
 
 Under the free search on 1, 2, 4 and 8 virtual CPU devices, in two stages of two micro-batches on 2, 4 and 8, and under
 each recipe that applies on 4. Pallas calls are interpreted. Numbers are the largest difference of a result from plain
@@ -143,6 +143,8 @@ def short(rows: row_processes.Rows) -> list[list[str]]:
         of_kind = [
             Row(**r) for key, found in rows.items() if key.split(" | ")[0] == name for r in found.get("rows", ())
         ]
+        if not of_kind:
+            continue  # not made yet
         equal = [row for row in of_kind if row.is_equal]
         refused = [row for row in of_kind if row.said and row.is_error_of_autopar]
         largest = f"{max(row.difference for row in equal):.1e}" if equal else ""
@@ -174,7 +176,7 @@ def main() -> int:
     parser.add_argument("only", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), choices=DEVICES)
     parser.add_argument("--again", action="store_true", help="also what the table has")
-    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--show", action="store_true", help="run nothing; the page is written from the rows")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -196,6 +198,7 @@ def main() -> int:
             for key, rows in found.items():
                 lines = [cells(*key.split(" | "), Row(**row)) for row in rows.get("rows", ())]
                 print("\n".join(" | ".join(line) for line in lines) or f"{key}: {rows['failure']}", flush=True)
+    keep(row_processes.load(RESULTS))
     print("\n".join(" | ".join(line) for line in short(row_processes.load(RESULTS))))
     return int(any(line[-1] != "0" for line in short(row_processes.load(RESULTS))))
 

@@ -218,14 +218,17 @@ def keep(rows: row_processes.Rows) -> None:
 
 _NOTES = """Figures are predicted; sent and peak are those of one device. A plan that is none says why in the last
 column: with whole parameters and moments on each device the state alone is 128 GB. Splash attention needs whole
-positions of keys, so rings cannot go through it."""
+positions of keys, so rings cannot go through it. Where fewer devices share a sequence than it has parts of 8,192 tokens
+(sp=8, or tp=8 alone, of 131,072), there are more copies than sequences, and their devices do the same work twice. In
+the program of splash attention all blocks are counted, also those that the causal mask skips, so that its seconds are
+not to be held against those of attention in blocks."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help=f"parts of names, of {'; '.join(SETTINGS)}")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name} and the page beside it")
-    parser.add_argument("--show", action="store_true", help="plan nothing")
+    parser.add_argument("--show", action="store_true", help="plan nothing; with --keep the page is written anew")
     parser.add_argument("--child", metavar="SETTING", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -244,6 +247,8 @@ def main() -> int:
         lines = cells(name, rows.get(name, {"failure": "not planned yet"}))
         slower += sum(line[4] < "1" for line in lines if len(line) > 4 and line[4])
         print("\n".join(" | ".join(line) for line in lines), flush=True)
+    if arguments.keep:
+        keep(row_processes.load(RESULTS))
     return int(slower > 0)
 
 
