@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph
+from autopar.sharding.attention_calls import attention_calls
 
 
 def check_attention(graph: OpGraph) -> None:
     """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
     kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
-    if FactorKind.RING not in kinds and not any(True for _ in score_products(graph)):
+    found = itertools.chain(score_products(graph), (op for op, _ in attention_calls(graph)))
+    if FactorKind.RING not in kinds and not any(True for _ in found):
         raise UnsupportedError(
             where="recipe",
             expected="a step with attention, between positions that can be followed from the batch",
@@ -49,9 +52,31 @@ def check_heads(graph: OpGraph, parts: int) -> None:
                 hint="share sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
             )
 
+    for op, factors in attention_calls(graph):
+        assert op.rule is not None
+        sizes = [op.rule.factors[f].size for f in sorted(factors)]
+        if math.prod(sizes) % parts:
+            raise UnsupportedError(
+                where=_place(op),
+                expected=f"a kernel with heads of keys that {parts} devices can share, apart from the examples",
+                got=f"heads: {sizes or 'none'}",
+                hint="share sequences among fewer devices (sp, size), or write attention in plain JAX and plan it with "
+                "attention='blockwise', which takes heads of keys to several devices",
+            )
+
 
 def check_rings(graph: OpGraph, parts: int) -> None:
-    """Raises: UnsupportedError where attention has positions that so many devices cannot share evenly."""
+    """Raises: UnsupportedError where attention has positions that so many devices cannot share evenly, or that a kernel
+    needs whole.
+    """
+    for op, _ in attention_calls(graph) if parts > 1 else ():
+        raise UnsupportedError(
+            where=_place(op),
+            expected="attention whose positions a ring of devices can share",
+            got=f"a kernel ({op.primitive}) that needs the positions of keys whole",
+            hint="write attention in plain JAX and plan it with attention='blockwise', or share heads: "
+            "sequence_parallel('ulysses')",
+        )
     for op in graph.ops():
         for factor in op.rule.factors if op.rule is not None else ():
             if factor.kind is FactorKind.RING and factor.size % parts:

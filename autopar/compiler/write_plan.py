@@ -95,7 +95,10 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         notes=(
             *_notes_of(context, largest_axis),
             *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches),
-            *offload_notes((planned.stage.graph, planned.lowered.lowered) for planned in staged.stages),
+            *offload_notes(
+                ((planned.stage.graph, planned.lowered.lowered) for planned in staged.stages),
+                context.cluster.device.platform,
+            ),
         ),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
         weighed=candidate.weighed,
@@ -132,7 +135,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         notes=(
             *_notes_of(context, largest_axis),
             *island_notes(graph, best.sharding),
-            *offload_notes([(graph, best.lowered)]),
+            *offload_notes([(graph, best.lowered)], context.cluster.device.platform),
             *notes,
         ),
         timeline=timeline,

@@ -64,10 +64,11 @@ def _with_code_shapes(
     """The arguments, constants first, and results with the shapes of the code, where they are stored padded."""
     first = len(arguments) - len(traced.in_avals)
     for at in traced.padded:
-        arguments[first + at.leaf] = dataclasses.replace(arguments[first + at.leaf], code_shape=at.shape)
+        argument = arguments[first + at.leaf]
+        arguments[first + at.leaf] = dataclasses.replace(argument, code_shape=at.shape, code_rows=at.rows)
         if at.leaf in traced.tied:
             tied = traced.tied[at.leaf]
-            results[tied] = dataclasses.replace(results[tied], code_shape=at.shape)
+            results[tied] = dataclasses.replace(results[tied], code_shape=at.shape, code_rows=at.rows)
     return arguments, results
 
 

@@ -101,8 +101,10 @@ class PaddedArray:
         return _alone(_unstoring(self.form, _even_sharding(self.form.shape, self.stored.sharding)), self.stored)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.asarray(self.stored)
-        cut = whole[tuple(slice(n) for n in self.form.flat_shape)].reshape(self.form.shape)
+        whole, form = np.asarray(self.stored), self.form
+        if form.rows:
+            whole = np.concatenate([whole[i * form.rows_of_part :][:n] for i, n in enumerate(form.rows)])
+        cut = whole[tuple(slice(n) for n in form.flat_shape)].reshape(form.shape)
         return np.array(cut, dtype=dtype)
 
     def __jax_array__(self) -> jax.Array:
@@ -210,13 +212,24 @@ def _stored(leaf: Any, form: PaddedForm, sharding: Any) -> Any:
 
 def store_on_host(array: Any, form: PaddedForm) -> Any:
     """An array of the host's memory in its stored shape, padded with zeros; random keys are a `jax.Array` there too."""
-    widths = [(0, s - n) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
     if jax_compat.is_key_dtype(array.dtype):
         numbers = np.asarray(jax.random.key_data(array))
         behind = numbers.shape[array.ndim :]
-        numbers = np.pad(numbers.reshape(*form.flat_shape, *behind), [*widths, *((0, 0) for _ in behind)])
-        return jax_compat.key_of(numbers, array.dtype)
-    return np.pad(np.asarray(array).reshape(form.flat_shape), widths)
+        return jax_compat.key_of(_stored_numbers(numbers.reshape(*form.flat_shape, *behind), form), array.dtype)
+    return _stored_numbers(np.asarray(array).reshape(form.flat_shape), form)
+
+
+def _stored_numbers(numbers: np.ndarray, form: PaddedForm) -> np.ndarray:
+    """Numbers with the dimensions of what is stored, and behind them those of one element, padded with zeros."""
+    behind = numbers.shape[len(form.flat_shape) :]
+    if form.rows:
+        parts = np.split(numbers, np.cumsum(form.rows)[:-1])
+        numbers = np.concatenate([_padded_to(part, (form.rows_of_part, *part.shape[1:])) for part in parts])
+    return _padded_to(numbers, (*form.stored_shape, *behind))
+
+
+def _padded_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    return np.pad(array, [(0, s - n) for n, s in zip(array.shape, shape, strict=True)])
 
 
 def _alone(program: Any, array: Any) -> jax.Array:

@@ -11,8 +11,10 @@ whatever the padding holds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +40,8 @@ _ELEMENTWISE = frozenset({
 
 def store(array: Any, form: PaddedForm) -> Any:
     """An array in its stored shape, padded with zeros (False of truth values), of random keys with the first ones."""
+    if form.rows:
+        return jax.lax.concatenate([store(a, f) for a, f in _parts(array, form.rows, form)], 0)
     if form.is_flat:
         array = jax.lax.reshape(array, form.flat_shape)
     widths = [(0, s - n, 0) for n, s in zip(form.flat_shape, form.stored_shape, strict=True)]
@@ -58,15 +62,26 @@ def _with_first_ones(array: Any, widths: Sequence[int]) -> Any:
 
 def unstore(array: Any, form: PaddedForm) -> Any:
     """The array of the code, cut out of what is stored."""
+    if form.rows:
+        stored = _parts(array, (form.rows_of_part,) * len(form.rows), form)
+        return jax.lax.concatenate([unstore(a, f) for a, f in stored], 0)
     if form.flat_shape != form.stored_shape:
         array = jax.lax.slice(array, (0,) * len(form.flat_shape), form.flat_shape)
     return jax.lax.reshape(array, form.shape) if form.is_flat else array
 
 
+def _parts(array: Any, rows: Sequence[int], form: PaddedForm) -> Iterator[tuple[Any, PaddedForm]]:
+    """An array cut into so many rows each along dimension 0, and the form of each part."""
+    for part, (stop, n) in enumerate(zip(itertools.accumulate(rows), rows, strict=True)):
+        cut = jax.lax.slice_in_dim(array, stop - n, stop)
+        yield cut, PaddedForm((form.rows[part], *form.shape[1:]), (form.rows_of_part, *form.stored_shape[1:]))
+
+
 def padded_step(traced: TracedStep, forms: Mapping[int, PaddedForm], *, num_stages: int = 1) -> TracedStep:
     """The step with some leaves of its state, by number, in the forms in which they are stored, for so many stages."""
     padded = tuple(
-        PaddedLeaf(leaf=leaf, shape=form.shape, stored_shape=form.stored_shape) for leaf, form in sorted(forms.items())
+        PaddedLeaf(leaf=leaf, shape=form.shape, stored_shape=form.stored_shape, rows=form.rows)
+        for leaf, form in sorted(forms.items())
     )
     if not padded:
         return traced
@@ -327,5 +342,9 @@ def _sum_without_padding(array: Any, form: PaddedForm) -> Any:
     for d, (n, s) in enumerate(zip(form.flat_shape, form.stored_shape, strict=True)):
         if n != s:
             position = jax.lax.broadcasted_iota(np.int32, form.stored_shape, d)
-            array = jax.lax.select(position < n, array, jax.lax.full_like(array, 0))
+            starts = range(0, s, form.rows_of_part) if d == 0 else (0,)
+            rows = form.rows if d == 0 and form.rows else (n,)
+            inside = [(position >= at) & (position < at + m) for at, m in zip(starts, rows, strict=True)]
+            is_own = functools.reduce(jax.lax.bitwise_or, inside)
+            array = jax.lax.select(is_own, array, jax.lax.full_like(array, 0))
     return jax.lax.reduce_sum(array, tuple(range(array.ndim)))

@@ -30,6 +30,13 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
 # Products of matrices, and convolutions: where a model's arithmetic is, and what reads a parameter as a matrix.
 RAGGED_PRODUCT, GROUPED_PRODUCT = "ragged_dot_general", "grouped_product"
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT, GROUPED_PRODUCT})
+# cuDNN's attention, forward and backward.
+CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+# Calls of code that XLA does not see into, whose factors are known by rules of their own: kernels, foreign functions,
+# and calls with a partitioner of their own.
+KERNEL_CALLS = frozenset(
+    {"kernel", "pallas_call", "ffi_call", "tpu_custom_call", "custom_partitioning", CUDNN_FORWARD, CUDNN_BACKWARD}
+)
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of

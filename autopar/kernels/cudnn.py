@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.primitives import CUDNN_BACKWARD, CUDNN_FORWARD
 from autopar.kernels.work import KernelWork
 
-FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+FORWARD, BACKWARD = CUDNN_FORWARD, CUDNN_BACKWARD
 NAMES = (FORWARD, BACKWARD)
 _EXAMPLES = "b"
 # By the call's layout: queries, keys and values; n: heads of queries, g: of keys.

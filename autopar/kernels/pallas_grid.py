@@ -48,9 +48,15 @@ def is_pallas_call(eqn: Any) -> bool:
 
 
 def with_unread_marked(eqn: Any, jaxpr: Any) -> Any:
-    """The equation of a call in a jaxpr; results that nothing reads are marked: they are scratch memory."""
-    read = {v for e in jaxpr.eqns for v in e.invars if not isinstance(v, jax_compat.Literal)}
-    read.update(v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal))
+    """The equation of a call in a jaxpr; results that nothing reads, or only what nothing reads (`jax.vmap` over one
+    example puts a dimension back), are marked: they are scratch memory.
+    """
+    read = {v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)}
+    for e in reversed(jaxpr.eqns):
+        if e is eqn:
+            break
+        if e.effects or read.intersection(e.outvars):
+            read.update(v for v in e.invars if not isinstance(v, jax_compat.Literal))
     unread = [i for i, v in enumerate(eqn.outvars) if v not in read]
     return jax_local.without_results(eqn, unread) if unread else eqn
 

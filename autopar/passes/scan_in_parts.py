@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,14 @@ def scope_of(part: int, parts: int, trips: int) -> str:
 
 
 def ranges(trips: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """The first trip of each part, and the one behind its last: of equal ranges, but for the last."""
-    size = -(-trips // parts)
-    return tuple((min(part * size, trips), min((part + 1) * size, trips)) for part in range(parts))
+    """The first trip of each part, and the one behind its last: of equal ranges, but for the last; where it would have
+    none, the first parts have one more than the others.
+    """
+    size, more = -(-trips // parts), trips % parts
+    if size * (parts - 1) < trips:
+        return tuple((part * size, min((part + 1) * size, trips)) for part in range(parts))
+    stops = list(itertools.accumulate(trips // parts + (part < more) for part in range(parts)))
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def in_parts_of(stacks: Stacks, parts: int, rules: RuleBook) -> Any:

@@ -7,9 +7,10 @@ update, mostly) run on each part, and sums over layers become sums of the parts'
 is read from the sharding rules. What cannot be done in parts is done on the parts joined.
 
 The step that comes back takes and gives the state in parts, each an argument and a result of its own. Where the parts
-do not divide the layers, all but the last take one number of layers and the last the rest. A stack is then stored
-padded (`uneven_forms`), so that its parts are of one shape: the last is cut where it enters the step, and padded where
-it leaves it.
+do not divide the layers, all but the last take one number of layers and the last the rest; or, where nothing would be
+left for it (4 layers in 3 parts), the first parts take one more than the others. A stack is then stored padded
+(`uneven_forms`), so that its parts are of one shape: those that are smaller are cut where they enter the step, and
+padded where they leave it.
 
 Not cut: stacks with the layer behind the first dimension, scans inside of `jax.checkpoint`, steps in which several
 scans share the work (an encoder and a decoder).
@@ -61,22 +62,24 @@ class SplitStep:
         return tuple(scope_of(part, self.parts, self.trips) for part in range(self.parts))
 
 
-def part_numbers(trips: int) -> list[int]:
-    """The numbers of parts of which none is empty."""
-    return [parts for parts in range(1, trips + 1) if ranges(trips, parts)[-1][0] < trips]
-
-
 def uneven_forms(traced: TracedStep, parts: int, rules: RuleBook) -> dict[int, PaddedForm]:
     """The forms in which stacks of state are stored, by leaf, where so many parts do not divide their layers."""
     return _forms(find_stacks(traced, rules), parts)
 
 
 def _forms(stacks: Stacks | None, parts: int) -> dict[int, PaddedForm]:
-    if stacks is None or stacks.trips % parts == 0 or parts not in part_numbers(stacks.trips):
+    if stacks is None or stacks.trips % parts == 0 or parts > stacks.trips:
         return {}
-    rows = parts * ranges(stacks.trips, parts)[0][1]
+    trips = [stop - start for start, stop in ranges(stacks.trips, parts)]
+    pads_last_alone = all(n == trips[0] for n in trips[:-1])
     shapes = {leaf: tuple(stacks.jaxpr.invars[leaf].aval.shape) for leaf in stacks.arguments}
-    return {leaf: PaddedForm(s, (s[0] // stacks.trips * rows, *s[1:])) for leaf, s in shapes.items()}
+
+    def form(shape: tuple[int, ...]) -> PaddedForm:
+        of_trip = shape[0] // stacks.trips
+        rows = () if pads_last_alone else tuple(of_trip * n for n in trips)
+        return PaddedForm(shape, (of_trip * parts * trips[0], *shape[1:]), rows)
+
+    return {leaf: form(shape) for leaf, shape in shapes.items()}
 
 
 def split_scans(traced: TracedStep, parts: int, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> SplitStep:
@@ -103,13 +106,12 @@ def split_scans(traced: TracedStep, parts: int, rules: RuleBook, sliced: frozens
             got=f"{parts} stages",
             hint="use the number of stages of the plan that made the state",
         )
-    if parts not in part_numbers(stacks.trips):
+    if parts > stacks.trips:
         raise InvalidArgumentError(
             where=f"{traced.name}: {stacks.name}",
-            expected=f"a number of stages that divides its {stacks.trips} layers, or leaves some for the last stage "
-            "where all others have the same number",
+            expected=f"at most as many stages as its {stacks.trips} layers",
             got=str(parts),
-            hint=f"use a number of stages from {', '.join(map(str, part_numbers(stacks.trips)))}",
+            hint=f"use a number of stages from 1 to {stacks.trips}",
         )
     return _cut(traced, stacks, parts, rules, sliced)
 

@@ -26,7 +26,8 @@ class PlannedValue:
     `layout` is on the mesh of `stage`, the first stage of a value that several stages read. With `stages`, each of them
     holds an equal slice along dimension 0, in this order, and the layout is that of a slice. `in_host`: the value is in
     the memory of the host before and after the step. `code_shape`: that of the step's code, of a value that is stored
-    padded (`autopar.ir.padded`) in `shape`; None of others.
+    padded (`autopar.ir.padded`) in `shape`; None of others. `code_rows`: the rows of its parts, where not only the last
+    of them is padded.
     """
 
     path: str
@@ -39,10 +40,11 @@ class PlannedValue:
     stages: tuple[int, ...] = ()
     in_host: bool = False
     code_shape: tuple[int, ...] | None = None
+    code_rows: tuple[int, ...] = ()
 
     @property
     def form(self) -> PaddedForm | None:
-        return None if self.code_shape is None else PaddedForm(self.code_shape, self.shape)
+        return None if self.code_shape is None else PaddedForm(self.code_shape, self.shape, self.code_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common.records import replaced
 from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.sharding.attention_calls import heads_of, is_attention
 from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts, links, pairs
 
 # Values that are or belong to weights, without examples.
@@ -101,13 +102,19 @@ def _heads(
     graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]
 ) -> Iterator[tuple[DimensionOf, Parts]]:
     """Dimensions that scores and what they weigh keep apart, and those that queries alone have (of several that share
-    keys); the parts of them that count nothing else are heads.
+    keys); the parts of them that count nothing else are heads. So are the heads of kernels that attend.
     """
+
+    def names_of(value: int, d: int) -> frozenset[Dimension]:
+        return frozenset(name for _, names in followed.of(value, d) for name in names)
+
     for op in graph.ops():
         if op.rule is None or not dependent.issuperset(read_by(op)):
             continue
         if any(factor.kind is FactorKind.RING for factor in op.rule.factors):
             yield from _heads_of_passes(op, followed)
+        if is_attention(op, names_of):
+            yield from _heads_of_call(op, heads_of(op, names_of), followed)
         of_positions = (isinstance(atom, int) and _has_positions(graph, followed, atom) for atom in op.inputs)
         if op.primitive != "dot_general" or not all(of_positions):
             continue
@@ -132,6 +139,17 @@ def _heads_of_passes(op: Op, followed: FollowedNames[Dimension]) -> Iterator[tup
             is_apart = bool(factors) and all(op.rule.factors[f].kind is FactorKind.PASS for f in factors)
             if is_apart and any(not names for _, names in parts):
                 yield (value, d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
+
+
+def _heads_of_call(
+    op: Op, heads: frozenset[int], followed: FollowedNames[Dimension]
+) -> Iterator[tuple[DimensionOf, Parts]]:
+    """The dimensions of a kernel's arrays that its heads are the major part of."""
+    assert op.rule is not None, "its factors are known"
+    for value, d, factors in op.rule.factored_dims((*op.inputs, *op.outputs)):
+        if isinstance(value, int) and heads.intersection(factors):
+            parts = followed.of(value, d)
+            yield (value, d), tuple((n, names or frozenset({Dimension.HEAD})) for n, names in parts)
 
 
 def _is_position(names: frozenset[Dimension]) -> bool:

@@ -7,6 +7,7 @@ computed for one block of queries at a time and again in the backward pass, so t
 sequence (as in Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021).
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -21,6 +22,7 @@ from benchmarks.zoo.gpt_scan import rms_norm
 from benchmarks.zoo.training import cross_entropy, training_case
 
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]  # as jnp.tensordot
+Core = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries (batch, length, k, g, head), keys and values
 ROTARY_BASE = 500_000.0  # Llama 3's, for long contexts
 
 
@@ -35,31 +37,33 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 
 
-def attention(x: jax.Array, params: PyTree, block: int, product: Product) -> jax.Array:
+def attention(x: jax.Array, params: PyTree, core: Core, product: Product) -> jax.Array:
     """Causal self-attention, (batch, length, width) in and out; g counts the queries that share keys and values."""
     query, key = rotary(product(x, params["query"], 1)), rotary(product(x, params["key"], 1))
-    value = product(x, params["value"], 1)
-    length = x.shape[1]
+    return product(core(query, key, product(x, params["value"], 1)), params["out"], 3)
+
+
+def in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, *, block: int) -> jax.Array:
+    """Attention of `block` queries at a time."""
+    length = query.shape[1]
 
     @jax.checkpoint
     def of_block(query: jax.Array, first: jax.Array) -> jax.Array:
         scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key).astype(jnp.float32) / query.shape[-1] ** 0.5
         seen = jnp.arange(length) <= first + jnp.arange(query.shape[1])[:, None]
-        weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min)).astype(x.dtype)
+        weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min)).astype(query.dtype)
         return jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
 
     if length <= block:
-        mixed = of_block(query, jnp.int32(0))
-    else:
-        blocks = jnp.moveaxis(query.reshape(query.shape[0], length // block, block, *query.shape[2:]), 1, 0)
-        firsts = block * jnp.arange(length // block)
-        _, mixed = jax.lax.scan(lambda _, at: (None, of_block(*at)), None, (blocks, firsts))
-        mixed = jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
-    return product(mixed, params["out"], 3)
+        return of_block(query, jnp.int32(0))
+    blocks = jnp.moveaxis(query.reshape(query.shape[0], length // block, block, *query.shape[2:]), 1, 0)
+    firsts = block * jnp.arange(length // block)
+    _, mixed = jax.lax.scan(lambda _, at: (None, of_block(*at)), None, (blocks, firsts))
+    return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
 
 
-def layer(x: jax.Array, params: PyTree, block: int, product: Product) -> jax.Array:
-    x = x + attention(rms_norm(x, params["attention_scale"]), params, block, product)
+def layer(x: jax.Array, params: PyTree, core: Core, product: Product) -> jax.Array:
+    x = x + attention(rms_norm(x, params["attention_scale"]), params, core, product)
     h = rms_norm(x, params["feed_forward_scale"])
     return x + product(jax.nn.silu(product(h, params["gate"], 1)) * product(h, params["up"], 1), params["down"], 1)
 
@@ -76,6 +80,7 @@ def llama(
     length: int = 16,
     batch: int = 8,
     block: int = 8,
+    core: Core | None = None,
     scan: bool = False,
     float8: bool = False,
     dtype: DTypeLike = jnp.float32,
@@ -84,12 +89,14 @@ def llama(
 ) -> Case:
     """`llama(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14_336, vocabulary=128_256)` is Llama 3 8B.
 
-    `block` divides the length, or is as long; parameters are float32 whatever `dtype` is. With `scan` the layers are
-    stacked and a scan runs over them, each recomputed in the backward pass, as MaxText has it. `float8`: the products
-    of all layers (not the last one, and not those of attention) have operands of 8 bits.
+    `block` divides the length, or is as long; `core` replaces attention in such blocks. Parameters are float32 whatever
+    `dtype` is. With `scan` the layers are stacked and a scan runs over them, each recomputed in the backward pass, as
+    MaxText has it. `float8`: the products of all layers (not the last one, and not those of attention) have operands of
+    8 bits.
     """
     head = head or width // heads
     product = float8_product if float8 else jnp.tensordot
+    core = core or functools.partial(in_blocks, block=block)
 
     def init_params(key: jax.Array) -> PyTree:
         def normal(key: jax.Array, *shape: int) -> jax.Array:
@@ -121,11 +128,11 @@ def llama(
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = params["embedding"][batch["tokens"]]
         if scan:
-            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, block, product), None))
+            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, core, product), None))
             x, _ = jax.lax.scan(recomputed, x, params["layers"])
         else:
             for layer_params in params["layers"]:
-                x = layer(x, layer_params, block, product)
+                x = layer(x, layer_params, core, product)
         return cross_entropy(rms_norm(x, params["final_scale"]) @ params["head"], batch["targets"])
 
     return training_case(

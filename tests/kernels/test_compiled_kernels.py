@@ -73,16 +73,18 @@ def kernel_results(text):
 
 @needs_tpu_compiler
 @pytest.mark.parametrize("attention", [flash, splash], ids=["flash", "splash"])
+@pytest.mark.parametrize("has_rule", [True, False], ids=["by a rule", "by its grid"])
 @pytest.mark.parametrize(
     ("recipe", "part"),
     [(recipes.data_parallel(), (B // 8, H, L, D)), (recipes.tensor_parallel(), (B, H // 8, L, D))],
     ids=["examples", "heads"],
 )
-def test_attention_kernels_run_on_each_devices_heads_or_examples(attention, recipe, part):
+def test_attention_kernels_run_on_each_devices_heads_or_examples(attention, has_rule, recipe, part):
     rule = "b h q d, b h k d, b h k d -> b h q d"
-    text = compiled(*attention_step(autopar.kernel(attention, rule, like=causal)), recipe)
-    sizes = [math.prod(map(int, re.findall(r"\d+", shape[4:]))) for shape in kernel_results(text) if "bf16" in shape]
-    assert set(sizes) == {math.prod(part)}
+    called = autopar.kernel(attention, rule, like=causal) if has_rule else attention
+    text = compiled(*attention_step(called), recipe)
+    sizes = {math.prod(map(int, re.findall(r"\d+", shape[4:]))) for shape in kernel_results(text) if "bf16" in shape}
+    assert sizes == {math.prod(part)}
     whole = re.findall(rf"bf16\[{B},{H},{L},{D}\]\S* all-gather", text)
     assert not whole, "no operand of attention is gathered"
 
@@ -102,20 +104,6 @@ def test_a_grouped_product_is_split_over_its_columns():
     args = step, shapes(w=(E, W, 8 * D)), shapes(x=(1, L, W))
     columns = autopar.constrain({"state/w": PartitionSpec(None, None, "model")}, axis_sizes={"model": 8})
     assert f"bf16[{L},{D}]" in kernel_results(compiled(*args, columns))
-
-
-@needs_tpu_compiler
-@pytest.mark.parametrize("attention", [flash, splash], ids=["flash", "splash"])
-@pytest.mark.parametrize(
-    ("recipe", "part"),
-    [(recipes.data_parallel(), (B // 8, H, L, D)), (recipes.tensor_parallel(), (B, H // 8, L, D))],
-    ids=["examples", "heads"],
-)
-def test_attention_kernels_without_a_rule_are_split_as_their_grid_says(attention, recipe, part):
-    text = compiled(*attention_step(attention), recipe)
-    sizes = {math.prod(map(int, re.findall(r"\d+", shape[4:]))) for shape in kernel_results(text) if "bf16" in shape}
-    assert sizes == {math.prod(part)}
-    assert not re.findall(rf"bf16\[{B},{H},{L},{D}\]\S* all-gather", text)
 
 
 @needs_tpu_compiler

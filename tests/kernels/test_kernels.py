@@ -57,6 +57,7 @@ def splits(step, args, primitive):
         (recipes.data_parallel(), 4),
         (recipes.zero(3), 4),
         (recipes.tensor_parallel(), 2),
+        (recipes.sequence_parallel("ulysses", size=2), 4),
         (recipes.pipeline(2, num_microbatches=2), 2),
         (recipes.pipeline(2, num_microbatches=2), 4),
     ],
@@ -71,6 +72,19 @@ def test_kernels_are_split_and_what_they_send_is_what_was_predicted():
     made = autopar.verify(step, *args)
     assert {c.name: c.compiled for c in made.collectives} == {c.name: c.predicted for c in made.collectives}
     assert {c.name for c in made.collectives} == {"all-reduce", "total"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "says"),
+    [
+        ("ulysses", 8, r"heads that 8 devices can share(?s:.*)heads: \[4\]"),
+        ("ring", 4, r"a kernel \(kernel\) that needs the positions of keys whole"),
+    ],
+)
+def test_sequences_that_a_kernel_cannot_share_are_refused(kind, devices, says):
+    made = parallel(train_step, recipes.sequence_parallel(kind), devices)
+    with pytest.raises(UnsupportedError, match=says):
+        made.plan(*steps.arguments())
 
 
 def test_gradients_of_shared_operands_are_reduced_once_a_step_not_once_a_micro_batch():

@@ -260,6 +260,13 @@ def splash_step(state, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
+def splash_arguments(examples=8):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    sizes = {"q": (16, 4, 128), "k": (16, 2, 128), "v": (16, 2, 128), "o": (4, 128, 16)}
+    state = [{n: 0.1 * jax.random.normal(next(keys), s) for n, s in sizes.items()} for _ in range(2)]
+    return state, {"x": jax.random.normal(next(keys), (examples, 256, 16))}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "devices"),
@@ -267,14 +274,12 @@ def splash_step(state, batch):
         *((None, n) for n in (1, 2, 4, 8)),
         (recipes.data_parallel(), 4),
         (recipes.tensor_parallel(), 2),
+        (recipes.sequence_parallel("ulysses", size=2), 4),
         (recipes.pipeline(2, num_microbatches=2), 2),
     ],
 )
 def test_splash_attention_without_a_rule_equals_plain_jit(recipe, devices):
-    keys = iter(jax.random.split(jax.random.key(0), 9))
-    sizes = {"q": (16, 4, 128), "k": (16, 2, 128), "v": (16, 2, 128), "o": (4, 128, 16)}
-    state = [{n: 0.1 * jax.random.normal(next(keys), s) for n, s in sizes.items()} for _ in range(2)]
-    args = state, {"x": jax.random.normal(next(keys), (8, 256, 16))}
+    args = splash_arguments()
     made = autopar.parallelize(
         splash_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
     )

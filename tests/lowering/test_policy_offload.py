@@ -236,7 +236,11 @@ def test_a_note_names_what_stays_on_the_devices():
         step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None, show_progress=False
     )
     plan = made.plan(jnp.ones((8, 8)), {"x": jnp.ones((16, 8))})
-    assert any("stays on the devices" in note and "test_policy_offload.py" in note for note in plan.record.notes)
+    (note,) = [note for note in plan.record.notes if "stays on the devices" in note]
+    assert "test_policy_offload.py" in note
+    assert "no backward pass reads it" in note
+    assert "TPU" not in note
+    assert "branch" not in note
 
 
 def test_one_program_for_tpu_keeps_what_written_out_layers_save():

@@ -68,11 +68,11 @@ def check(loss, state, batch, patterns, num_microbatches=2):
     return graph
 
 
-def batch_of(seed=0):
+def batch_of(seed=0, examples=BATCH):
     random = np.random.default_rng(seed)
-    x = random.normal(size=(BATCH, 5, WIDTH)).astype(np.float32)
-    mask = (random.uniform(size=BATCH) < 0.7).astype(np.float32)
-    return {"x": jnp.asarray(x), "y": jnp.asarray(random.normal(size=BATCH).astype(np.float32)), "mask": mask}
+    x = random.normal(size=(examples, 5, WIDTH)).astype(np.float32)
+    mask = (random.uniform(size=examples) < 0.7).astype(np.float32)
+    return {"x": jnp.asarray(x), "y": jnp.asarray(random.normal(size=examples).astype(np.float32)), "mask": mask}
 
 
 def state_of(seed=0):

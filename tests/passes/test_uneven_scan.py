@@ -11,10 +11,11 @@ from autopar import recipes
 from autopar.checkpoint import Checkpointer
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
-from autopar.frontend.pad_state import padded_step
+from autopar.executables.padded_arrays import PaddedArray, store_on_host
+from autopar.frontend.pad_state import padded_step, store, unstore
 from autopar.ir.padded import PaddedForm
 from autopar.passes.scan_in_parts import ranges
-from autopar.passes.split_scan import LeafSlice, part_numbers, split_scans, uneven_forms
+from autopar.passes.split_scan import LeafSlice, split_scans, uneven_forms
 from tests.passes.test_split_scan import traced
 from tests.sections import BOOK
 from tests.small_steps import assert_close, slow_cluster
@@ -75,8 +76,8 @@ def test_the_last_part_takes_the_rest():
     assert ranges(7, 4) == ((0, 2), (2, 4), (4, 6), (6, 7))
     assert ranges(4, 2) == ((0, 2), (2, 4))
     # With 3 parts of at most 2 layers, the last would have none.
-    assert part_numbers(4) == [1, 2, 4]
-    assert part_numbers(5) == [1, 2, 3, 5]
+    assert ranges(4, 3) == ((0, 2), (2, 3), (3, 4))
+    assert ranges(9, 6) == ((0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9))
 
 
 def test_parts_are_stored_with_as_many_layers_as_the_first():
@@ -95,9 +96,23 @@ def test_parts_are_stored_with_as_many_layers_as_the_first():
     assert not uneven_forms(traced(train_step, make_state(4), make_batch()), 2, BOOK)
 
 
+def test_parts_that_are_padded_in_the_middle():
+    """4 layers in 3 parts: what is added stands behind the second part too."""
+    whole = traced(train_step, make_state(4), make_batch())
+    forms = set(uneven_forms(whole, 3, BOOK).values())
+    assert {f.rows for f in forms} == {(2, 1, 1)}
+    form = PaddedForm((4, 3), (6, 3), (2, 1, 1))
+    array = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    stored = store_on_host(array, form)
+    assert stored[:, 0].tolist() == [0, 3, 6, 0, 9, 0]
+    np.testing.assert_array_equal(store(array, form), stored)
+    np.testing.assert_array_equal(unstore(stored, form), array)
+    np.testing.assert_array_equal(np.asarray(PaddedArray(stored, form)), array)
+
+
 def test_a_part_without_layers_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"divides its 4 layers(?s:.*)got 3(?s:.*)1, 2, 4"):
-        step_on(3).plan(jax.eval_shape(lambda: make_state(4)), make_batch())
+    with pytest.raises(InvalidArgumentError, match=r"at most as many stages as its 3 layers(?s:.*)got 4"):
+        step_on(4).plan(jax.eval_shape(lambda: make_state(3)), make_batch())
 
 
 # Pipelines
@@ -107,6 +122,8 @@ def test_a_part_without_layers_is_refused():
     ("layers", "stages", "options"),
     [
         (3, 2, {}),
+        (4, 3, {}),
+        pytest.param(4, 3, {"zero": 1, "recompute": "input"}, marks=pytest.mark.slow),
         pytest.param(3, 2, {"zero": 2, "schedule": "zb-h1"}, marks=pytest.mark.slow),
         pytest.param(3, 2, {"zero": 3}, marks=pytest.mark.slow),
         pytest.param(3, 2, {"tp": 2, "recompute": "input"}, marks=pytest.mark.slow),
@@ -126,32 +143,36 @@ def test_it_computes_what_plain_jit_does(layers, stages, options):
 
 
 @pytest.mark.slow
-def test_a_run_is_saved_restored_and_goes_on_under_other_plans(tmp_path):
-    expected = make_state(3)
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (4, 3)])
+def test_a_run_is_saved_restored_and_goes_on_under_other_plans(tmp_path, layers, stages):
+    expected = make_state(layers)
     for seed in range(4):
         expected, _ = jax.jit(train_step)(expected, make_batch(seed))
-    step = step_on(2)
-    state = trained(step, step.init(lambda: make_state(3)), range(2))
+    step = step_on(stages)
+    state = trained(step, step.init(lambda: make_state(layers)), range(2))
     stack = state[0]["layers"]["a"]
-    assert stack.shape == (3, WIDTH, INNER)
+    assert stack.shape == (layers, WIDTH, INNER)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(2, state, plan=step)
         checkpoints.wait()
         assert_close(autopar.unpadded(trained(step, state, (2, 3))), expected)
-        for other in (step_on(2), step_on(0, num_devices=4)):
-            other.plan(jax.eval_shape(lambda: make_state(3)), make_batch())
-            restored = checkpoints.restore(like=jax.eval_shape(lambda: make_state(3)), step=other)
+        for other in (step_on(stages), step_on(0, num_devices=4)):
+            other.plan(jax.eval_shape(lambda: make_state(layers)), make_batch())
+            restored = checkpoints.restore(like=jax.eval_shape(lambda: make_state(layers)), step=other)
             assert_close(autopar.unpadded(trained(other, restored, (2, 3))), expected)
 
 
 @pytest.mark.slow
-def test_a_saved_plan_and_a_short_batch_keep_the_stages(tmp_path):
-    step = step_on(2)
-    plan = step.plan(make_state(3), make_batch())
+@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (4, 3)])
+def test_a_saved_plan_and_a_short_batch_keep_the_stages(tmp_path, layers, stages):
+    step = step_on(stages)
+    plan = step.plan(make_state(layers), make_batch())
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    again = autopar.parallelize(train_step, plan=loaded, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
-    state, expected = make_state(3), make_state(3)
+    again = autopar.parallelize(
+        train_step, plan=loaded, cluster=slow_cluster(2 * stages), cache_dir=None, show_progress=False
+    )
+    state, expected = make_state(layers), make_state(layers)
     for examples in (EXAMPLES, EXAMPLES // 2):
         state, loss = again(state, make_batch(examples=examples))
         expected, expected_loss = jax.jit(train_step)(expected, make_batch(examples=examples))
