@@ -18,7 +18,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_groups
 from autopar.hardware.cluster_parts import part_at
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
@@ -168,7 +168,7 @@ def describe(layout: Layout, mesh: LogicalMesh) -> str:
     if layout.is_replicated:
         return "whole on every device"
     parts = [
-        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
+        f"dimension {d} split over {axes_text(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
         for d, axes in enumerate(layout.dims)
         if axes
     ]
@@ -246,9 +246,10 @@ def _of_module(row: ModuleRow) -> list[str]:
     lines = [f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
     lines += [f"  matrix product {split}" for split in row.splits]
     for c in row.collectives:
+        exposed = "" if c.exposed_s is None else f", {text_of_s(c.exposed_s)} of it exposed"
         lines.append(
-            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
-            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
+            f"  sends: {c.count:g} {c.kind} over {axes_text(c.axes)}, "
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}{exposed}"
         )
     if not row.collectives:
         lines.append("  sends nothing: its operands already have the layouts that it needs")
@@ -267,7 +268,7 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
         texts.append("the state: the next step reads it as this step leaves it, in one layout")
     axes = {(row.stage, c.axes) for row in modules for c in row.collectives}
     axes |= {(v.stage, tuple(AXIS_NAMES[a] for a in split)) for v in values for split in v.layout.dims if split}
-    slow = sorted({"*".join(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
+    slow = sorted({axes_text(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
     if slow:
         texts.append(f"the network: devices along {', '.join(slow)} are on several hosts")
     return tuple(texts)

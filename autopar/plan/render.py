@@ -10,7 +10,7 @@ from rich.table import Table
 from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
@@ -215,7 +215,7 @@ def _modules_table(record: PlanRecord) -> Table:
             total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
             total[0] += c.count
             total[1] += c.sent_bytes
-        lines = [f"{n:g} {kind} {'*'.join(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
+        lines = [f"{n:g} {kind} {axes_text(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
         name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
         cells = (
             name,
@@ -237,7 +237,7 @@ def _collectives_table(record: PlanRecord) -> Table:
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
             total[i] += x
     for (kind, axes), (count, sent, seconds) in totals.items():
-        rows.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
+        rows.add_row(kind, axes_text(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
     return rows
 
 
