@@ -14,7 +14,7 @@ from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import common_name, folded, stage_mesh
+from autopar.plan.summary import common_name, folded, group_names, stage_mesh
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -258,18 +258,6 @@ def _largest_table(record: PlanRecord) -> Table:
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
         rows.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
     return rows
-
-
-def group_names(record: PlanRecord) -> list[str]:
-    """The stages of each group of devices."""
-    if record.pipeline is None:
-        return ["the mesh"]
-    groups = len(record.predicted.peak_bytes)
-    stages: dict[int, list[str]] = {}
-    for number, stage in enumerate(record.pipeline.stages):
-        stages.setdefault(stage.first_device, []).append(str(number))
-    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
-    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
 def in_short(record: PlanRecord) -> str:

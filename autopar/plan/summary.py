@@ -130,6 +130,18 @@ def num_devices(record: PlanRecord) -> int:
     return sum(first_devices.values())
 
 
+def group_names(record: PlanRecord) -> list[str]:
+    """The stages of each group of devices."""
+    if record.pipeline is None:
+        return ["the mesh"]
+    groups = len(record.predicted.peak_bytes)
+    stages: dict[int, list[str]] = {}
+    for number, stage in enumerate(record.pipeline.stages):
+        stages.setdefault(stage.first_device, []).append(str(number))
+    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
+    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
+
+
 def stage_share(record: PlanRecord, stage: int) -> float:
     """The part of the plan's devices that run a stage: the weight of its seconds in means over the devices."""
     return stage_mesh(record, stage).num_devices / num_devices(record)

@@ -217,7 +217,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     centres = [_centre(grid, first, devices) for first, devices in firsts]
     wires = []
     for row, (nbytes, seconds) in sent.items():
-        ends = _ends(timeline.links[row], len(centres))
+        ends = _ends(pipeline.timeline.links[row], len(centres))
         if ends is not None and most and nbytes >= LEAST_DRAWN * most:
             (x1, y1), (x2, y2) = centres[ends[0]], centres[ends[1]]
             busy = seconds / step_s if step_s else 0.0
