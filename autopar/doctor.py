@@ -18,7 +18,7 @@ from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.kept_files import Kind, kept_in
+from autopar.kept_files import BEGINNINGS, Kind, kept_in
 
 OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
 
@@ -113,4 +113,10 @@ def _cache(directory: Path | None) -> list[Finding]:
     total = text_of_bytes(sum(file.size_bytes for file in kept.files))
     state = f"{directory}: {plans} plans, {measured} measurements, {total}"
     advice = "" if os.access(directory, os.W_OK) else "it cannot be written: plans are made anew in every run"
-    return [Finding(what="cache", state=state, advice=advice)]
+    dated = [
+        Finding(
+            what="measurement", state=f"{Path(file.path).stem.removeprefix(BEGINNINGS[file.kind])}, of {file.written}"
+        )
+        for file in kept.of_kind(Kind.MEASUREMENTS)
+    ]
+    return [Finding(what="cache", state=state, advice=advice), *dated]
