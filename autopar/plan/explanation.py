@@ -80,9 +80,7 @@ class Explanation:
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The explanation in lines."""
-        lines = _of_values(self.values)
-        for row in self.modules:
-            lines += _of_module(row)
+        lines = _of_values(_without_tied_results(self.values)) + _of_modules(self.modules)
         lines += [f"binds: {text}" for text in self.binds]
         for other in self.alternatives:
             lies = f"instead {other.lies}, {other.layout}"
@@ -226,6 +224,17 @@ def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
     return lines
 
 
+def _without_tied_results(values: Sequence[ExplainedValue]) -> list[ExplainedValue]:
+    """Values without the results that lie as the state that they replace, which the line on the state says."""
+    state = {(parts_of(v.path)[1:], v.shape, v.lies) for v in values if v.kind == "state"}
+
+    def is_tied(v: ExplainedValue) -> bool:
+        parts = parts_of(v.path)
+        return v.kind == "result" and any((parts[i:], v.shape, v.lies) in state for i in range(1, len(parts)))
+
+    return [v for v in values if not is_tied(v)]
+
+
 def _of_value(path: str, v: ExplainedValue) -> str:
     return f"{path}: {v.dtype}{list(v.shape)} {v.kind}, {v.lies}"
 
@@ -236,14 +245,35 @@ def _picture(value: ExplainedValue) -> list[str]:
         return []
     lines = []
     for piece in value.pieces[:PARTS_SHOWN]:
-        devices = ", ".join(map(str, piece.devices))
-        lines.append(f"  {piece.indices} on device{'s' if len(piece.devices) > 1 else ''} {devices}")
+        lines.append(f"  {piece.indices} on device{'s' if len(piece.devices) > 1 else ''} {_numbers(piece.devices)}")
     rest = len(value.pieces) - PARTS_SHOWN
     return [*lines, *([f"  and {rest} more parts"] if rest > 0 else [])]
 
 
+def _numbers(devices: Sequence[int]) -> str:
+    """Numbers of devices, neighbours as ranges: `0-3, 8, 9`; the first of many."""
+    ranges = [[number for _, number in run] for _, run in itertools.groupby(enumerate(devices), lambda p: p[1] - p[0])]
+    runs = [[run] if len(run) > 2 else [[number] for number in run] for run in ranges]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in itertools.chain(*runs)]
+    more = f" and {len(texts) - PARTS_SHOWN} more" if len(texts) > PARTS_SHOWN else ""
+    return ", ".join(texts[:PARTS_SHOWN]) + more
+
+
+def _of_modules(rows: Sequence[ModuleRow]) -> list[str]:
+    """The lines of each module. Those that differ in the numbers in their names only, such as layers, are told once."""
+    alike: dict[tuple[str, ...], list[ModuleRow]] = {}
+    for row in rows:
+        alike.setdefault((summary.folded(row.module), *_of_module(row)), []).append(row)
+    lines = []
+    for (folded, first, *others), modules in alike.items():
+        name = modules[0].module if len(modules) == 1 else f"{folded} ({len(modules)}x), each"
+        lines += [f"{name or NO_MODULE}: {first}", *others]
+    return lines
+
+
 def _of_module(row: ModuleRow) -> list[str]:
-    lines = [f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
+    """What a module computes and sends; the first line is to stand behind its name."""
+    lines = [f"{row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
     lines += [f"  matrix product {split}" for split in row.splits]
     for c in row.collectives:
         exposed = "" if c.exposed_s is None else f", {text_of_s(c.exposed_s)} of it exposed"
