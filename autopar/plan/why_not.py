@@ -206,11 +206,12 @@ class WhyNot:
             table.add_row(*map(escape, (q.name, *map(text_of(q.unit), (q.plan, q.other, q.more)))))
         console.table(table)
         modules = self.modules()
-        table = Table("module", "plan", "instead", "more", "computing", self._sends, "sent more")
+        table = Table("module", "plan", "instead", "more", self._sends.split()[0], "sent more")
+        table.columns[0].overflow = "fold"
         for row in modules[:MODULES_SHOWN]:
             sent = row.other.sent_bytes - row.plan.sent_bytes
-            computing_s, waiting_s = row.other.compute_s - row.plan.compute_s, row.other.waited_s - row.plan.waited_s
-            seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s, computing_s, waiting_s))
+            waiting_s = row.other.waited_s - row.plan.waited_s
+            seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s, waiting_s))
             table.add_row(*map(escape, (row.module, *seconds, text_of_bytes(sent))))
         console.table(table)
         if len(modules) > MODULES_SHOWN:
