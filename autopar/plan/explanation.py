@@ -13,7 +13,7 @@ import msgspec
 
 from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text_console import PLAIN, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_count, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_groups
 from autopar.hardware.cluster_parts import part_at
@@ -278,7 +278,7 @@ def _of_module(row: ModuleRow) -> list[str]:
     for c in row.collectives:
         exposed = "" if c.exposed_s is None else f", {text_of_s(c.exposed_s)} of it exposed"
         lines.append(
-            f"  sends: {c.count:g} {c.kind} over {axes_text(c.axes)}, "
+            f"  sends: {text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}, "
             f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}{exposed}"
         )
     if not row.collectives:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import rivals, summary
 from autopar.plan.device_limits import fullest
@@ -159,7 +159,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     rows = [
         (
-            f"{c.count:.3g} {c.kind} over {axes_text(c.axes)}",
+            f"{text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}",
             _shortened(c.module or "(no module)"),
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
