@@ -18,7 +18,7 @@ from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.kept_files import Kind, kept_in
+from autopar.kept_files import BEGINNINGS, Kind, kept_in
 
 OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
 
@@ -81,15 +81,16 @@ def _devices() -> list[Finding]:
         return [Finding(what="devices", state="none that autopar knows", advice=str(error))]
     devices, device = jax.devices(), cluster.device
     rate = text_of_rate(cluster.inside_host.bytes_per_s, "B")
+    table = "" if cluster.fits else "from a table: "
     found = [
         Finding(what="devices", state=f"{len(devices)} x {devices[0].device_kind}"),
         Finding(what="processes", state=str(jax.process_count())),
         Finding(what="memory of a device", state=text_of_bytes(device.memory_bytes)),
-        Finding(what="link inside a host", state=f"{rate} ({cluster.inside_host.source})"),
+        Finding(what="link inside a host", state=f"{rate} ({table}{cluster.inside_host.source})"),
     ]
     if cluster.num_hosts > 1:
         rate = text_of_rate(cluster.between_hosts.bytes_per_s, "B")
-        found.append(Finding(what="link between hosts", state=f"{rate} ({cluster.between_hosts.source})"))
+        found.append(Finding(what="link between hosts", state=f"{rate} ({table}{cluster.between_hosts.source})"))
     advice = ""
     if not cluster.fits:
         advice = "predictions use tables of constants, not these devices: autopar measure (a minute) times them"
@@ -113,4 +114,10 @@ def _cache(directory: Path | None) -> list[Finding]:
     total = text_of_bytes(sum(file.size_bytes for file in kept.files))
     state = f"{directory}: {plans} plans, {measured} measurements, {total}"
     advice = "" if os.access(directory, os.W_OK) else "it cannot be written: plans are made anew in every run"
-    return [Finding(what="cache", state=state, advice=advice)]
+    dated = [
+        Finding(
+            what="measurement", state=f"{Path(file.path).stem.removeprefix(BEGINNINGS[file.kind])}, of {file.written}"
+        )
+        for file in kept.of_kind(Kind.MEASUREMENTS)
+    ]
+    return [Finding(what="cache", state=state, advice=advice), *dated]

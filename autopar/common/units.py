@@ -42,6 +42,11 @@ def text_of_rate(per_s: float, unit: str) -> str:
     return _scaled(per_s, [(size, f"{prefix}{unit}/s") for size, prefix in _COUNTS])
 
 
+def text_of_count(number: float) -> str:
+    """`0.25`, `13.5`, `1,536`: of what is counted, which may be a mean."""
+    return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
+
+
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     """In the largest unit of which there is one, as rounded: 999,960 bytes are 1 MB, not 1000 kB."""
     for size, name in units:

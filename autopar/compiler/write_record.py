@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from autopar.attention import ring
 from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes
+from autopar.compiler.exposed_sends import Waits
 from autopar.compiler.memory_breakdown import memory_of_stages, saved_bytes
 from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
-from autopar.cost.overlap import timed, timeline_of
+from autopar.cost.overlap import crossing_s, timed, timeline_of
 from autopar.cost.peak_memory import MemoryEstimate
 from autopar.cost.product_rate import main_dtype
+from autopar.cost.stream_work import Cause
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import peak_flops_per_s
@@ -26,7 +28,7 @@ from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.decisions import SolverReport
-from autopar.lowering.instructions import Compute, Loop, LoweredBlock
+from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.plan.codec import decisions_of
 from autopar.plan.schema import MemoryUse, ModuleRow, PipelineRecord, Predicted, PredictedCollective, StageRecord
 from autopar.runtime.pipeline.program import TaskKind
@@ -76,21 +78,24 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
     )
 
 
-def staged_predicted(staged: StagedStep, cluster: Cluster, flops: float) -> Predicted:
-    """The prediction of a pipelined step. Seconds of computation and communication are means over the devices."""
+def staged_predicted(staged: StagedStep, exposed: Sequence[Waits], cluster: Cluster, flops: float) -> Predicted:
+    """The prediction of a pipelined step. Seconds of computation and communication are means over the devices.
+
+    `exposed`: of each stage, what is waited for (`exposed_of_stages`).
+    """
     simulation, devices = staged.simulation, 0
     compute_s = product_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
-    for planned in staged.stages:
+    for planned, waits in zip(staged.stages, exposed, strict=True):
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
         n = model.links.mesh.num_devices
-        seconds_of = compute_times_s(graph, block, model)
+        seconds_of = _seconds_of(graph, block, model)
         compute_s += n * sum(seconds_of.values())
         product_s += n * _product_s(block, seconds_of)
         uses = predicted_collectives(graph, block, model)
         collective_s += n * sum(use.time_s for use in uses)
-        collectives += grouped(uses, model.links.mesh)
+        collectives += grouped(uses, model.links.mesh, waits)
         host = host_use(graph, block, model)
         mesh_index = planned.lowered.mesh_index
         kept_bytes[mesh_index] += host.kept_bytes + host.saved_bytes * max(1, simulation.peak_in_flight[mesh_index])
@@ -139,7 +144,7 @@ def predicted(
 ) -> tuple[Predicted, Timeline]:
     """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
     uses = predicted_collectives(graph, lowered, model)
-    seconds_of = compute_times_s(graph, lowered, model)
+    seconds_of = _seconds_of(graph, lowered, model)
     compute_s = sum(seconds_of.values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
@@ -158,7 +163,7 @@ def predicted(
         flops=flops,
         mfu=flops / (step_s * peak) if step_s else 0.0,
         bubble_fraction=0.0,
-        collectives=grouped(uses, model.links.mesh),
+        collectives=grouped(uses, model.links.mesh, ran.exposed_s()),
         memory=(use,),
         host_bytes=(kept_bytes,) if kept_bytes else (),
         host_copied_bytes=float(host.copied_bytes),
@@ -174,22 +179,25 @@ def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:
     return sum(seconds_of.get(op, 0.0) for op in products)
 
 
-def grouped(uses: tuple[CollectiveUse, ...], mesh: LogicalMesh) -> tuple[PredictedCollective, ...]:
+def grouped(
+    uses: tuple[CollectiveUse, ...], mesh: LogicalMesh, exposed: Mapping[Cause, float]
+) -> tuple[PredictedCollective, ...]:
     """Collectives added up by kind, axes and module, in order of appearance."""
-    rows: dict[tuple[str, tuple[int, ...], str], list[float]] = {}
+    rows: dict[Cause, list[float]] = {}
     for use in uses:
-        row = rows.setdefault((use.kind.value, use.axes, use.module), [0.0, 0.0, 0.0])
+        row = rows.setdefault((use.kind, use.axes, use.module), [0.0, 0.0, 0.0])
         row[0] += use.count
         row[1] += use.total_bytes
         row[2] += use.time_s
     return tuple(
         PredictedCollective(
-            kind=kind,
+            kind=kind.value,
             axes=tuple(mesh.axis_names[a] for a in axes),
             module=module,
             count=count,
             sent_bytes=sent,
             time_s=t,
+            exposed_s=min(t, exposed.get((kind, axes, module), 0.0)),
         )
         for (kind, axes, module), (count, sent, t) in rows.items()
     )
@@ -203,7 +211,7 @@ def module_rows(
     stage: int = 0,
 ) -> tuple[ModuleRow, ...]:
     """One row for each module: layouts of its matrix products, seconds, communication, saved bytes."""
-    seconds = compute_times_s(graph, lowered, model)
+    seconds = _seconds_of(graph, lowered, model)
     saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
@@ -220,10 +228,13 @@ def module_rows(
             reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
             result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
             products[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
+    for instruction in _crossings(lowered):
+        op = instruction.op
+        time[op.module] = time.get(op.module, 0.0) + seconds[op.id]
     by_module: dict[str, list[PredictedCollective]] = {}
     for c in collectives:
         by_module.setdefault(c.module, []).append(c)
-    modules = dict.fromkeys((*count, *by_module, *saved))
+    modules = dict.fromkeys((*count, *time, *by_module, *saved))
     return tuple(
         ModuleRow(
             module=m,
@@ -238,10 +249,10 @@ def module_rows(
     )
 
 
-def stage_rows(planned: PlannedStage, number: int) -> tuple[ModuleRow, ...]:
+def stage_rows(planned: PlannedStage, number: int, exposed: Waits) -> tuple[ModuleRow, ...]:
     """The rows of one stage of a pipeline, by its number."""
     graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
-    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh)
+    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh, exposed)
     return module_rows(graph, block, model, collectives, number)
 
 
@@ -256,6 +267,18 @@ def together(reports: Sequence[SolverReport]) -> SolverReport:
         nodes=sum(r.nodes for r in reports),
         classes=sum(r.classes for r in reports),
     )
+
+
+def _seconds_of(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> dict[int, float]:
+    """Seconds in a step that one device computes each operation, what cuts, adds up and joins micro-batches too."""
+    seconds = compute_times_s(graph, lowered, model)
+    for instruction in _crossings(lowered):
+        seconds[instruction.op.id] = crossing_s(graph, instruction, model)
+    return seconds
+
+
+def _crossings(lowered: LoweredBlock) -> list[Split | Accumulate | Stack]:
+    return [instruction for instruction in lowered.instructions if isinstance(instruction, Split | Accumulate | Stack)]
 
 
 def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:

@@ -30,6 +30,7 @@ from autopar.cost.stream_work import Ran, Stream, StreamEvent, StreamWork
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import local_bytes
+from autopar.ir.mesh import axes_text
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -334,7 +335,7 @@ class _Writer:
             use.kind in self.model.overlap.kinds and link.is_asynchronous and link.fabric is not Fabric.SHARED_MEMORY
         )
         times = f"{use.count:g} " if use.count != 1 else ""
-        axes = "*".join(links.mesh.axis_names[a] for a in use.axes)
+        axes = axes_text(links.mesh.axis_names[a] for a in use.axes)
         return StreamWork(
             name=f"{times}{use.kind.value} over {axes}, {_named(use.module)}",
             stream=Stream.SEND if apart else Stream.BOTH,
@@ -346,6 +347,7 @@ class _Writer:
             reduction=(use.kind, use.axes) if reduces else None,
             gather=use.axes if use.kind is CollectiveKind.ALL_GATHER else None,
             latency_s=min(use.time_s, links.time_s(use.kind, 0.0, use.axes) * use.count),
+            cause=(use.kind, use.axes, use.module),
         )
 
     def inside(self, loop: Loop) -> tuple[Ran, ...]:

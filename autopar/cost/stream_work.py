@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.common.records import HashedById, made_often
+from autopar.hardware.collective_cost import CollectiveKind
+
+# Collectives that are counted together: their kind, the mesh axes that they are over, and the module that sends.
+Cause = tuple[CollectiveKind, tuple[int, ...], str]
 
 
 class Stream(HashedById):
@@ -34,6 +38,7 @@ class StreamWork:
         gather: The same of an all-gather.
         latency_s: Of a collective, the part of `seconds` that does not depend on its bytes.
         is_light: Elementwise, or moving values.
+        cause: Of a collective, what it is counted under.
         inside: Of a loop, its blocks, which run one after the other and take `seconds`.
     """
 
@@ -48,6 +53,7 @@ class StreamWork:
     gather: Hashable = None
     latency_s: float = 0.0
     is_light: bool = False
+    cause: Cause | None = None
     inside: tuple[Ran, ...] = ()
 
 
@@ -60,6 +66,7 @@ class StreamEvent:
     start_s: float
     end_s: float
     sent_bytes: float = 0.0
+    cause: Cause | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,31 @@ class Ran:
                     start_s=start_s,
                     end_s=start_s + work.seconds,
                     sent_bytes=work.sent_bytes,
+                    cause=work.cause,
                 )
+
+    def exposed_s(self) -> dict[Cause, float]:
+        """Cause of collectives -> the seconds of them in which nothing is computed: what the step waits for them."""
+        computed: list[tuple[float, float]] = []
+        sent: list[tuple[float, float, Cause]] = []
+        for event in self.events():
+            if event.stream is Stream.COMPUTE:
+                computed.append((event.start_s, event.end_s))
+            elif event.cause is not None:
+                sent.append((event.start_s, event.end_s, event.cause))
+        computed.sort()
+        sent.sort(key=lambda each: each[:2])
+        found: dict[Cause, float] = {}
+        first = 0  # collectives run one at a time: what ended before one began ended before the next
+        for start_s, end_s, cause in sent:
+            while first < len(computed) and computed[first][1] <= start_s:
+                first += 1
+            exposed_s, at = end_s - start_s, first
+            while at < len(computed) and computed[at][0] < end_s:
+                exposed_s -= min(computed[at][1], end_s) - max(computed[at][0], start_s)
+                at += 1
+            found[cause] = found.get(cause, 0.0) + max(0.0, exposed_s)
+        return found
 
 
 def computes(work: StreamWork) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
 from autopar.cost.overlap import timed_together
+from autopar.cost.stream_work import Ran
 from autopar.errors import PlanMismatchError
 from autopar.hardware import host_cpu
 from autopar.inter_op.staged import JoinedTask, StagedStep, pipeline_page_fault_s
@@ -114,12 +115,19 @@ def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
     """What a chain costs as one program."""
     tasks = [staged.staged.tasks[number] for number, _ in chain]
     planned = staged.stages[tasks[0].stage]
-    graph, model = planned.stage.graph, planned.model
-    parts = [(task.instructions, graph.num_microbatches if task.kind.repeats else 1) for task in tasks]
-    ran = timed_together(graph, parts, _places(staged, chain)[1], model)
+    model, ran = planned.model, timed_chain(staged, chain)
     nbytes = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler).temporary_bytes
     seconds = ran.end_s + host_cpu.page_fault_s(model.device, nbytes, 1) + model.device.call_s
     return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes)
+
+
+def timed_chain(staged: StagedStep, chain: Sequence[Node]) -> Ran:
+    """A chain as one program, on the clock of one device of its mesh."""
+    tasks = [staged.staged.tasks[number] for number, _ in chain]
+    planned = staged.stages[tasks[0].stage]
+    graph = planned.stage.graph
+    parts = [(task.instructions, graph.num_microbatches if task.kind.repeats else 1) for task in tasks]
+    return timed_together(graph, parts, _places(staged, chain)[1], planned.model)
 
 
 def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> tuple[peak_memory.MemoryProgram, dict[int, Key]]:

@@ -9,6 +9,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
+from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
@@ -334,12 +335,17 @@ class TaskCosts:
 
 def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
     graph, device = planned.stage.graph, planned.model.device
-    block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
-    ran = timed(graph, block, planned.model, results=task.outputs)
+    ran = timed_task(planned, task)
     runs = graph.num_microbatches if task.kind.repeats else 1
     nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
     seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s
     return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
+
+
+def timed_task(planned: PlannedStage, task: StageTask) -> Ran:
+    """All runs of a task in a step together, on the clock of one device of its mesh."""
+    block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
+    return timed(planned.stage.graph, block, planned.model, results=task.outputs)
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

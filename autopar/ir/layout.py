@@ -8,7 +8,7 @@ import itertools
 import math
 
 from autopar.common.records import made_often
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, axes_text
 
 
 class _WithHash:
@@ -84,9 +84,9 @@ class Layout(_WithHash):
         return True
 
     def text(self, mesh: LogicalMesh) -> str:
-        """`[x, -, yz]` for a matrix split over x and y*z; `+x` behind it where the value is partial over x."""
+        """`[x, -, yz]` for what is split over x, and over y and z together; `+x` behind it where partial over x."""
         names = mesh.axis_names
-        inside = ", ".join("".join(names[a] for a in axes) or "-" for axes in self.dims)
+        inside = ", ".join(axes_text(names[a] for a in axes) or "-" for axes in self.dims)
         return f"[{inside}]" + "".join(f" +{names[a]}" for a in self.partial)
 
 

@@ -40,6 +40,11 @@ class LogicalMesh:
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
 
 
+def axes_text(names: Iterable[str]) -> str:
+    """Mesh axes that split something together, as layouts, tables and pages write them: `xy`."""
+    return "".join(names)
+
+
 def factorisations(num_devices: int, max_axes: int = 3) -> tuple[LogicalMesh, ...]:
     """Every logical mesh of `num_devices` with at most `max_axes` axes of size 2 or more, up to the order of axes.
 

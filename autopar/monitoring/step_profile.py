@@ -15,6 +15,7 @@ from rich.table import Table
 
 from autopar.common.trace_events import Timeline, TraceEvent, chrome_trace
 from autopar.common.units import text_of_s
+from autopar.plan import summary
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlanRecord
 from autopar.xla.profile_events import DeviceEvent, recorded
@@ -136,7 +137,9 @@ def _lanes(record: PlanRecord, known: Known) -> tuple[Lane, ...]:
     if known:
         whole.append(max(e.end_s for e, _ in known) - min(e.start_s for e, _ in known))
     step_s, compute_s, collectives_s, busy_s = map(_mean, (whole, compute, collectives, either))
-    exposed_s = predicted.collective_time_s - predicted.hidden_time_s
+    exposed_s = summary.exposed_s(record, record.modules)
+    if exposed_s is None:
+        exposed_s = predicted.collective_time_s - predicted.hidden_time_s
     return (
         Lane(name="step", predicted_s=predicted.step_time_s, measured_s=step_s),
         Lane(name="computation", predicted_s=predicted.compute_time_s, measured_s=compute_s),

@@ -13,12 +13,12 @@ import msgspec
 
 from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text_console import PLAIN, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_count, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_groups
 from autopar.hardware.cluster_parts import part_at
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
@@ -80,9 +80,7 @@ class Explanation:
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The explanation in lines."""
-        lines = _of_values(self.values)
-        for row in self.modules:
-            lines += _of_module(row)
+        lines = _of_values(_without_tied_results(self.values)) + _of_modules(self.modules)
         lines += [f"binds: {text}" for text in self.binds]
         for other in self.alternatives:
             lies = f"instead {other.lies}, {other.layout}"
@@ -168,7 +166,7 @@ def describe(layout: Layout, mesh: LogicalMesh) -> str:
     if layout.is_replicated:
         return "whole on every device"
     parts = [
-        f"dimension {d} split over {'*'.join(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
+        f"dimension {d} split over {axes_text(mesh.axis_names[a] for a in axes)} ({mesh.size(axes)} ways)"
         for d, axes in enumerate(layout.dims)
         if axes
     ]
@@ -226,6 +224,17 @@ def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
     return lines
 
 
+def _without_tied_results(values: Sequence[ExplainedValue]) -> list[ExplainedValue]:
+    """Values without the results that lie as the state that they replace, which the line on the state says."""
+    state = {(parts_of(v.path)[1:], v.shape, v.lies) for v in values if v.kind == "state"}
+
+    def is_tied(v: ExplainedValue) -> bool:
+        parts = parts_of(v.path)
+        return v.kind == "result" and any((parts[i:], v.shape, v.lies) in state for i in range(1, len(parts)))
+
+    return [v for v in values if not is_tied(v)]
+
+
 def _of_value(path: str, v: ExplainedValue) -> str:
     return f"{path}: {v.dtype}{list(v.shape)} {v.kind}, {v.lies}"
 
@@ -236,19 +245,41 @@ def _picture(value: ExplainedValue) -> list[str]:
         return []
     lines = []
     for piece in value.pieces[:PARTS_SHOWN]:
-        devices = ", ".join(map(str, piece.devices))
-        lines.append(f"  {piece.indices} on device{'s' if len(piece.devices) > 1 else ''} {devices}")
+        lines.append(f"  {piece.indices} on device{'s' if len(piece.devices) > 1 else ''} {_numbers(piece.devices)}")
     rest = len(value.pieces) - PARTS_SHOWN
     return [*lines, *([f"  and {rest} more parts"] if rest > 0 else [])]
 
 
+def _numbers(devices: Sequence[int]) -> str:
+    """Numbers of devices, neighbours as ranges: `0-3, 8, 9`; the first of many."""
+    ranges = [[number for _, number in run] for _, run in itertools.groupby(enumerate(devices), lambda p: p[1] - p[0])]
+    runs = [[run] if len(run) > 2 else [[number] for number in run] for run in ranges]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in itertools.chain(*runs)]
+    more = f" and {len(texts) - PARTS_SHOWN} more" if len(texts) > PARTS_SHOWN else ""
+    return ", ".join(texts[:PARTS_SHOWN]) + more
+
+
+def _of_modules(rows: Sequence[ModuleRow]) -> list[str]:
+    """The lines of each module. Those that differ in the numbers in their names only, such as layers, are told once."""
+    alike: dict[tuple[str, ...], list[ModuleRow]] = {}
+    for row in rows:
+        alike.setdefault((summary.folded(row.module), *_of_module(row)), []).append(row)
+    lines = []
+    for (folded, first, *others), modules in alike.items():
+        name = modules[0].module if len(modules) == 1 else f"{folded} ({len(modules)}x), each"
+        lines += [f"{name or NO_MODULE}: {first}", *others]
+    return lines
+
+
 def _of_module(row: ModuleRow) -> list[str]:
-    lines = [f"{row.module or NO_MODULE}: {row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
+    """What a module computes and sends; the first line is to stand behind its name."""
+    lines = [f"{row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
     lines += [f"  matrix product {split}" for split in row.splits]
     for c in row.collectives:
+        exposed = "" if c.exposed_s is None else f", {text_of_s(c.exposed_s)} of it exposed"
         lines.append(
-            f"  sends: {c.count:g} {c.kind} over {'*'.join(c.axes)}, "
-            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}"
+            f"  sends: {text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}, "
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}{exposed}"
         )
     if not row.collectives:
         lines.append("  sends nothing: its operands already have the layouts that it needs")
@@ -267,7 +298,7 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
         texts.append("the state: the next step reads it as this step leaves it, in one layout")
     axes = {(row.stage, c.axes) for row in modules for c in row.collectives}
     axes |= {(v.stage, tuple(AXIS_NAMES[a] for a in split)) for v in values for split in v.layout.dims if split}
-    slow = sorted({"*".join(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
+    slow = sorted({axes_text(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
     if slow:
         texts.append(f"the network: devices along {', '.join(slow)} are on several hosts")
     return tuple(texts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from autopar.plan import summary
+from autopar.plan import rivals, summary
 from autopar.plan.schema import PlanRecord
 
 # The decisions are numbers of operations, of use to `Plan.load` only; the timeline is `Plan.trace`'s.
@@ -27,8 +27,8 @@ def dict_of(record: PlanRecord) -> dict[str, Any]:
             "costliest_collectives": _dicts(summary.costliest(record)),
             "stages": _dicts(summary.stage_groups(record)),
             "arguments": _dicts(summary.state_groups(record)),
-            "baselines": _dicts(summary.rivals(record)),
-            "advantage": summary.advantage(record),
+            "baselines": _dicts(rivals.rivals(record)),
+            "advantage": rivals.advantage(record),
         },
         "plan": _without(msgspec.to_builtins(record)),
     }

@@ -10,11 +10,11 @@ from rich.table import Table
 from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import common_name, folded, stage_mesh
+from autopar.plan.summary import common_name, folded, group_names, stage_mesh
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -215,7 +215,7 @@ def _modules_table(record: PlanRecord) -> Table:
             total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
             total[0] += c.count
             total[1] += c.sent_bytes
-        lines = [f"{n:g} {kind} {'*'.join(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
+        lines = [f"{n:g} {kind} {axes_text(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
         name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
         cells = (
             name,
@@ -237,7 +237,7 @@ def _collectives_table(record: PlanRecord) -> Table:
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
             total[i] += x
     for (kind, axes), (count, sent, seconds) in totals.items():
-        rows.add_row(kind, "*".join(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
+        rows.add_row(kind, axes_text(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
     return rows
 
 
@@ -258,18 +258,6 @@ def _largest_table(record: PlanRecord) -> Table:
     for holder in record.predicted.memory[at].largest[:LARGEST_SHOWN]:
         rows.add_row(escape(holder.name), holder.kind.value, str(holder.count), text_of_bytes(holder.nbytes))
     return rows
-
-
-def group_names(record: PlanRecord) -> list[str]:
-    """The stages of each group of devices."""
-    if record.pipeline is None:
-        return ["the mesh"]
-    groups = len(record.predicted.peak_bytes)
-    stages: dict[int, list[str]] = {}
-    for number, stage in enumerate(record.pipeline.stages):
-        stages.setdefault(stage.first_device, []).append(str(number))
-    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
-    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
 def in_short(record: PlanRecord) -> str:

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
-from autopar.ir.mesh import LogicalMesh
-from autopar.plan import summary
+from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
+from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.plan import rivals, summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
@@ -38,7 +38,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         ),
         *page.wrapped(_numbers(record), SENTENCE_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
-        *page.wrapped(summary.advantage(record), SENTENCE_LINES),
+        *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
     ]
     lines += _stages(page, summary.stage_groups(record))
     lines += page.wrapped(_legend(record), LEGEND_LINES)
@@ -159,25 +159,27 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     rows = [
         (
-            f"{c.kind} over {'*'.join(c.axes)}",
+            f"{text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}",
             _shortened(c.module or "(no module)"),
-            f"{c.count:.3g}",
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
+            "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),
         )
         for c in summary.costliest(record)
     ]
     if not rows:
         return ["No collectives."]
-    return page.table(("costliest collectives", "module", "count", "sent a device", "time"), rows)
+    return page.table(("costliest collectives", "module", "sent a device", "time", "exposed"), rows)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
-    """The largest groups; the last line is that of the batch where it is none of them."""
-    shown = list(groups[:STATE_SHOWN])
-    batch = next((g for g in groups if g.kind == BATCH), None)
-    if batch is not None and batch not in shown:
-        shown[-1] = batch
+    """The largest groups, and always the largest array of the batch and the one that is split the most: an array that
+    is small beside what is done with it may be whole on every device while the batch is split.
+    """
+    batch = [g for g in groups if g.kind == BATCH]
+    told = {batch[0], max(batch, key=lambda g: g.shards)} if batch else set()
+    largest = [g for g in groups if g not in told][: STATE_SHOWN - len(told)]
+    shown = [g for g in groups if g in told or g in largest]
     rows = [
         (
             _shortened(summary.path_of(g.name)),

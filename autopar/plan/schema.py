@@ -86,7 +86,12 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedCollective:
-    """Collectives of one kind over the same axes that one module causes. `sent_bytes` by each device in a step."""
+    """Collectives of one kind over the same axes that one module causes. `sent_bytes` by each device in a step.
+
+    `exposed_s`: of `time_s`, what no computation hides, which the step waits for. Combined collectives share their
+    latency, so that it may be less than what follows from `time_s`. None in files that were written before it was
+    recorded.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -94,6 +99,7 @@ class PredictedCollective:
     count: float
     sent_bytes: float
     time_s: float
+    exposed_s: float | None = None
 
 
 class MemoryKind(enum.Enum):
@@ -218,6 +224,17 @@ class ModuleRow:
     collectives: tuple[PredictedCollective, ...]
     saved_bytes: int = 0
     stage: int = 0
+
+    @property
+    def send_s(self) -> float:
+        """Seconds of its collectives."""
+        return sum(c.time_s for c in self.collectives)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds for which the step waits for its collectives; None where that is not recorded."""
+        waits = [c.exposed_s for c in self.collectives]
+        return None if None in waits else sum(s for s in waits if s is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,10 @@ import re
 from collections.abc import Sequence
 
 from autopar.common.paths import parts_of
-from autopar.common.units import text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, PredictedCollective
 
-BASELINES = "baselines"  # the source of candidates whose names are those of recipes
-DATA_PARALLEL = "data parallelism"
 COSTLIEST_SHOWN = 3
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
@@ -47,7 +44,10 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostlyCollective:
-    """Collectives of one kind over the same axes in modules that are alike; of a pipeline, means over the devices."""
+    """Collectives of one kind over the same axes in modules that are alike; of a pipeline, means over the devices.
+
+    `exposed_s`: of `time_s`, what the step waits for; None where that is not recorded.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -55,6 +55,12 @@ class CostlyCollective:
     count: float
     sent_bytes: float
     time_s: float
+    exposed_s: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """What the step waits for, as far as it is known: all of it, where nothing else is recorded."""
+        return self.time_s if self.exposed_s is None else self.exposed_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class StageGroup:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateGroup:
     """Arrays that are alike: layers, and the moments of parameters. `device_bytes`: of all of them, on the device that
-    holds the most.
+    holds the most. `shards`: the parts into which the layout splits each.
     """
 
     name: str
@@ -92,15 +98,7 @@ class StateGroup:
     layout: str
     in_host: bool
     device_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """A recipe that was weighed beside the plan. `step_time_s` is None where it has none, for the reason in `why`."""
-
-    name: str
-    step_time_s: float | None
-    why: str
+    shards: int
 
 
 def folded(path: str) -> str:
@@ -130,6 +128,18 @@ def num_devices(record: PlanRecord) -> int:
         return stage_mesh(record, 0).num_devices
     first_devices = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in record.pipeline.stages}
     return sum(first_devices.values())
+
+
+def group_names(record: PlanRecord) -> list[str]:
+    """The stages of each group of devices."""
+    if record.pipeline is None:
+        return ["the mesh"]
+    groups = len(record.predicted.peak_bytes)
+    stages: dict[int, list[str]] = {}
+    for number, stage in enumerate(record.pipeline.stages):
+        stages.setdefault(stage.first_device, []).append(str(number))
+    assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
+    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
 
 
 def stage_share(record: PlanRecord, stage: int) -> float:
@@ -191,6 +201,12 @@ def _splits(record: PlanRecord, stage: int) -> str:
     return ", ".join(parts) or "nothing is split"
 
 
+def exposed_s(record: PlanRecord, modules: Sequence[ModuleRow]) -> float | None:
+    """Seconds for which the step waits for the collectives of modules, the mean over the devices; None if unknown."""
+    waits = [(stage_share(record, row.stage), row.exposed_s) for row in modules]
+    return None if any(s is None for _, s in waits) else sum(share * s for share, s in waits if s is not None)
+
+
 def shares(record: PlanRecord) -> tuple[Share, ...]:
     """The step time in parts, in order: arithmetic at the peak rate, then each loss. Parts of no length are left out.
 
@@ -208,12 +224,16 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         products_s = max(predicted.product_time_s, useful_s)
         parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
         parts.append(Share(name="operations bound by memory", seconds=compute_s - products_s))
-    # Each collective has the latency that it has alone; combined ones share theirs, and the step is shorter by it.
-    besides_s = compute_s + predicted.host_time_s + predicted.allocation_time_s + bubble_s
-    exposed_s = min(predicted.collective_time_s - predicted.hidden_time_s, max(0.0, step_s - besides_s))
+    besides_s = compute_s + predicted.allocation_time_s + bubble_s
+    waits_s = exposed_s(record, record.modules)
+    if waits_s is None:
+        # Each collective has the latency that it has alone; combined ones share theirs: the step is shorter by it.
+        waits_s = predicted.collective_time_s - predicted.hidden_time_s
+        waits_s = min(waits_s, max(0.0, step_s - besides_s - predicted.host_time_s))
+    host_s = min(predicted.host_time_s, max(0.0, step_s - besides_s - waits_s))
     parts += [
-        Share(name="exposed collectives", seconds=exposed_s),
-        Share(name=HOST_COPIES, seconds=predicted.host_time_s),
+        Share(name="exposed collectives", seconds=waits_s),
+        Share(name=HOST_COPIES, seconds=host_s),
         Share(name=NEW_MEMORY, seconds=predicted.allocation_time_s),
         Share(name=BUBBLE, seconds=bubble_s),
     ]
@@ -223,27 +243,34 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
 
 
 def costliest(record: PlanRecord, most: int = COSTLIEST_SHOWN) -> tuple[CostlyCollective, ...]:
-    """The collectives that take the longest, those of repeated layers together."""
+    """The collectives that the step waits for the longest, those of repeated layers together."""
     return collectives_of(record, record.modules)[:most]
 
 
 def collectives_of(record: PlanRecord, modules: Sequence[ModuleRow]) -> tuple[CostlyCollective, ...]:
-    """The collectives of some modules, those of repeated layers together, the longest first."""
-    totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+    """The collectives of some modules, those of repeated layers together: by what the step waits for, then by time."""
+    totals: dict[tuple[str, tuple[str, ...], str], CostlyCollective] = {}
     for row in modules:
         share = stage_share(record, row.stage)
         for c in row.collectives:
-            _add(totals.setdefault((c.kind, c.axes, folded(row.module)), [0.0, 0.0, 0.0]), c, share)
-    rows = [
-        CostlyCollective(kind=kind, axes=axes, module=module, count=n, sent_bytes=sent, time_s=s)
-        for (kind, axes, module), (n, sent, s) in totals.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row.time_s))
+            key = c.kind, c.axes, folded(row.module)
+            totals[key] = _added(totals.get(key), c, key[2], share)
+    return tuple(sorted(totals.values(), key=lambda row: (-row.waited_s, -row.time_s)))
 
 
-def _add(total: list[float], c: PredictedCollective, share: float) -> None:
-    for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
-        total[i] += share * x
+def _added(total: CostlyCollective | None, c: PredictedCollective, module: str, share: float) -> CostlyCollective:
+    exposed_s = None if c.exposed_s is None else share * c.exposed_s
+    if total is not None:
+        exposed_s = None if exposed_s is None or total.exposed_s is None else total.exposed_s + exposed_s
+    return CostlyCollective(
+        kind=c.kind,
+        axes=c.axes,
+        module=module,
+        count=share * c.count + (total.count if total else 0.0),
+        sent_bytes=share * c.sent_bytes + (total.sent_bytes if total else 0.0),
+        time_s=share * c.time_s + (total.time_s if total else 0.0),
+        exposed_s=exposed_s,
+    )
 
 
 def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
@@ -308,6 +335,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
                 layout=lies,
                 in_host=in_host,
                 device_bytes=_device_bytes(record, values),
+                shards=values[0].layout.shards(stage_mesh(record, values[0].stage)),
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))
@@ -336,46 +364,3 @@ def _device_bytes(record: PlanRecord, values: Sequence[PlannedValue]) -> int:
             first = 0 if record.pipeline is None else record.pipeline.stages[stage].first_device
             by_group[first] = by_group.get(first, 0) + value.nbytes // (value.layout.shards(mesh) * len(stages))
     return max(by_group.values())
-
-
-def rivals(record: PlanRecord) -> tuple[Rival, ...]:
-    """The recipes that were weighed beside the plan, by name: data parallelism and stages of ZeRO."""
-    found = {r.text: (r.step_time_s, r.why) for r in record.rejected if r.source == BASELINES and r.text}
-    for trial in record.tried:
-        if trial.name:
-            found.setdefault(trial.name, (trial.step_time_s, trial.status))
-    return tuple(Rival(name=name, step_time_s=s, why=why) for name, (s, why) in found.items())
-
-
-def chosen_recipe(record: PlanRecord) -> str:
-    """The name of the recipe that the search found to be the best plan, or nothing."""
-    step_s = record.predicted.step_time_s
-    own = (t for t in record.tried if t.name and (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s))
-    return next((trial.name for trial in own), "")
-
-
-def advantage(record: PlanRecord) -> str:
-    """How much faster the plan is than data parallelism, and than the best recipe, as far as they were weighed."""
-    weighed, own, step_s = rivals(record), chosen_recipe(record), record.predicted.step_time_s
-    if not weighed:
-        return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
-    others = [r for r in weighed if r.name != own]
-    parts = [f"The fastest found is a standard plan: {own}"] if own else []
-    for rival in (r for r in others if r.name == DATA_PARALLEL):
-        parts.append(_against(rival, step_s))
-    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]
-    if timed:
-        best = min(timed, key=lambda item: item[0])[1]
-        parts.append(f"{_against(best, step_s)}, the next best of the baselines")
-    elif others and not parts:
-        parts += [f"{_against(others[0], step_s)}: plan.why_not(recipe) does that"]
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def _against(rival: Rival, step_s: float) -> str:
-    if rival.step_time_s is None:
-        return f"not compared with {rival.name} ({rival.why})"
-    if rival.step_time_s < step_s:
-        return f"{rival.name} would take {text_of_s(rival.step_time_s)} ({rival.why})"
-    return f"{rival.step_time_s / step_s:.2f}x as fast as {rival.name} ({text_of_s(rival.step_time_s)})"

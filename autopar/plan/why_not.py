@@ -38,15 +38,26 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCost:
-    """Modules that are alike, on one device in a step (of a pipeline, the mean over its devices)."""
+    """Modules that are alike, on one device in a step (of a pipeline, the mean over its devices).
+
+    `send_s` are all seconds of its collectives, `exposed_s` those in which nothing is computed; None where one of the
+    plans that are compared was saved before this was recorded.
+    """
 
     compute_s: float = 0.0
     send_s: float = 0.0
+    exposed_s: float | None = 0.0
     sent_bytes: float = 0.0
 
     @property
+    def waited_s(self) -> float:
+        """Seconds for which the step waits for its collectives, or could where that is not recorded."""
+        return self.send_s if self.exposed_s is None else self.exposed_s
+
+    @property
     def seconds(self) -> float:
-        return self.compute_s + self.send_s
+        """What the module adds to the step."""
+        return self.compute_s + self.waited_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +70,7 @@ class ModuleDifference:
 
     @property
     def more_s(self) -> float:
-        """Seconds that the other plan spends more on the module."""
+        """Seconds that the module adds more to a step of the other plan."""
         return self.other.seconds - self.plan.seconds
 
 
@@ -83,6 +94,11 @@ class WhyNot:
     def slower_s(self) -> float:
         """Seconds that a step takes longer under the other plan."""
         return self.other.predicted.step_time_s - self.plan.predicted.step_time_s
+
+    @property
+    def knows_waits(self) -> bool:
+        """Whether both plans say which of their collectives the step waits for."""
+        return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
 
     def quantities(self) -> tuple[Quantity, ...]:
         """Step time, peak and bytes sent, and the parts of the step time that differ."""
@@ -113,7 +129,8 @@ class WhyNot:
 
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
-        own, others = _costs(self.plan), _costs(self.other)
+        is_known = self.knows_waits
+        own, others = _costs(self.plan, is_known), _costs(self.other, is_known)
         rows = [
             ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
             for m in dict.fromkeys((*own, *others))
@@ -157,8 +174,13 @@ class WhyNot:
         return (
             f"{text} Of the modules it loses the most in {losing.module}: {text_of_s(losing.more_s)} more, "
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
-            f"{text_of_s(losing.other.send_s - losing.plan.send_s)} sending."
+            f"{text_of_s(losing.other.waited_s - losing.plan.waited_s)} {self._sends}."
         )
+
+    @property
+    def _sends(self) -> str:
+        """What the seconds of collectives in the tables are."""
+        return "waiting for sends" if self.knows_waits else "sending"
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain values, as `json.dumps` takes them."""
@@ -184,16 +206,21 @@ class WhyNot:
             table.add_row(*map(escape, (q.name, *map(text_of(q.unit), (q.plan, q.other, q.more)))))
         console.table(table)
         modules = self.modules()
-        table = Table("module", "plan", "instead", "more", "sent more")
+        table = Table("module", "plan", "instead", "more", self._sends.split()[0], "sent more")
+        table.columns[0].overflow = "fold"
         for row in modules[:MODULES_SHOWN]:
             sent = row.other.sent_bytes - row.plan.sent_bytes
-            seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s))
+            waiting_s = row.other.waited_s - row.plan.waited_s
+            seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s, waiting_s))
             table.add_row(*map(escape, (row.module, *seconds, text_of_bytes(sent))))
         console.table(table)
         if len(modules) > MODULES_SHOWN:
             rest = sum(row.more_s for row in modules[MODULES_SHOWN:])
             console.line(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more")
-        console.line("The times of modules include communication that computing hides; the parts of the step do not.")
+        if not self.knows_waits:
+            console.line(
+                "The times of modules include communication that computing hides; the parts of the step do not."
+            )
         return console.text()
 
     __str__ = text
@@ -210,21 +237,24 @@ def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
 
 
 def _sent_bytes(record: PlanRecord) -> float:
-    return sum(cost.sent_bytes for cost in _costs(record).values())
+    return sum(cost.sent_bytes for cost in _costs(record, knows_waits=False).values())
 
 
-def _costs(record: PlanRecord) -> dict[str, ModuleCost]:
+def _costs(record: PlanRecord, knows_waits: bool) -> dict[str, ModuleCost]:
     """What modules cost, by their names without numbers."""
     out: dict[str, ModuleCost] = {}
+    none = ModuleCost(exposed_s=0.0 if knows_waits else None)
     for row in record.modules:
         name = summary.folded(row.module) or NO_MODULE
-        out[name] = _added(out.get(name, ModuleCost()), row, summary.stage_share(record, row.stage))
+        out[name] = _added(out.get(name, none), row, summary.stage_share(record, row.stage))
     return out
 
 
 def _added(cost: ModuleCost, row: ModuleRow, share: float) -> ModuleCost:
+    exposed_s = None if cost.exposed_s is None else cost.exposed_s + share * (row.exposed_s or 0.0)
     return ModuleCost(
         compute_s=cost.compute_s + share * row.compute_time_s,
-        send_s=cost.send_s + share * sum(c.time_s for c in row.collectives),
+        send_s=cost.send_s + share * row.send_s,
+        exposed_s=exposed_s,
         sent_bytes=cost.sent_bytes + share * sum(c.sent_bytes for c in row.collectives),
     )

@@ -163,6 +163,22 @@ def test_reductions_that_wait_for_each_other_start_alone():
     assert max(ran.compute_s, ran.send_s) <= ran.end_s <= ran.compute_s + ran.send_s
 
 
+def test_a_collective_is_exposed_where_nothing_is_computed():
+    cause, other = (CollectiveKind.ALL_GATHER, (0,), "a"), (CollectiveKind.ALL_REDUCE, (0, 1), "b")
+    program = [
+        dataclasses.replace(send("w", 4.0), cause=cause),
+        compute("x", 1.0),
+        compute("y", 2.0, "w"),
+        dataclasses.replace(send("v", 2.5, "x"), cause=cause),
+        dataclasses.replace(send("g", 1.0, "y", stream=Stream.BOTH), cause=other),
+    ]
+    # The gathers run from 0 to 4 and 4 to 6.5, computing from 0 to 1 and 4 to 6.
+    ran = run(program)
+    assert ran.exposed_s() == {cause: 3.5, other: 1.0}
+    loop = StreamWork(name="loop", stream=Stream.BOTH, seconds=ran.end_s, reads=(), makes=("z",), inside=(ran,))
+    assert run([compute("k", 1.0), loop]).exposed_s() == {cause: 3.5, other: 1.0}
+
+
 def test_a_loop_that_sends_keeps_both_streams_busy():
     body = run([send("w", 2.0), compute("h", 3.0), compute("y", 1.0, "h w")])
     loop = StreamWork(name="loop", stream=Stream.BOTH, seconds=body.end_s, reads=("x",), makes=("y",), inside=(body,))
@@ -217,6 +233,18 @@ def test_the_end_lies_between_the_longest_sum_and_all(program, combined_bytes):
     assert ran.compute_s == sum(w.seconds for w in program if w.stream is Stream.COMPUTE)
     assert ran.host_s == sum(w.seconds for w in program if w.stream is Stream.HOST)
     assert ran.compute_s + ran.send_s + ran.host_s == sum(w.seconds for w in program)
+
+
+@given(programs(), st.sampled_from([0, 2, 100]))
+def test_what_computing_does_not_hide_is_what_the_step_waits_for(program, combined_bytes):
+    sends = (Stream.SEND, Stream.BOTH)
+    program = [
+        dataclasses.replace(w, cause=(CollectiveKind.ALL_REDUCE, (0,), w.name)) if w.stream in sends else w
+        for w in program
+        if w.stream is not Stream.HOST
+    ]
+    ran = run(program, combined_bytes)
+    assert sum(ran.exposed_s().values()) == ran.end_s - ran.compute_s
 
 
 def test_copies_to_the_host_run_beside_computing_and_collectives():

@@ -1,8 +1,10 @@
 """`python -m autopar`: planning for hardware that is not here, and reading saved plans."""
 
 import dataclasses
+import datetime
 import importlib.util
 import json
+import os
 import re
 
 import pytest
@@ -361,6 +363,12 @@ def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan-1.json").write_text("x")
     assert "1 plans, 0 measurements, 1 B" in out_of(capsys, "doctor")
+    kept = tmp_path / "none" / "measured-cpu-2cores-1x8-jax1.json"
+    kept.write_text("{}")
+    os.utime(kept, (0, 0))
+    written = datetime.datetime.fromtimestamp(0).isoformat(" ", "minutes")
+    made = {row["what"]: row for row in json.loads(out_of(capsys, "doctor", "--json"))["findings"]}
+    assert made["measurement"]["state"] == f"cpu-2cores-1x8-jax1, of {written}"
 
 
 @pytest.mark.parametrize(

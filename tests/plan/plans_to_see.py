@@ -1,4 +1,7 @@
-"""Plans of all kinds, to be looked at: `python -m tests.plan.plans_to_see FOLDER [NAME ...]` saves them."""
+"""Plans of all kinds, to be looked at.
+
+`JAX_NUM_CPU_DEVICES=8 python -m tests.plan.plans_to_see FOLDER [NAME ...]` saves them.
+"""
 
 import argparse
 import functools

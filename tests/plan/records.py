@@ -42,9 +42,11 @@ def value(path: str, *, split: bool = False, stage: int = 0, kind: str = "state"
     )
 
 
-def module(name: str, *, compute_s: float, send_s: float = 0.0, stage: int = 0) -> ModuleRow:
+def module(
+    name: str, *, compute_s: float, send_s: float = 0.0, stage: int = 0, exposed_s: float | None = None
+) -> ModuleRow:
     sent = PredictedCollective(
-        kind="all-reduce", axes=("x",), module=name, count=2.0, sent_bytes=8.0 * KB, time_s=send_s
+        kind="all-reduce", axes=("x",), module=name, count=2.0, sent_bytes=8.0 * KB, time_s=send_s, exposed_s=exposed_s
     )
     return ModuleRow(
         module=name,

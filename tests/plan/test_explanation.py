@@ -14,7 +14,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.alternatives import alternatives, other_layouts, pins_of
 from autopar.plan.explanation import Piece, explanation, pieces_of
-from tests.plan.records import pipeline, program, value
+from tests.plan.records import module, pipeline, program, value
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
 OPTIONS = dict(cluster=slow_cluster(), cache_dir=None, show_progress=False)
@@ -54,6 +54,44 @@ def test_the_picture_is_shown_for_few():
     assert "  [:, 0:25] on device 0" in one
     assert "  [:, 175:200] on device 7" in one
     assert " on device" not in str(explanation(record, "state")).partition("\n")[2]
+
+
+def test_modules_that_are_alike_are_told_once():
+    lines = str(explanation(program(layers=4), "layer")).splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("layer*/mlp"))
+    assert lines[at : at + 3] == [
+        "layer*/mlp (4x), each: 3 operations, computes 1.5 s",
+        "  matrix product forward: [-, -] @ [-, x] -> [-, x]",
+        "  sends: 2 all-reduce over x, 8 kB a device, 2 s",
+    ]
+    rows = (module("layer0/mlp", compute_s=1.0), module("layer1/mlp", compute_s=2.0))
+    lines = str(explanation(program(modules=rows), "mlp")).splitlines()
+    assert [line for line in lines if line.startswith("layer")] == [
+        "layer0/mlp: 3 operations, computes 1 s",
+        "layer1/mlp: 3 operations, computes 2 s",
+    ]
+
+
+def test_results_that_lie_as_their_state_are_not_told_again():
+    own, moved = value("state['a']['w']", split=True), value("state['b']['w']", split=True)
+    results = (
+        dataclasses.replace(own, path="result[0]['a']['w']", kind="result"),
+        value("result[0]['b']['w']", kind="result"),
+        value("result[1]['w']", split=True, kind="result"),
+    )
+    record = program(arguments=(own, moved), results=results)
+    told = [line.partition(":")[0] for line in str(explanation(record, "w")).splitlines() if ": float32" in line]
+    assert told == ["state['a']['w']", "state['b']['w']", "result[0]['b']['w']", "result[1]['w']"]
+    assert "result[0]['a']['w']" in str(explanation(record, "result[0]['a']['w']"))
+
+
+def test_many_devices_are_told_in_ranges():
+    replicated = dataclasses.replace(value("w"), layout=Layout(((1,), ())))
+    lines = str(explanation(program(axis_sizes=(4, 2), arguments=(replicated,)), "w")).splitlines()
+    assert lines[1] == "  [0:2, :] on devices 0, 2, 4, 6"
+    rows = dataclasses.replace(value("w"), layout=Layout(((0,), ())))
+    lines = str(explanation(program(axis_sizes=(2, 4), arguments=(rows,)), "w")).splitlines()
+    assert lines[2] == "  [2:4, :] on devices 4-7"
 
 
 def test_each_picture_follows_its_own_argument():

@@ -222,7 +222,7 @@ def test_what_stages_send_each_other_is_drawn():
     timeline = changed_timeline(record.pipeline.timeline, links=("mesh 0 to mesh 1", "mesh 1 to mesh 0"), events=events)
     record = dataclasses.replace(record, pipeline=dataclasses.replace(record.pipeline, timeline=timeline))
     one, other = drawing_of(record).wires
-    assert (one.name, one.nbytes, one.busy, one.share) == ("mesh 0 to mesh 1", 2000, 0.2, 1.0)
+    assert (one.name, one.nbytes, one.busy, one.share) == ("stage 0 to stage 1", 2000, 0.2, 1.0)
     assert (other.nbytes, other.share) == (500, 0.25)
     assert (one.x1, one.y1, one.x2, one.y2) == (other.x2, other.y2, other.x1, other.y1)
 

@@ -136,6 +136,55 @@ def test_a_reader_reaches_everything(page, record, width, tmp_path):
     }
 
 
+# Sorts the tables by keyboard: what the heads say, and what stands in the first column.
+SORTED = """(table, column) => {
+const found = document.querySelector(table), head = found.tHead.rows[0].cells[column];
+const first = () => [...found.tBodies[0].rows].filter(row => !row.classList.contains("detail"))
+  .map(row => row.cells[0].textContent);
+const seen = [[head.getAttribute("aria-sort"), first()]];
+head.querySelector("button").focus();
+for (let i = 0; i < 3; i += 1) {
+  document.activeElement.click();
+  seen.push([head.getAttribute("aria-sort"), first()]);
+}
+return seen;
+}"""
+
+
+def test_tables_are_sorted_by_their_heads(page, tmp_path):
+    path = tmp_path / "plan.html"
+    rows = (
+        module("net/layer0/attention", compute_s=1.0, send_s=2.0, exposed_s=0.5),
+        module("net/layer0/mlp", compute_s=1.5, send_s=3.0, exposed_s=2.0),
+        module("loss", compute_s=0.5),
+    )
+    autopar.Plan(program(modules=rows)).report(path)
+    check_page(page, path, 1440, "light")
+    # Modules stay below the one that they are in, each with its detail behind it.
+    in_order, up = ["net", "layer*", "attention", "mlp", "loss"], ["loss", "net", "layer*", "attention", "mlp"]
+    down = ["net", "layer*", "mlp", "attention", "loss"]
+    assert page.evaluate(f"({SORTED})('#module-table', 5)") == [
+        ["none", in_order],
+        ["descending", down],
+        ["ascending", up],
+        ["none", in_order],
+    ]
+    page.evaluate("document.querySelectorAll('#module-table .sort')[5].click()")
+    assert page.evaluate(
+        "[...document.querySelectorAll('tr.module')].every(row => row.nextElementSibling.querySelector('.mono')"
+        ".textContent.endsWith(row.querySelector('.name').textContent))"
+    )
+    # Search and folding follow the new order.
+    page.evaluate("document.querySelectorAll('.tree')[1].click()")
+    assert page.evaluate("[...document.querySelectorAll('tr.module')].map(row => row.hidden)") == [
+        False, False, True, True, False,
+    ]  # fmt: skip
+    # Text upwards first, numbers downwards.
+    (_, before), (told, names), *_ = page.evaluate(f"({SORTED})('#argument-table', 0)")
+    assert (told, names) == ("ascending", sorted(before))
+    assert [told for told, _ in page.evaluate(f"({SORTED})('#candidates table', 2)")][1] == "descending"
+
+
 def test_a_hostile_name_is_shown_as_text(page, tmp_path):
     hostile = "</script><img src=x onerror=document.title='broken'>"
     path = tmp_path / "plan.html"

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import render, render_summary, summary
+from autopar.plan import render, render_summary, rivals, summary
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import MeshTrial, RejectionRecord
 from tests.plan.records import module, pipeline, predicted, program, value
@@ -151,24 +151,24 @@ def test_stages_that_are_alike_are_one_row():
 
 
 def test_the_advantage_over_recipes_is_taken_from_the_record():
-    assert summary.advantage(program()) == (
+    assert rivals.advantage(program()) == (
         "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best of the baselines."
     )
     assert (
-        summary.advantage(pipeline())
+        rivals.advantage(pipeline())
         == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     )
     own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
     assert (
-        summary.advantage(program(tried=(own,), rejected=()))
+        rivals.advantage(program(tried=(own,), rejected=()))
         == "The fastest found is a standard plan: data parallelism."
     )
     too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
-    assert summary.advantage(program(tried=(), rejected=(too_large,))) == (
+    assert rivals.advantage(program(tried=(), rejected=(too_large,))) == (
         "Not compared with data parallelism (over the memory limit by 1 GB)."
     )
     untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
-    assert summary.advantage(program(tried=(), rejected=(untried,))) == (
+    assert rivals.advantage(program(tried=(), rejected=(untried,))) == (
         "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
     )
 

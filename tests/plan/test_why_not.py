@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors, recipes
+from autopar.plan import summary
 from autopar.plan.schema import MemoryKind
 from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
@@ -58,6 +59,41 @@ def test_modules_add_up_to_the_step():
         made, rows = record.predicted, [getattr(row, side) for row in found.modules()]
         assert sum(row.compute_s for row in rows) == pytest.approx(made.compute_time_s)
         assert sum(row.send_s for row in rows) == pytest.approx(made.collective_time_s)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.zero(3), recipes.combine(pp=2, dp=4, zero=1, num_microbatches=4)],
+    ids=["one program", "stages"],
+)
+def test_what_modules_compute_and_wait_for_is_the_step(recipe):
+    """On devices whose collectives run beside computing, with micro-batches that are cut and summed."""
+    made = planned(cluster="dgx-h100", plan=recipe)
+    found = made.why_not(recipes.data_parallel())
+    assert found.knows_waits
+    waited_s = sum(row.plan.waited_s for row in found.modules())
+    assert 0 < waited_s < sum(row.plan.send_s for row in found.modules())
+    seconds = sum(row.plan.seconds for row in found.modules())
+    predicted = made.predicted
+    assert seconds + (predicted.bubble_fraction * predicted.step_time_s) == pytest.approx(predicted.step_time_s)
+    (exposed,) = (s.seconds for s in summary.shares(made.record) if s.name == "exposed collectives")
+    assert exposed == pytest.approx(waited_s)
+
+
+def test_modules_rank_by_what_the_step_waits_for():
+    """A collective that computing hides does not explain why a step is longer."""
+
+    def rows(send_s, exposed_s, compute_s):
+        hidden = module("layer0/attention", compute_s=1.0, send_s=send_s, exposed_s=0.0)
+        return hidden, module("layer0/mlp", compute_s=compute_s, send_s=2.0, exposed_s=exposed_s)
+
+    own, others = rows(1.0, 0.0, 1.5), rows(9.0, 1.0, 2.0)
+    found = WhyNot(plan=program(modules=own), other=program(modules=others))
+    assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 1.5), ("layer*/attention", 0.0)]
+    assert "waiting for sends" in str(found)
+    older = WhyNot(plan=program(modules=own), other=program(modules=(module("layer0/mlp", compute_s=1.0, send_s=2.0),)))
+    assert not older.knows_waits
+    assert "include communication that computing hides" in str(older)
 
 
 def test_where_it_loses_is_said():

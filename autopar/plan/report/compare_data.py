@@ -44,6 +44,7 @@ class CompareData:
     quantities: tuple[Quantity, ...]
     memory: tuple[Quantity, ...]
     modules: tuple[ModuleDifference, ...]
+    knows_waits: bool
     arguments: tuple[ArgumentDifference, ...]
 
 
@@ -56,6 +57,7 @@ def compare_data(plan: PlanRecord, other: PlanRecord) -> CompareData:
         quantities=found.quantities(),
         memory=found.memory(),
         modules=found.modules(),
+        knows_waits=found.knows_waits,
         arguments=_arguments(plan, other),
     )
 

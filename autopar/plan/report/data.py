@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.plan import summary
+from autopar.plan import rivals, summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
 from autopar.plan.report.layout_tokens import Token, tokens_of
@@ -99,7 +99,7 @@ def report_data(record: PlanRecord) -> ReportData:
         sent_bytes=sum(c.sent_bytes for c in summary.collectives_of(record, record.modules)),
         host_bytes=max(predicted.host_bytes, default=0),
         shares=summary.shares(record),
-        advantage=summary.advantage(record),
+        advantage=rivals.advantage(record),
         axes=axis_rows(record),
         stages=summary.stage_groups(record),
         schedule=pipeline.schedule if pipeline is not None else "",
@@ -143,7 +143,7 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
     rows = [
         CandidateRow(
             source="the plan",
-            text=summary.chosen_recipe(record) or summary.sentence(record),
+            text=rivals.chosen_recipe(record) or summary.sentence(record),
             step_time_s=plan_s,
             peak_bytes=max(record.predicted.peak_bytes),
             why="",

@@ -7,7 +7,7 @@ import math
 
 from autopar.common.trace_events import LINKS
 from autopar.hardware import host_groups
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.mesh import AXIS_NAMES, axes_text
 from autopar.plan import summary
 from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlanRecord
@@ -190,7 +190,7 @@ def link_loads(record: PlanRecord) -> tuple[LinkLoad, ...]:
             axes = tuple(AXIS_NAMES.index(name) for name in c.axes)
             spread = host_groups.spread(sizes, axes, record.cluster.domain_devices)
             where = INSIDE if spread.hosts == 1 else BETWEEN
-            total = loads.setdefault((where, f"collectives over {'*'.join(c.axes)}"), [0.0, 0.0])
+            total = loads.setdefault((where, f"collectives over {axes_text(c.axes)}"), [0.0, 0.0])
             total[0] += share * c.sent_bytes
             total[1] += share * c.time_s
     rows = [
@@ -217,7 +217,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     centres = [_centre(grid, first, devices) for first, devices in firsts]
     wires = []
     for row, (nbytes, seconds) in sent.items():
-        ends = _ends(timeline.links[row], len(centres))
+        ends = _ends(pipeline.timeline.links[row], len(centres))
         if ends is not None and most and nbytes >= LEAST_DRAWN * most:
             (x1, y1), (x2, y2) = centres[ends[0]], centres[ends[1]]
             busy = seconds / step_s if step_s else 0.0

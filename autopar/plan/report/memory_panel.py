@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.plan_timeline import timeline_of
-from autopar.plan.render import group_names
 from autopar.plan.schema import MemoryHolder, MemoryKind, PlanRecord
 
 CURVE_POINTS = 240
@@ -42,7 +42,7 @@ def memory_panel(record: PlanRecord) -> MemoryPanel:
     tracks = timeline_of(record).tracks.get("bytes", ())
     step_s = predicted.step_time_s
     groups = []
-    uses = zip(group_names(record), predicted.peak_bytes, predicted.memory, strict=True)
+    uses = zip(summary.group_names(record), predicted.peak_bytes, predicted.memory, strict=True)
     for number, (name, peak_bytes, use) in enumerate(uses):
         curve = in_parts(tracks[number], step_s, CURVE_POINTS) if number < len(tracks) else use.course
         kinds = tuple((kind, use.at_peak[kind]) for kind in MemoryKind if use.at_peak.get(kind))

@@ -20,6 +20,7 @@ class Instance:
     stage: int
     compute_s: float
     send_s: float
+    exposed_s: float | None
     saved_bytes: int
 
 
@@ -33,7 +34,8 @@ class ModuleNode:
         depth: Modules around it.
         has_children: Whether the next row is inside of it.
         compute_s, send_s: Of it and of all inside, on one device in a step; of a pipeline, means over the devices.
-        share: Of the computing and sending of the whole step.
+        exposed_s: Of the sending, what the step waits for; None where that is not recorded, and all of it counts.
+        share: Of the computing and waiting of the whole step.
         own_s: Its own seconds, without those of the modules inside.
         saved_bytes: What its backward pass reads, of one micro-batch, with all inside.
         splits: Layouts of its matrix products: one list, or several where layers or stages differ.
@@ -48,6 +50,7 @@ class ModuleNode:
     has_children: bool
     compute_s: float
     send_s: float
+    exposed_s: float | None
     share: float
     own_s: float
     saved_bytes: float
@@ -55,6 +58,10 @@ class ModuleNode:
     axes: tuple[str, ...]
     collectives: tuple[CostlyCollective, ...]
     instances: tuple[Instance, ...]
+
+    @property
+    def waited_s(self) -> float:
+        return self.send_s if self.exposed_s is None else self.exposed_s
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -92,7 +99,8 @@ def _rows_within(building: _Building) -> list[ModuleRow]:
 def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_s: float) -> ModuleNode:
     within = _rows_within(building)
     compute_s = sum(summary.stage_share(record, row.stage) * row.compute_time_s for row in within)
-    send_s = sum(summary.stage_share(record, row.stage) * _sending_s(row) for row in within)
+    send_s = sum(summary.stage_share(record, row.stage) * row.send_s for row in within)
+    exposed_s = summary.exposed_s(record, within)
     splits = tuple(dict.fromkeys(row.splits for row in building.rows if row.splits))
     pieces = (token.axis for split in splits for line in split for token in tokens_of(line))
     return ModuleNode(
@@ -102,7 +110,8 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
         has_children=bool(building.children),
         compute_s=compute_s,
         send_s=send_s,
-        share=(compute_s + send_s) / total_s if total_s else 0.0,
+        exposed_s=exposed_s,
+        share=(compute_s + (send_s if exposed_s is None else exposed_s)) / total_s if total_s else 0.0,
         own_s=sum(_seconds(record, row) for row in building.rows),
         saved_bytes=sum(row.saved_bytes for row in within),
         splits=splits,
@@ -113,7 +122,8 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
                 name=row.module or NO_MODULE,
                 stage=row.stage,
                 compute_s=row.compute_time_s,
-                send_s=_sending_s(row),
+                send_s=row.send_s,
+                exposed_s=row.exposed_s,
                 saved_bytes=row.saved_bytes,
             )
             for row in building.rows
@@ -121,9 +131,9 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
     )
 
 
-def _sending_s(row: ModuleRow) -> float:
-    return sum(c.time_s for c in row.collectives)
-
-
 def _seconds(record: PlanRecord, row: ModuleRow) -> float:
-    return summary.stage_share(record, row.stage) * (row.compute_time_s + _sending_s(row))
+    return summary.stage_share(record, row.stage) * (row.compute_time_s + _waited_s(row))
+
+
+def _waited_s(row: ModuleRow) -> float:
+    return row.send_s if row.exposed_s is None else row.exposed_s

@@ -2,10 +2,12 @@
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   // The tree of modules: a row is followed by its detail, then by the rows inside of it.
-  const modules = all("tr.module").map(row => ({
+  const read = () => all("tr.module").map(row => ({
     row, detail: row.nextElementSibling, depth: Number(row.dataset.depth), text: row.dataset.search.toLowerCase(),
     fold: row.querySelector(".tree"), name: row.querySelector(".name"),
   }));
+  let modules = read();
+  document.getElementById("module-table").addEventListener("sorted", () => { modules = read(); });
   const search = document.getElementById("search"), found = document.getElementById("found");
   const isFolded = module => module.fold !== null && module.fold.getAttribute("aria-expanded") === "false";
   const show = () => {

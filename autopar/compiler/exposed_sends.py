@@ -1,0 +1,64 @@
+"""Of the collectives of a pipeline, what the step waits for, by stage."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Mapping, Sequence
+
+from autopar.cost.stream_work import Cause
+from autopar.inter_op.joined_tasks import timed_chain
+from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
+from autopar.plan.summary import folded
+
+Waits = dict[Cause, float]
+
+
+def exposed_of_stages(staged: StagedStep) -> tuple[Waits, ...]:
+    """Of each stage: cause of collectives -> the seconds of a step in which its devices wait for them.
+
+    Tasks are timed as their costs are: those that run alone by themselves, joined ones as the one program that they
+    are. Stages that do the same, in modules of names that differ in numbers only, wait alike and are timed once.
+    """
+    in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
+    numbers = [[i for i, task in enumerate(staged.staged.tasks) if task.stage == s] for s in range(len(staged.stages))]
+    known: dict[Hashable, tuple[Sequence[str], Waits]] = {}
+    found = []
+    for planned, tasks in zip(staged.stages, numbers, strict=True):
+        modules = tuple(dict.fromkeys(op.module for op in planned.stage.graph.ops()))
+        chains = [joined.parts for joined in staged.joined if joined.parts[0][0] in tasks]
+        key = (
+            planned.like,
+            tuple(map(folded, modules)),
+            tuple(_form(staged, number, in_joined) for number in tasks),
+            tuple(tuple(tasks.index(number) for number, _ in chain) for chain in chains),
+        )
+        if key not in known:
+            waits: Waits = {}
+            for number in tasks:
+                _add(waits, *_alone(staged, planned, number, in_joined))
+            for chain in chains:
+                _add(waits, timed_chain(staged, chain).exposed_s(), 1.0)
+            known[key] = modules, waits
+        first_modules, waits = known[key]
+        name = dict(zip(first_modules, modules, strict=True))
+        found.append({(kind, axes, name.get(module, module)): s for (kind, axes, module), s in waits.items()})
+    return tuple(found)
+
+
+def _form(staged: StagedStep, number: int, in_joined: Mapping[int, int]) -> Hashable:
+    """Equal for tasks of alike stages that are cut alike and run alone alike often."""
+    task = staged.staged.tasks[number]
+    sizes = len(task.instructions), len(task.inputs), len(task.outputs)
+    return task.kind, task.level, sizes, in_joined.get(number, 0)
+
+
+def _alone(staged: StagedStep, planned: PlannedStage, number: int, in_joined: Mapping[int, int]) -> tuple[Waits, float]:
+    """The waits of all runs of a task, and the part of these that are programs of their own."""
+    task = staged.staged.tasks[number]
+    runs = staged.graph.num_microbatches if task.kind.repeats else 1
+    return timed_task(planned, task).exposed_s(), 1 - in_joined.get(number, 0) / runs
+
+
+def _add(waits: Waits, more: Waits, share: float) -> None:
+    for cause, seconds in more.items():
+        waits[cause] = waits.get(cause, 0.0) + share * seconds
