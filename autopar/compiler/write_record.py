@@ -13,14 +13,14 @@ from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
-from autopar.cost.overlap import timed, timeline_of
-from autopar.cost.peak_memory import MemoryEstimate
+from autopar.cost.overlap import timeline_of
 from autopar.cost.product_rate import main_dtype
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
+from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
@@ -129,23 +129,16 @@ def staged_predicted(staged: StagedStep, cluster: Cluster, flops: float) -> Pred
 
 
 def predicted(
-    graph: OpGraph,
-    lowered: LoweredBlock,
-    model: CostModel,
-    cluster: Cluster,
-    estimate: MemoryEstimate,
-    use: MemoryUse,
-    flops: float,
+    graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse, flops: float
 ) -> tuple[Predicted, Timeline]:
-    """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
+    """The prediction of a program, and its timeline, from the simulation with which it was compared."""
+    lowered, model, estimate, ran = best.lowered, best.model, best.estimate, best.ran
     uses = predicted_collectives(graph, lowered, model)
-    seconds_of = compute_times_s(graph, lowered, model)
-    compute_s = sum(seconds_of.values())
+    compute_s = sum(best.compute_s.values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
-    ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
     peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
     prediction = Predicted(
@@ -163,7 +156,7 @@ def predicted(
         host_bytes=(kept_bytes,) if kept_bytes else (),
         host_copied_bytes=float(host.copied_bytes),
         host_time_s=host.time_s,
-        product_time_s=_product_s(lowered, seconds_of),
+        product_time_s=_product_s(lowered, best.compute_s),
     )
     return prediction, timeline_of(ran, allocation)
 
@@ -201,9 +194,12 @@ def module_rows(
     model: CostModel,
     collectives: Sequence[PredictedCollective],
     stage: int = 0,
+    compute_s: Mapping[int, float] | None = None,
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes."""
-    seconds = compute_times_s(graph, lowered, model)
+    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes. `compute_s` of the
+    operations are not computed again.
+    """
+    seconds = compute_times_s(graph, lowered, model) if compute_s is None else compute_s
     saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}

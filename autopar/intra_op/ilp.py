@@ -88,9 +88,10 @@ class IntraOp:
         constraints: Constraints | None = None,
         paired_ops: Sequence[tuple[Op, Op]] = (),
         weights: Weights = ONE_EACH,
+        costs: NodeCosts | None = None,
     ) -> None:
         """`constraints` bind everything that is not `given`. Each pair of `paired_ops` shares its decisions. `weights`:
-        of a graph whose repeated layers are folded.
+        of a graph whose repeated layers are folded. `costs` of the same graph and model are not computed again.
 
         Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints require
         a split that the graph's attention cannot have.
@@ -110,8 +111,8 @@ class IntraOp:
         self.choices = build_choice_graph(graph, model.links.mesh, given.transfers, given.arrivals, order_of, weights)
         self.masks = Masks(graph, self.choices, constraints) if constraints is not None else None
         self.relaxation: Relaxation | None = None
-        self._costs = NodeCosts(graph, model)
-        ilp = build(graph, self.choices, model, self._costs)
+        self.costs = costs or NodeCosts(graph, model)
+        ilp = build(graph, self.choices, model, self.costs)
         ilp = fix_layouts(ilp, given.fixed)
         self._pinned = pinned_nodes(graph, self.choices, given.pins)
         ilp = charge_batch(ilp, graph, model)
@@ -180,8 +181,8 @@ class IntraOp:
         if op.blocks:
             return 0.0
         if op.id not in self.choices.of_op:
-            return self._costs.compute_s(op, None) if op.rule is not None else 0.0
-        return self._costs.least_s(op, self.choices.of_op[op.id][1])
+            return self.costs.compute_s(op, None) if op.rule is not None else 0.0
+        return self.costs.least_s(op, self.choices.of_op[op.id][1])
 
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds of a choice, without prices."""

@@ -178,7 +178,7 @@ def search_mesh(
         context=context,
         intra_op=intra_op,
         step=step,
-        costs=NodeCosts(context.graph, model),
+        costs=_node_costs(context, context.graph, model),
         free=free,
         pins=pins,
         until_s=until_s,
@@ -251,7 +251,14 @@ def _intra_op(
         constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,
         paired_ops=step.paired_ops if step is not None else (),
         weights=step.weights if step is not None else ONE_EACH,
+        costs=_node_costs(context, graph, model),
     )
+
+
+def _node_costs(context: PlanningContext, graph: OpGraph, model: CostModel) -> NodeCosts:
+    """The costs of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh."""
+    what = "node costs", id(graph), context.cluster, model.links.mesh  # the costs keep the graph: its id stays its own
+    return context.graphs.of(context.traced, what, lambda: NodeCosts(graph, model))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,11 +287,11 @@ class _MeshSearch:
         """
         if self.step is None or slow_s == math.inf:
             return 0.0
-        model, sharding = self.intra_op.model, self.intra_op.decode(solution)
-        busy_s = timed_sharding(self.step.graph, model, sharding).ran.busy_s
+        model, costs, sharding = self.intra_op.model, self.intra_op.costs, self.intra_op.decode(solution)
+        busy_s = timed_sharding(self.step.graph, model, sharding, costs).ran.busy_s
         if busy_s >= slow_s or not model.overlap.kinds:
             return busy_s
-        shallow = timed_sharding(self.step.shallow_graph(), model, sharding).ran
+        shallow = timed_sharding(self.step.shallow_graph(), model, sharding, costs).ran
         return busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s)
 
     def fastest(self, slow_s: float) -> tuple[TimedSharding, float] | float:

@@ -9,7 +9,7 @@ import pytest
 from autopar import Cluster
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
-from autopar.cost.cost_model import cost_model
+from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.spmd_search import longest_s, mesh_candidates, search_mesh, worth_trying
@@ -79,3 +79,22 @@ def test_values_that_are_all_written_take_no_less_than_kernels_do():
 
 def with_limit(context, limit_bytes):
     return dataclasses.replace(context, limit_bytes=limit_bytes)
+
+
+def test_programs_on_one_mesh_share_the_seconds_of_operations(monkeypatch):
+    """Those of data parallelism are known from the search on that mesh."""
+    context, computed = context_on(slow_cluster()), []
+    seconds = NodeCosts._strategy_s
+    monkeypatch.setattr(
+        NodeCosts, "_strategy_s", lambda self, *args, **named: computed.append(1) or seconds(self, *args, **named)
+    )
+    row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
+    model = cost_model(context.cluster, row)
+    first = search_mesh(context, model, time_limit_s=60.0)
+    assert computed
+    computed.clear()
+    again = search_mesh(context, model, time_limit_s=60.0)
+    assert not computed
+    assert again.step_time_s == first.step_time_s
+    search_mesh(context, cost_model(context.cluster, LogicalMesh(axis_sizes=(2, 4))), time_limit_s=60.0)
+    assert computed
