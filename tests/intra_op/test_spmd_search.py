@@ -6,11 +6,12 @@ import dataclasses
 import jax
 import pytest
 
-from autopar import Cluster
+from autopar import Cluster, recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
+from autopar.intra_op import shared_tables
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.spmd_search import longest_s, mesh_candidates, search_mesh, worth_trying
 from autopar.ir.mesh import LogicalMesh
@@ -81,20 +82,25 @@ def with_limit(context, limit_bytes):
     return dataclasses.replace(context, limit_bytes=limit_bytes)
 
 
-def test_programs_on_one_mesh_share_the_seconds_of_operations(monkeypatch):
-    """Those of data parallelism are known from the search on that mesh."""
-    context, computed = context_on(slow_cluster()), []
-    seconds = NodeCosts._strategy_s
+def test_programs_on_one_mesh_share_their_tables(monkeypatch):
+    """Another program on the mesh computes no seconds anew and builds nothing, unless axes split in another order."""
+    context, computed, built = context_on(slow_cluster()), [], []
+    seconds, build = NodeCosts._strategy_s, shared_tables.build_choice_graph
+    monkeypatch.setattr(NodeCosts, "_strategy_s", lambda *args, **named: computed.append(1) or seconds(*args, **named))
     monkeypatch.setattr(
-        NodeCosts, "_strategy_s", lambda self, *args, **named: computed.append(1) or seconds(self, *args, **named)
+        shared_tables, "build_choice_graph", lambda *args, **named: built.append(1) or build(*args, **named)
     )
-    row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
-    model = cost_model(context.cluster, row)
-    first = search_mesh(context, model, time_limit_s=60.0)
-    assert computed
-    computed.clear()
-    again = search_mesh(context, model, time_limit_s=60.0)
-    assert not computed
-    assert again.step_time_s == first.step_time_s
-    search_mesh(context, cost_model(context.cluster, LogicalMesh(axis_sizes=(2, 4))), time_limit_s=60.0)
-    assert computed
+
+    def search(context, axis_sizes=(8,)):
+        computed.clear(), built.clear()
+        model = cost_model(context.cluster, LogicalMesh(axis_sizes=axis_sizes))
+        return search_mesh(context, model, time_limit_s=60.0).step_time_s, bool(computed), len(built)
+
+    step_time_s, *first = search(context)
+    assert first == [True, 1]
+    assert search(context) == (step_time_s, False, 0)
+    assert search(context, (2, 4))[1:] == (True, 1)
+    for recipe in (recipes.zero(1), recipes.zero(3)):
+        bound = dataclasses.replace(context, request=recipe.request)
+        again = search(bound)
+    assert again[2] == 0
