@@ -381,9 +381,9 @@ def write_table(machine: str) -> None:
         text += (
             "\n\n## A changed model\n\n"
             f"`python -m benchmarks.planning --after --keep`: the same model of {PLANNED_LAYERS} layers on "
-            f"{after['on']} was planned before, and its plan and rules are in the cache. With its own plan in the cache a "
-            "step is traced, and nothing is searched for: no cache of parts of plans can be faster, which gives the "
-            f"least share.\n\n{after['machine']}\n\n"
+            f"{after['on']} was planned before, and its plan and rules are in the cache. With its own plan in the "
+            "cache a step is traced, and nothing is searched for: no cache of parts of plans can be faster, which "
+            f"gives the least share.\n\n{after['machine']}\n\n"
             + markdown(AFTER_COLUMNS, [After(**row).cells() for row in after["rows"]])
         )
     RESULTS.write_text(text + "\n")

@@ -10,6 +10,7 @@ from autopar.intra_op.formulation import Ilp, build
 from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout
 from autopar.passes.fold_step import Weights
+from autopar.plan.context import PlanningContext
 from autopar.sharding.constraints import Constraints
 
 
@@ -43,3 +44,14 @@ class SharedTables:
                 return ilp
             self._built[key] = weights, ilp
         return self._built[key][1]
+
+
+def tables_of(context: PlanningContext, graph: OpGraph, model: CostModel) -> SharedTables:
+    """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh. On three
+    axes, where they are large, they go with the search.
+    """
+    mesh = model.links.mesh
+    if len(mesh.axis_sizes) > 2:
+        return SharedTables(graph, model)
+    what = "tables", id(graph), context.cluster, mesh  # the tables keep the graph, so that its id stays its own
+    return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model))

@@ -16,7 +16,7 @@ from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
-from autopar.intra_op.shared_tables import SharedTables
+from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.spmd_candidate import (
     SpmdCandidate,
     TimedSharding,
@@ -179,7 +179,7 @@ def search_mesh(
         context=context,
         intra_op=intra_op,
         step=step,
-        costs=_tables(context, context.graph, model).costs,
+        costs=tables_of(context, context.graph, model).costs,
         free=free,
         pins=pins,
         until_s=until_s,
@@ -252,14 +252,8 @@ def _intra_op(
         constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,
         paired_ops=step.paired_ops if step is not None else (),
         weights=step.weights if step is not None else ONE_EACH,
-        tables=_tables(context, graph, model),
+        tables=tables_of(context, graph, model),
     )
-
-
-def _tables(context: PlanningContext, graph: OpGraph, model: CostModel) -> SharedTables:
-    """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh."""
-    what = "tables", id(graph), context.cluster, model.links.mesh  # the tables keep the graph: its id stays its own
-    return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
