@@ -58,6 +58,7 @@ NONE = {
     "solver.solving.FIT_PART": "only under a time limit",
     "solver.anytime.finish.PROOF_PART": "only under a time limit",
     "solver.anytime.finish.COMBINE_PART": "only under a time limit",
+    "solver.presolve.elimination.PART": "the same sums to the bit, in parts that a cache holds",
 }
 
 

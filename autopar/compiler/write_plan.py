@@ -117,7 +117,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
     largest_axis = max(best.sharding.mesh.axis_sizes)
-    prediction, timeline = predicted(graph, best.lowered, best.model, context.cluster, best.estimate, use, flops)
+    prediction, timeline = predicted(graph, best, context.cluster, use, flops)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -135,7 +135,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         decisions=decisions_of(best.sharding, graph),
         predicted=prediction,
         solver=best.sharding.report,
-        modules=module_rows(graph, best.lowered, best.model, prediction.collectives),
+        modules=module_rows(graph, best.lowered, best.model, prediction.collectives, compute_s=best.compute_s),
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
         notes=(

@@ -14,8 +14,7 @@ from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
-from autopar.cost.overlap import crossing_s, timed, timeline_of
-from autopar.cost.peak_memory import MemoryEstimate
+from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.product_rate import main_dtype
 from autopar.cost.stream_work import Cause
 from autopar.hardware import host_cpu
@@ -23,6 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
+from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Op, OpGraph
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
@@ -134,23 +134,17 @@ def staged_predicted(staged: StagedStep, exposed: Sequence[Waits], cluster: Clus
 
 
 def predicted(
-    graph: OpGraph,
-    lowered: LoweredBlock,
-    model: CostModel,
-    cluster: Cluster,
-    estimate: MemoryEstimate,
-    use: MemoryUse,
-    flops: float,
+    graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse, flops: float
 ) -> tuple[Predicted, Timeline]:
-    """The prediction of a lowered step, and its timeline, from one simulation of its instructions."""
+    """The prediction of a program, and its timeline, from the simulation with which it was compared."""
+    lowered, model, estimate, ran = best.lowered, best.model, best.estimate, best.ran
     uses = predicted_collectives(graph, lowered, model)
-    seconds_of = _seconds_of(graph, lowered, model)
+    seconds_of = _seconds_of(graph, lowered, model, best.compute_s)
     compute_s = sum(seconds_of.values())
     collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
-    ran = timed(graph, lowered, model)
     step_s = ran.end_s + allocation
     peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
     prediction = Predicted(
@@ -209,9 +203,12 @@ def module_rows(
     model: CostModel,
     collectives: Sequence[PredictedCollective],
     stage: int = 0,
+    compute_s: Mapping[int, float] | None = None,
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes."""
-    seconds = _seconds_of(graph, lowered, model)
+    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes. `compute_s` of the
+    operations are not computed again.
+    """
+    seconds = _seconds_of(graph, lowered, model, compute_s)
     saved = saved_bytes(graph, lowered, model.links.mesh)
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
@@ -269,9 +266,13 @@ def together(reports: Sequence[SolverReport]) -> SolverReport:
     )
 
 
-def _seconds_of(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> dict[int, float]:
-    """Seconds in a step that one device computes each operation, what cuts, adds up and joins micro-batches too."""
-    seconds = compute_times_s(graph, lowered, model)
+def _seconds_of(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, compute_s: Mapping[int, float] | None = None
+) -> dict[int, float]:
+    """Seconds in a step that one device computes each operation, what cuts, adds up and joins micro-batches too.
+    `compute_s` of the operations alone are not computed again.
+    """
+    seconds = compute_times_s(graph, lowered, model) if compute_s is None else dict(compute_s)
     for instruction in _crossings(lowered):
         seconds[instruction.op.id] = crossing_s(graph, instruction, model)
     return seconds

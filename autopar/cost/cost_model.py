@@ -100,13 +100,17 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
 
 
 class NodeCosts:
-    """Seconds of each strategy of a node, cached by what its operations are."""
+    """Seconds of each strategy of a node, cached by what its operations are.
+
+    One object serves all programs of a graph and model, and the same graph with other counts of its operations.
+    """
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model = graph, model
-        self._known: dict[tuple, np.ndarray] = {}
+        # With the strategies by whose ids they are known, so that the ids stay theirs.
+        self._known: dict[tuple, tuple[tuple[Strategy, ...], np.ndarray]] = {}
         self._works: dict[tuple, Work] = {}
-        self._seconds: dict[tuple, float] = {}
+        self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
 
     def of_members(self, members: Sequence[tuple[Op, tuple[Strategy, ...]]], size: int) -> tuple[np.ndarray, tuple]:
@@ -117,22 +121,23 @@ class NodeCosts:
             work = self._work(op)
             member = (id(work), id(strategies), op.count)
             if member not in self._known:
-                self._known[member] = op.count * np.array([self._strategy_s(op, work, s) for s in strategies])
-            total = total + self._known[member]
+                seconds = op.count * np.array([self._strategy_s(op, work, s) for s in strategies])
+                self._known[member] = strategies, seconds
+            total = total + self._known[member][1]
             key.append((op.primitive, *member))
         return total, tuple(key)
 
     def least_s(self, op: Op, strategies: tuple[Strategy, ...]) -> float:
         """Seconds of an operation in a step under the fastest of strategies that `of_members` has seen."""
-        return float(self._known[id(self._work(op)), id(strategies), op.count].min())
+        return float(self._known[id(self._work(op)), id(strategies), op.count][1].min())
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
         key = (op.key, self._copied(op), op.kernel_bytes, op.count, id(strategy))
-        if strategy is None or key not in self._seconds:
-            strategy = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
-            self._seconds[key] = op.count * self._strategy_s(op, self._work(op), strategy, sends=False)
-        return self._seconds[key]
+        if key not in self._seconds:
+            split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
+            self._seconds[key] = strategy, op.count * self._strategy_s(op, self._work(op), split, sends=False)
+        return self._seconds[key][1]
 
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and

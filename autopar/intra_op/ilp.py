@@ -11,11 +11,9 @@ import numpy as np
 
 from autopar import solver
 from autopar.attention.checks import check_heads, check_rings
-from autopar.cost.cost_model import CostModel, NodeCosts
-from autopar.intra_op.build_choice_graph import build_choice_graph
+from autopar.cost.cost_model import CostModel
 from autopar.intra_op.choice_graph import ChoiceGraph
 from autopar.intra_op.formulation import (
-    build,
     charge_batch,
     charge_microbatching,
     classes_of,
@@ -27,6 +25,7 @@ from autopar.intra_op.formulation import (
 )
 from autopar.intra_op.masks import Masks
 from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
+from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
@@ -88,9 +87,10 @@ class IntraOp:
         constraints: Constraints | None = None,
         paired_ops: Sequence[tuple[Op, Op]] = (),
         weights: Weights = ONE_EACH,
+        tables: SharedTables | None = None,
     ) -> None:
         """`constraints` bind everything that is not `given`. Each pair of `paired_ops` shares its decisions. `weights`:
-        of a graph whose repeated layers are folded.
+        of a graph whose repeated layers are folded. `tables` of the same graph and model are not built again.
 
         Raises: InvalidArgumentError for a pin that a value cannot have, UnsupportedError where the constraints require
         a split that the graph's attention cannot have.
@@ -106,12 +106,12 @@ class IntraOp:
         if constraints is not None:
             check_heads(graph, constraints.parts_of_heads(model.links.mesh))
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
-        order_of = constraints.order_of if constraints is not None else None
-        self.choices = build_choice_graph(graph, model.links.mesh, given.transfers, given.arrivals, order_of, weights)
+        tables = tables or SharedTables(graph, model)
+        self.costs = tables.costs
+        ilp = tables.built(constraints, weights, given.transfers, given.arrivals)
+        self.choices = ilp.choices
         self.masks = Masks(graph, self.choices, constraints) if constraints is not None else None
         self.relaxation: Relaxation | None = None
-        self._costs = NodeCosts(graph, model)
-        ilp = build(graph, self.choices, model, self._costs)
         ilp = fix_layouts(ilp, given.fixed)
         self._pinned = pinned_nodes(graph, self.choices, given.pins)
         ilp = charge_batch(ilp, graph, model)
@@ -180,8 +180,8 @@ class IntraOp:
         if op.blocks:
             return 0.0
         if op.id not in self.choices.of_op:
-            return self._costs.compute_s(op, None) if op.rule is not None else 0.0
-        return self._costs.least_s(op, self.choices.of_op[op.id][1])
+            return self.costs.compute_s(op, None) if op.rule is not None else 0.0
+        return self.costs.least_s(op, self.choices.of_op[op.id][1])
 
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds of a choice, without prices."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost import peak_memory
@@ -25,6 +26,7 @@ from autopar.sharding.pins import PinsOnMesh
 class SpmdCandidate:
     """The decisions of one program on one mesh, lowered, with exact memory and time.
 
+    `ran` is its simulation and `compute_s` the seconds of each operation, by its number, without collectives.
     `shared_out_s` is the step time without communication if every operation were split over all devices; `sends` tells
     whether there is communication. `name` names the constraints of a baseline.
     """
@@ -35,6 +37,8 @@ class SpmdCandidate:
     program: peak_memory.MemoryProgram
     estimate: peak_memory.MemoryEstimate
     stands_for: dict[int, tuple[int, Any]]
+    ran: Ran = dataclasses.field(repr=False)
+    compute_s: Mapping[int, float] = dataclasses.field(repr=False)
     step_time_s: float
     shared_out_s: float
     sends: bool
@@ -116,6 +120,8 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdC
         program=memory.program,
         estimate=memory.estimate,
         stands_for=memory.stands_for,
+        ran=ran,
+        compute_s=seconds,
         step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
         sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),

@@ -16,6 +16,7 @@ from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
+from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.spmd_candidate import (
     SpmdCandidate,
     TimedSharding,
@@ -178,7 +179,7 @@ def search_mesh(
         context=context,
         intra_op=intra_op,
         step=step,
-        costs=NodeCosts(context.graph, model),
+        costs=tables_of(context, context.graph, model).costs,
         free=free,
         pins=pins,
         until_s=until_s,
@@ -251,6 +252,7 @@ def _intra_op(
         constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,
         paired_ops=step.paired_ops if step is not None else (),
         weights=step.weights if step is not None else ONE_EACH,
+        tables=tables_of(context, graph, model),
     )
 
 
@@ -280,11 +282,11 @@ class _MeshSearch:
         """
         if self.step is None or slow_s == math.inf:
             return 0.0
-        model, sharding = self.intra_op.model, self.intra_op.decode(solution)
-        busy_s = timed_sharding(self.step.graph, model, sharding).ran.busy_s
+        model, costs, sharding = self.intra_op.model, self.intra_op.costs, self.intra_op.decode(solution)
+        busy_s = timed_sharding(self.step.graph, model, sharding, costs).ran.busy_s
         if busy_s >= slow_s or not model.overlap.kinds:
             return busy_s
-        shallow = timed_sharding(self.step.shallow_graph(), model, sharding).ran
+        shallow = timed_sharding(self.step.shallow_graph(), model, sharding, costs).ran
         return busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s)
 
     def fastest(self, slow_s: float) -> tuple[TimedSharding, float] | float:

@@ -146,6 +146,11 @@ class Constraints:
                     break
         return layout
 
+    @property
+    def minors(self) -> tuple[tuple[Purpose, ...], ...]:
+        """For each axis the purposes of values in which it is a minor one: equal ones, equal orders of every value."""
+        return tuple(use.minor for use in self.axes)
+
     def order_of(self, value: Value) -> tuple[int, ...]:
         """The mesh axes, major ones first, in the order in which they split one dimension of a value.
 

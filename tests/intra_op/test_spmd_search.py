@@ -6,11 +6,12 @@ import dataclasses
 import jax
 import pytest
 
-from autopar import Cluster
+from autopar import Cluster, recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
-from autopar.cost.cost_model import cost_model
+from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
+from autopar.intra_op import shared_tables
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.spmd_search import longest_s, mesh_candidates, search_mesh, worth_trying
 from autopar.ir.mesh import LogicalMesh
@@ -79,3 +80,27 @@ def test_values_that_are_all_written_take_no_less_than_kernels_do():
 
 def with_limit(context, limit_bytes):
     return dataclasses.replace(context, limit_bytes=limit_bytes)
+
+
+def test_programs_on_one_mesh_share_their_tables(monkeypatch):
+    """Another program on the mesh computes no seconds anew and builds nothing, unless axes split in another order."""
+    context, computed, built = context_on(slow_cluster()), [], []
+    seconds, build = NodeCosts._strategy_s, shared_tables.build_choice_graph
+    monkeypatch.setattr(NodeCosts, "_strategy_s", lambda *args, **named: computed.append(1) or seconds(*args, **named))
+    monkeypatch.setattr(
+        shared_tables, "build_choice_graph", lambda *args, **named: built.append(1) or build(*args, **named)
+    )
+
+    def search(context, axis_sizes=(8,)):
+        computed.clear(), built.clear()
+        model = cost_model(context.cluster, LogicalMesh(axis_sizes=axis_sizes))
+        return search_mesh(context, model, time_limit_s=60.0).step_time_s, bool(computed), len(built)
+
+    step_time_s, *first = search(context)
+    assert first == [True, 1]
+    assert search(context) == (step_time_s, False, 0)
+    assert search(context, (2, 4))[1:] == (True, 1)
+    for recipe in (recipes.zero(1), recipes.zero(3)):
+        bound = dataclasses.replace(context, request=recipe.request)
+        again = search(bound)
+    assert again[2] == 0

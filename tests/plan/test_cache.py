@@ -6,6 +6,8 @@ import jax
 import pytest
 
 import autopar
+from autopar import Cluster
+from benchmarks.zoo import CASES
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
@@ -51,6 +53,33 @@ def test_a_second_process_reads_the_plan_and_does_not_search(tmp_path):
     assert other["passes"] == ["trace", "cache"]
     assert other["plan"] == one["plan"]
     assert len(cached(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "others"),
+    [
+        pytest.param(
+            "gpt", {"layers": 4}, [{"layers": 4, "vocabulary": 128}, {"layers": 3}], marks=pytest.mark.slow, id="gpt"
+        ),
+        ("mlp", {"layers": 3, "width": 512}, [{"layers": 3, "width": 256}, {"layers": 5, "width": 512}]),
+    ],
+)
+def test_a_plan_is_the_same_file_whatever_was_planned_before(tmp_path, name, sizes, others):
+    """With an empty cache, and with that of a model of another head or of fewer layers, in the same process too."""
+
+    def saved(directory, its_sizes) -> bytes:
+        case = CASES[name](**its_sizes)
+        state = jax.eval_shape(case.init, jax.random.key(0))
+        step = step_with(directory, case.step, cluster=Cluster.preset("dgx-h100").submesh(1, 4))
+        plan = step.plan(state, shapes(case.batch(0)))
+        assert searched(step)
+        plan.save(tmp_path / "plan.json")
+        return (tmp_path / "plan.json").read_bytes()
+
+    alone = saved(None, sizes)
+    for other in others:
+        saved(tmp_path / "cache", other)
+    assert saved(tmp_path / "cache", sizes) == alone
 
 
 def test_two_processes_at_once_leave_one_whole_plan(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
+from autopar.solver.presolve import elimination
 from autopar.solver.presolve.followers import merge_followers
 from autopar.solver.presolve.presolve import (
     drop_dominated,
@@ -71,3 +72,19 @@ def test_a_chain_is_eliminated_whole() -> None:
     assert reduced.problem.node_cost == ()
     assert reduced.offset == 4.0
     assert reduced.undo(()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("part", [1, 7, 1 << 16])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_tables_are_the_same_whatever_part_of_them_is_worked_out_at_a_time(part: int, seed: int) -> None:
+    """To the bit, so that ties are broken alike; and their choice is the cheapest."""
+    rng = np.random.default_rng(seed)
+    around = tuple(rng.integers(1, 4, size=rng.integers(0, 4)))
+    terms = [rng.random((5, *(n if rng.random() < 0.6 else 1 for n in around))) for _ in range(4)]
+    whole = np.broadcast_to(terms[0] + terms[1] + terms[2] + terms[3], (5, *around)).min(axis=0)
+    assert elimination.least_of_sum(terms, around, part).tobytes() == whole.tobytes()
+    problem = merge_parallel(random_problem(seed, limited=False, forbidden=0.0)).problem
+    choice = elimination.solve_by_tables(problem)
+    assert choice is not None
+    assert evaluate(problem, choice)[0] == pytest.approx(brute_force(problem).objective)

@@ -1,0 +1,57 @@
+"""What the integer programs of one graph on one mesh have in common, whatever is asked of each: built once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.intra_op.build_choice_graph import build_choice_graph
+from autopar.intra_op.formulation import Ilp, build
+from autopar.ir.graph import OpGraph
+from autopar.ir.layout import Layout
+from autopar.passes.fold_step import Weights
+from autopar.plan.context import PlanningContext
+from autopar.sharding.constraints import Constraints
+
+
+class SharedTables:
+    """The seconds of operations, and the nodes and edges of a graph with their seconds, before constraints.
+
+    The search on a mesh, the baselines on it and recipes differ in what they fix and forbid only.
+    """
+
+    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+        self.graph, self.model, self.costs = graph, model, NodeCosts(graph, model)
+        # With the weights by whose ids they are known, so that the ids stay theirs.
+        self._built: dict[tuple, tuple[Weights, Ilp]] = {}
+
+    def built(
+        self,
+        constraints: Constraints | None,
+        weights: Weights,
+        transfers: Mapping[int, Layout],
+        arrivals: Mapping[int, Layout],
+    ) -> Ilp:
+        """The program before constraints, of which only the order counts in which axes split a dimension. `transfers`
+        and `arrivals` of a stage are parts of its nodes, and make a program of their own.
+        """
+        key = constraints.minors if constraints is not None else None, id(weights)
+        if transfers or arrivals or key not in self._built:
+            order_of = constraints.order_of if constraints is not None else None
+            choices = build_choice_graph(self.graph, self.model.links.mesh, transfers, arrivals, order_of, weights)
+            ilp = build(self.graph, choices, self.model, self.costs)
+            if transfers or arrivals:
+                return ilp
+            self._built[key] = weights, ilp
+        return self._built[key][1]
+
+
+def tables_of(context: PlanningContext, graph: OpGraph, model: CostModel) -> SharedTables:
+    """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh. On three
+    axes, where they are large, they go with the search.
+    """
+    mesh = model.links.mesh
+    if len(mesh.axis_sizes) > 2:
+        return SharedTables(graph, model)
+    what = "tables", id(graph), context.cluster, mesh  # the tables keep the graph, so that its id stays its own
+    return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model))
