@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 import autopar
 from autopar import recipes
+from autopar.plan.memory_use import MemoryKind
 from autopar.plan.plan import Plan
-from autopar.plan.schema import MemoryKind
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "memory_formulas.md"

@@ -30,7 +30,8 @@ from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.decisions import SolverReport
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.plan.codec import decisions_of
-from autopar.plan.schema import MemoryUse, ModuleRow, PipelineRecord, Predicted, PredictedCollective, StageRecord
+from autopar.plan.memory_use import MemoryUse
+from autopar.plan.schema import ModuleRow, PipelineRecord, Predicted, PredictedCollective, StageRecord
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
 

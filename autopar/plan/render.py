@@ -13,7 +13,8 @@ from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
-from autopar.plan.schema import MemoryKind, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.memory_use import MemoryKind
+from autopar.plan.schema import ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import common_name, folded, group_names, stage_mesh
 
 WIDTH = 140  # columns of the printed plan

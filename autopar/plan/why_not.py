@@ -13,7 +13,8 @@ from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
-from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
+from autopar.plan.memory_use import MemoryKind
+from autopar.plan.schema import ModuleRow, PlanRecord
 
 COLUMNS = 100
 MODULES_SHOWN = 8

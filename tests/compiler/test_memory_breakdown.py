@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.plan.schema import MemoryKind
+from autopar.plan.memory_use import MemoryKind
 from benchmarks.memory_formulas import (
     ACTIVATION_TARGET,
     CASES,

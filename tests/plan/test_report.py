@@ -10,13 +10,14 @@ import pytest
 import autopar
 from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
+from autopar.plan.memory_use import MemoryKind
 from autopar.plan.report import data, page
 from autopar.plan.report.drawing import BETWEEN, INSIDE, drawing_of, link_loads, stages_of_devices
 from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.memory_panel import in_parts, memory_panel
 from autopar.plan.report.module_tree import module_tree
 from autopar.plan.report.timeline_data import PARTS, timeline_data
-from autopar.plan.schema import MeasuredRecord, MemoryKind, PlanRecord
+from autopar.plan.schema import MeasuredRecord, PlanRecord
 from tests.plan.records import module, pipeline, program, value
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors, recipes
 from autopar.plan import summary
-from autopar.plan.schema import MemoryKind
+from autopar.plan.memory_use import MemoryKind
 from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
 from tests.small_steps import shapes, slow_cluster, transformer

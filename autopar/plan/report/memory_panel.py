@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
+from autopar.plan.memory_use import MemoryHolder, MemoryKind
 from autopar.plan.plan_timeline import timeline_of
-from autopar.plan.schema import MemoryHolder, MemoryKind, PlanRecord
+from autopar.plan.schema import PlanRecord
 
 CURVE_POINTS = 240
 

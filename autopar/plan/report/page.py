@@ -18,12 +18,13 @@ from markupsafe import Markup
 
 from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
 from autopar.plan.fit_row import FitRow
+from autopar.plan.memory_use import MemoryKind
 from autopar.plan.report.compare_data import CompareData, compare_data
 from autopar.plan.report.data import ReportData, report_data
 from autopar.plan.report.fit_data import FitData, fit_data
 from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.report.timeline_data import PARTS, TimelineData
-from autopar.plan.schema import MemoryKind, PlanRecord
+from autopar.plan.schema import PlanRecord
 
 # The colours of categories of events, as the script has them, and what they mean.
 _CATEGORIES = {
