@@ -47,8 +47,7 @@ class _Manager(ocp.CheckpointManager):
     """orbax's manager, which does not ask JAX whether the program is to end: `Checkpointer.save` has, for this step.
 
     JAX lets processes agree on a step by the one that each asked about last, which must not go back. orbax asks about
-    the step of a checkpoint when that is complete, while the loop has long gone on: some processes then ended at a step
-    that others had left behind them, which waited for them until they were given up.
+    the step of a checkpoint when that is complete, in process 0, while the loop has long gone on.
     """
 
     def reached_preemption(self, step: int) -> bool:
