@@ -40,7 +40,18 @@ def manager(folder: Path, keep: int | None, deleted: str) -> Any:
         save_root_metadata=False,
     )
     handlers = {STATE: _handler(None), MANIFEST: ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+    return _Manager(folder, item_handlers=handlers, options=options)
+
+
+class _Manager(ocp.CheckpointManager):
+    """orbax's manager, which does not ask JAX whether the program is to end: `Checkpointer.save` has, for this step.
+
+    JAX lets processes agree on a step by the one that each asked about last, which must not go back. orbax asks about
+    the step of a checkpoint when that is complete, in process 0, while the loop has long gone on.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 def save(writer: Any, step: int, arrays: Mapping[str, Any], manifest: Any) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import autopar
 from autopar.checkpoint import Checkpointer, Preempted
@@ -495,3 +496,13 @@ def test_a_checkpoint_leaves_no_objects_behind(tmp_path):
             if number == 3:
                 before = len(gc.get_objects())
     assert len(gc.get_objects()) - before < 20
+
+
+def test_who_writes_does_not_ask_whether_the_program_is_to_end(tmp_path, monkeypatch):
+    """JAX's agreement is by the step that was asked about last: orbax asks about those of checkpoints, later on."""
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with checkpointer(tmp_path) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, {"w": jnp.arange(4.0)})
+    assert asked == []
