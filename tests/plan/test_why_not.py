@@ -90,9 +90,10 @@ def test_modules_rank_by_what_the_step_waits_for():
     own, others = rows(1.0, 0.0, 1.5), rows(9.0, 1.0, 2.0)
     found = WhyNot(plan=program(modules=own), other=program(modules=others))
     assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 1.5), ("layer*/attention", 0.0)]
-    assert "waiting for sends" in str(found)
+    assert "┃ waiting ┃" in str(found)
     older = WhyNot(plan=program(modules=own), other=program(modules=(module("layer0/mlp", compute_s=1.0, send_s=2.0),)))
     assert not older.knows_waits
+    assert "┃ sending ┃" in str(older)
     assert "include communication that computing hides" in str(older)
 
 
