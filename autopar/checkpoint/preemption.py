@@ -53,7 +53,7 @@ class PreemptionNotice:
         return self._arrived if self._common_end is None else self._common_end.reached(step_number)
 
     def close(self) -> None:
-        """Gives the signal back to the handler that had it; to the system where that is not Python's, such as JAX's own."""
+        """Gives the signal back to the Python handler that had it; where it was JAX's own, to the system."""
         if self._listens and signal.getsignal(signal.SIGTERM) == self._arrive:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._earlier is None else self._earlier)
         self._listens = False
