@@ -124,17 +124,6 @@ def shared_store() -> SharedStore | None:
     return None if client is None else SharedStore(client)
 
 
-def has_preemption_service() -> bool:
-    """Whether JAX receives the SIGTERM of this process and tells all processes of the program."""
-    return distributed.global_state.preemption_sync_manager is not None
-
-
-def reached_preemption(step: int) -> bool:
-    """Whether a process was told to end, and this step is the one that all processes have agreed to end after."""
-    manager = distributed.global_state.preemption_sync_manager
-    return manager is not None and bool(manager.reached_sync_point(step))
-
-
 def await_arrays() -> None:
     """Returns when all arrays of this process are there, also those that another process sends; or have failed."""
     for client in _clients():
