@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from rich.markup import escape
@@ -15,7 +16,7 @@ from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import common_name, folded, group_names, stage_mesh
+from autopar.plan.summary import common_name, folded, group_names, stage_mesh, stage_share
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -150,9 +151,20 @@ def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) ->
     return out.text()
 
 
+def _sent_by_kind(record: PlanRecord) -> dict[str, tuple[float, float]]:
+    """Kind of collective -> (number, bytes sent) in a step, means over the devices."""
+    out: dict[str, tuple[float, float]] = {}
+    for row in record.modules:
+        share = stage_share(record, row.stage)
+        for c in row.collectives:
+            count, sent = out.get(c.kind, (0.0, 0.0))
+            out[c.kind] = (count + share * c.count, sent + share * c.sent_bytes)
+    return out
+
+
 def differences(one: PlanRecord, other: PlanRecord) -> list[tuple[str, str, str]]:
     """The differences of two plans: the name of each, and what it is in both."""
-    rows = [
+    rows: list[tuple[str, str, str]] = [
         ("mesh", _meshes(one), _meshes(other)),
         ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
         ("peak memory", text_of_bytes(max(one.predicted.peak_bytes)), text_of_bytes(max(other.predicted.peak_bytes))),
@@ -161,11 +173,12 @@ def differences(one: PlanRecord, other: PlanRecord) -> list[tuple[str, str, str]
             text_of_bytes(max(one.predicted.host_bytes, default=0)),
             text_of_bytes(max(other.predicted.host_bytes, default=0)),
         ),
-        ("sent per device", text_of_bytes(one.predicted.sent_bytes), text_of_bytes(other.predicted.sent_bytes)),
     ]
-    a_kinds, b_kinds = one.predicted.by_kind(), other.predicted.by_kind()
-    for kind in dict.fromkeys((*a_kinds, *b_kinds)):
-        a, b = a_kinds.get(kind, (0.0, 0.0)), b_kinds.get(kind, (0.0, 0.0))
+    sent = [_sent_by_kind(record) for record in (one, other)]
+    this_text, other_text = (text_of_bytes(sum(nbytes for _, nbytes in kinds.values())) for kinds in sent)
+    rows.append(("sent per device", this_text, other_text))
+    for kind in dict.fromkeys((*sent[0], *sent[1])):
+        a, b = (kinds.get(kind, (0.0, 0.0)) for kinds in sent)
         rows.append((kind, f"{a[0]:g}, {text_of_bytes(a[1])}", f"{b[0]:g}, {text_of_bytes(b[1])}"))
     b_values = {v.path: v for v in (*other.arguments, *other.results)}
     for v in (*one.arguments, *one.results):
@@ -203,6 +216,7 @@ def _values_table(record: PlanRecord) -> Table:
 
 
 def _modules_table(record: PlanRecord) -> Table:
+    """Modules, those that are alike as one; numbers are means over the devices."""
     rows_shown = Table(
         "module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send", "keeps"
     )
@@ -212,19 +226,20 @@ def _modules_table(record: PlanRecord) -> Table:
             groups.setdefault((folded(row.module), row.splits), []).append(row)
     for (pattern, splits), rows in groups.items():
         sent: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-        for c in (c for row in rows for c in row.collectives):
+        shares = [stage_share(record, row.stage) for row in rows]
+        for share, c in ((share, c) for share, row in zip(shares, rows, strict=True) for c in row.collectives):
             total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
-            total[0] += c.count
-            total[1] += c.sent_bytes
+            total[0] += share * c.count
+            total[1] += share * c.sent_bytes
         lines = [f"{n:g} {kind} {axes_text(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
         name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
         cells = (
             name,
             "\n".join(splits) or "-",
             "\n".join(lines) or "nothing",
-            text_of_s(sum(row.compute_time_s for row in rows)),
-            text_of_s(sum(c.time_s for row in rows for c in row.collectives)),
-            text_of_bytes(sum(row.saved_bytes for row in rows)),
+            text_of_s(sum(map(operator.mul, shares, (row.compute_time_s for row in rows)))),
+            text_of_s(sum(map(operator.mul, shares, (sum(c.time_s for c in row.collectives) for row in rows)))),
+            text_of_bytes(sum(map(operator.mul, shares, (row.saved_bytes for row in rows)))),
         )
         rows_shown.add_row(*map(escape, cells))
     return rows_shown
@@ -233,10 +248,10 @@ def _modules_table(record: PlanRecord) -> Table:
 def _collectives_table(record: PlanRecord) -> Table:
     rows = Table("collective", "over", "per step", "sent per device", "time")
     totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for c in record.predicted.collectives:
+    for share, c in ((stage_share(record, row.stage), c) for row in record.modules for c in row.collectives):
         total = totals.setdefault((c.kind, c.axes), [0.0, 0.0, 0.0])
         for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
-            total[i] += x
+            total[i] += share * x
     for (kind, axes), (count, sent, seconds) in totals.items():
         rows.add_row(kind, axes_text(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
     return rows

@@ -23,10 +23,13 @@ NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
 _NUMBER = re.compile(r"\d+")
+SHARDED = "sharded data"
+# State counts as split where a device holds at most so many times its share: what devices do not divide is small.
+ABOUT = 1.05
 # What an axis of each role splits; an axis that splits nothing has its own name as its role.
 _SPLITS = {
     "data": "the batch",
-    "sharded data": "the batch and the state",
+    SHARDED: "the batch and the state",
     "tensor": "the matrices",
     "sequence": "the sequences",
     "expert": "the experts",
@@ -195,10 +198,26 @@ def _splits(record: PlanRecord, stage: int) -> str:
         if size > 1 and role in _SPLITS:
             ways[role] = ways.get(role, 1) * size
     parts = [f"{_SPLITS[role]} split over {n}" for role, n in ways.items()]
+    if SHARDED in ways:
+        held = _held_of_state(record, stage)
+        if held > math.prod(ways.values()) ** -1 * ABOUT:
+            at = list(ways).index(SHARDED)
+            parts[at] = f"the batch split over {ways[SHARDED]} and the state in part ({held:.1%} of it a device)"
     alike = mesh.num_devices // math.prod(ways.values())
     if alike > 1:
         parts.append(f"{'groups of ' if ways else ''}{alike} devices do the same work")
     return ", ".join(parts) or "nothing is split"
+
+
+def _held_of_state(record: PlanRecord, stage: int) -> float:
+    """The part of a stage's state that one of its devices holds."""
+    mesh, whole, held = stage_mesh(record, stage), 0.0, 0.0
+    for value in record.arguments:
+        stages = value.stages or (value.stage,)
+        if value.kind == "state" and stage in stages:
+            whole += value.nbytes / len(stages)
+            held += value.nbytes / len(stages) / value.layout.shards(mesh)
+    return held / whole if whole else 0.0
 
 
 def exposed_s(record: PlanRecord, modules: Sequence[ModuleRow]) -> float | None:
