@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,12 @@ from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
 from autopar.step import Step
 from autopar.step_views import followed, function_of
+
+# Options of `parallelize` that a request has under the same name, whatever plan is wished for.
+_SEARCHED = (
+    "attention", "effort", "constraints", "memory_limit_bytes", "time_limit_s", "per_microbatch", "remat",
+    "compiler_options",
+)  # fmt: skip
 
 
 def parallelize(
@@ -224,11 +230,38 @@ def _make_step(fun: Any, options: StepOptions) -> Step:
 def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **options: Any) -> Plan:
     """The plan of a step for hardware that need not be here; nothing is run and nothing is allocated.
 
-    `cluster` may be text as on the command line: `dgx-h100x2`, `tpu-v5e:2x4`. `args` are arrays or
-    shapes (`jax.ShapeDtypeStruct`), `options` those of `parallelize`.
+    `cluster` may be text as on the command line: `dgx-h100x2`, `tpu-v5e:2x4`. `args` are arrays or shapes
+    (`jax.ShapeDtypeStruct`), `options` those of `parallelize`. A step that `parallelize` made keeps its own, but
+    for those named here.
     """
-    function = function_of(fun) if isinstance(fun, Step) else fun
-    return parallelize(function, cluster=cluster, **options).plan(*args)
+    given = parallelize(function_of(fun) if isinstance(fun, Step) else fun, cluster=cluster, **options)
+    assert isinstance(given, Step), "given a function, it makes a step"
+    return (_with_options(fun, given, options) if isinstance(fun, Step) else given).plan(*args)
+
+
+def _with_options(step: Step, given: Step, named: Collection[str]) -> Step:
+    """A step on the cluster of another one, with the options of that one which are named.
+
+    Raises: InvalidArgumentError where named wishes for a plan would replace the step's own.
+    """
+    own, other = step._options, given._options
+    wishes = sorted({"num_microbatches", "schedule"}.intersection(named))
+    if "plan" not in named and wishes and (own.has_recipe or own.plan is not None):
+        raise InvalidArgumentError(
+            where="autopar.plan(step, ...)", expected=f"a step without a recipe of its own, or plan= beside {wishes}",
+            got="a step that parallelize(plan=...) made", hint="name the recipe here too: plan=autopar.recipes...",
+        )  # fmt: skip
+    is_anew = "plan" in named or bool(wishes)
+    request = other.request if is_anew else own.request
+    searched = {name: getattr((other if name in named else own).request, name) for name in _SEARCHED}
+    names = {field.name for field in dataclasses.fields(StepOptions)}.intersection(named) - {"plan"}
+    fields = {name: getattr(other, name) for name in (names | {"plan", "has_recipe"} if is_anew else names)}
+    return Step(
+        function_of(step),
+        dataclasses.replace(
+            own, **fields | {"cluster": other.cluster, "request": dataclasses.replace(request, **searched)}
+        ),
+    )
 
 
 def _size(where: str, text: str) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
-from autopar.compiler.exposed_sends import exposed_of_stages
 from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.offload_notes import offload_notes
 from autopar.compiler.padding import padding_notes
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
+from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
     module_rows,
     pipeline_record,
@@ -72,7 +72,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
     values = dimensions_of(staged.graph)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]
-    exposed = exposed_of_stages(staged)
+    sends = sends_of_stages(staged)
     largest_axis = max(n for planned in staged.stages for n in planned.sharding.mesh.axis_sizes)
     return PlanRecord(
         format_version=FORMAT_VERSION,
@@ -89,12 +89,12 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
-        predicted=staged_predicted(staged, exposed, context.cluster, flops),
+        predicted=staged_predicted(staged, sends, context.cluster, flops),
         solver=together(reports),
         modules=tuple(
             row
-            for number, (planned, waits) in enumerate(zip(staged.stages, exposed, strict=True))
-            for row in stage_rows(planned, number, waits)
+            for number, (planned, times) in enumerate(zip(staged.stages, sends, strict=True))
+            for row in stage_rows(planned, number, times)
         ),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
         tried=(),

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from autopar.attention import ring
 from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes
-from autopar.compiler.exposed_sends import Waits
 from autopar.compiler.memory_breakdown import memory_of_stages, saved_bytes
+from autopar.compiler.send_times import Sends
 from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
 from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.product_rate import main_dtype
-from autopar.cost.stream_work import Cause
+from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import peak_flops_per_s
@@ -79,24 +79,24 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
     )
 
 
-def staged_predicted(staged: StagedStep, exposed: Sequence[Waits], cluster: Cluster, flops: float) -> Predicted:
+def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluster, flops: float) -> Predicted:
     """The prediction of a pipelined step. Seconds of computation and communication are means over the devices.
 
-    `exposed`: of each stage, what is waited for (`exposed_of_stages`).
+    `sends`: of each stage, its collectives (`sends_of_stages`).
     """
     simulation, devices = staged.simulation, 0
     compute_s = product_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
-    for planned, waits in zip(staged.stages, exposed, strict=True):
+    for planned, times in zip(staged.stages, sends, strict=True):
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
         n = model.links.mesh.num_devices
         seconds_of = _seconds_of(graph, block, model)
         compute_s += n * sum(seconds_of.values())
         product_s += n * _product_s(block, seconds_of)
-        uses = predicted_collectives(graph, block, model)
-        collective_s += n * sum(use.time_s for use in uses)
-        collectives += grouped(uses, model.links.mesh, waits)
+        rows = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
+        collective_s += n * sum(row.time_s for row in rows)
+        collectives += rows
         host = host_use(graph, block, model)
         mesh_index = planned.lowered.mesh_index
         kept_bytes[mesh_index] += host.kept_bytes + host.saved_bytes * max(1, simulation.peak_in_flight[mesh_index])
@@ -139,10 +139,9 @@ def predicted(
 ) -> tuple[Predicted, Timeline]:
     """The prediction of a program, and its timeline, from the simulation with which it was compared."""
     lowered, model, estimate, ran = best.lowered, best.model, best.estimate, best.ran
-    uses = predicted_collectives(graph, lowered, model)
+    collectives = grouped(predicted_collectives(graph, lowered, model), model.links.mesh, ran.sends())
     seconds_of = _seconds_of(graph, lowered, model, best.compute_s)
     compute_s = sum(seconds_of.values())
-    collective_s = sum(use.time_s for use in uses)
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
@@ -151,14 +150,14 @@ def predicted(
     prediction = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
-        collective_time_s=collective_s,
+        collective_time_s=sum(row.time_s for row in collectives),
         hidden_time_s=ran.hidden_s,
         allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
         flops=flops,
         mfu=flops / (step_s * peak) if step_s else 0.0,
         bubble_fraction=0.0,
-        collectives=grouped(uses, model.links.mesh, ran.exposed_s()),
+        collectives=collectives,
         memory=(use,),
         host_bytes=(kept_bytes,) if kept_bytes else (),
         host_copied_bytes=float(host.copied_bytes),
@@ -175,15 +174,14 @@ def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:
 
 
 def grouped(
-    uses: tuple[CollectiveUse, ...], mesh: LogicalMesh, exposed: Mapping[Cause, float]
+    uses: tuple[CollectiveUse, ...], mesh: LogicalMesh, times: Mapping[Cause, SendTime]
 ) -> tuple[PredictedCollective, ...]:
-    """Collectives added up by kind, axes and module, in order of appearance."""
+    """Collectives added up by kind, axes and module, in order of appearance, with their `times` in the step."""
     rows: dict[Cause, list[float]] = {}
     for use in uses:
-        row = rows.setdefault((use.kind, use.axes, use.module), [0.0, 0.0, 0.0])
+        row = rows.setdefault((use.kind, use.axes, use.module), [0.0, 0.0])
         row[0] += use.count
         row[1] += use.total_bytes
-        row[2] += use.time_s
     return tuple(
         PredictedCollective(
             kind=kind.value,
@@ -191,10 +189,10 @@ def grouped(
             module=module,
             count=count,
             sent_bytes=sent,
-            time_s=t,
-            exposed_s=min(t, exposed.get((kind, axes, module), 0.0)),
+            time_s=times.get((kind, axes, module), NO_TIME).seconds,
+            exposed_s=times.get((kind, axes, module), NO_TIME).exposed_s,
         )
-        for (kind, axes, module), (count, sent, t) in rows.items()
+        for (kind, axes, module), (count, sent) in rows.items()
     )
 
 
@@ -247,10 +245,10 @@ def module_rows(
     )
 
 
-def stage_rows(planned: PlannedStage, number: int, exposed: Waits) -> tuple[ModuleRow, ...]:
+def stage_rows(planned: PlannedStage, number: int, times: Sends) -> tuple[ModuleRow, ...]:
     """The rows of one stage of a pipeline, by its number."""
     graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
-    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh, exposed)
+    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
     return module_rows(graph, block, model, collectives, number)
 
 

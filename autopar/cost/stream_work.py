@@ -59,6 +59,23 @@ class StreamWork:
     inside: tuple[Ran, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendTime:
+    """Seconds of collectives, and those of them in which nothing is computed: what the step waits for."""
+
+    seconds: float
+    exposed_s: float
+
+    def __add__(self, other: SendTime) -> SendTime:
+        return SendTime(self.seconds + other.seconds, self.exposed_s + other.exposed_s)
+
+    def times(self, share: float) -> SendTime:
+        return SendTime(share * self.seconds, share * self.exposed_s)
+
+
+NO_TIME = SendTime(0.0, 0.0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
     """Work on a stream, COMPUTE or SEND, between two moments."""
@@ -114,8 +131,8 @@ class Ran:
                     causes=work.causes,
                 )
 
-    def exposed_s(self) -> dict[Cause, float]:
-        """Cause of collectives -> the seconds of them in which nothing is computed: what the step waits for them."""
+    def sends(self) -> dict[Cause, SendTime]:
+        """Cause of collectives -> their seconds. What is combined has the latency of one: the rest of it is gone."""
         computed: list[tuple[float, float]] = []
         sent: list[tuple[float, float, Causes]] = []
         for event in self.events():
@@ -125,7 +142,7 @@ class Ran:
                 sent.append((event.start_s, event.end_s, event.causes))
         computed.sort()
         sent.sort(key=lambda each: each[:2])
-        found: dict[Cause, float] = {}
+        found: dict[Cause, SendTime] = {}
         first = 0  # collectives run one at a time: what ended before one began ended before the next
         for start_s, end_s, causes in sent:
             while first < len(computed) and computed[first][1] <= start_s:
@@ -134,8 +151,9 @@ class Ran:
             while at < len(computed) and computed[at][0] < end_s:
                 exposed_s -= min(computed[at][1], end_s) - max(computed[at][0], start_s)
                 at += 1
+            time = SendTime(end_s - start_s, max(0.0, exposed_s))
             for cause, share in causes:
-                found[cause] = found.get(cause, 0.0) + share * max(0.0, exposed_s)
+                found[cause] = found.get(cause, NO_TIME) + time.times(share)
         return found
 
 

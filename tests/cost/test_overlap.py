@@ -17,7 +17,7 @@ from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.stream_simulator import overlap_of, run
-from autopar.cost.stream_work import Stream, StreamWork
+from autopar.cost.stream_work import SendTime, Stream, StreamWork
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import host_cpu, presets
@@ -174,9 +174,9 @@ def test_a_collective_is_exposed_where_nothing_is_computed():
     ]
     # The gathers run from 0 to 4 and 4 to 6.5, computing from 0 to 1 and 4 to 6.
     ran = run(program)
-    assert ran.exposed_s() == {cause: 3.5, other: 1.0}
+    assert {c: t.exposed_s for c, t in ran.sends().items()} == {cause: 3.5, other: 1.0}
     loop = StreamWork(name="loop", stream=Stream.BOTH, seconds=ran.end_s, reads=(), makes=("z",), inside=(ran,))
-    assert run([compute("k", 1.0), loop]).exposed_s() == {cause: 3.5, other: 1.0}
+    assert {c: t.exposed_s for c, t in run([compute("k", 1.0), loop]).sends().items()} == {cause: 3.5, other: 1.0}
 
 
 def test_each_of_combined_gathers_is_exposed_by_its_part():
@@ -188,7 +188,7 @@ def test_each_of_combined_gathers_is_exposed_by_its_part():
     ]
     ran = run([*program, compute("x", 1.0), compute("y", 2.0, "v w")], combined_bytes=2)
     assert (len(ran.order), ran.end_s) == (3, 6.0)
-    assert ran.exposed_s() == {small: 0.75, large: 2.25}
+    assert ran.sends() == {small: SendTime(1.0, 0.75), large: SendTime(3.0, 2.25)}
 
 
 def test_a_loop_that_sends_keeps_both_streams_busy():
@@ -256,7 +256,8 @@ def test_what_computing_does_not_hide_is_what_the_step_waits_for(program, combin
         if w.stream is not Stream.HOST
     ]
     ran = run(program, combined_bytes)
-    assert sum(ran.exposed_s().values()) == ran.end_s - ran.compute_s
+    assert sum(t.exposed_s for t in ran.sends().values()) == ran.end_s - ran.compute_s
+    assert sum(t.seconds for t in ran.sends().values()) == ran.send_s
 
 
 def test_copies_to_the_host_run_beside_computing_and_collectives():

@@ -577,3 +577,40 @@ def test_a_state_with_an_optax_chain_and_nothing_in_it():
     expected = jax.jit(step)(state, mlp_batch())
     got = split(step)(state, mlp_batch())
     assert_close(got, expected)
+
+
+# A step that parallelize made, planned for other hardware
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "expected"),
+    [
+        ({"plan": autopar.recipes.zero(3)}, {}, {"plan": autopar.recipes.zero(3)}),
+        (
+            {"plan": autopar.recipes.zero(3), "effort": "quick"},
+            {"memory_limit_bytes": "1GB"},
+            {"plan": autopar.recipes.zero(3), "effort": "quick", "memory_limit_bytes": "1GB"},
+        ),
+        (
+            {"plan": autopar.recipes.zero(3)},
+            {"plan": autopar.recipes.data_parallel()},
+            {"plan": autopar.recipes.data_parallel()},
+        ),
+        ({"plan": autopar.recipes.zero(3)}, {"plan": None}, {}),
+        ({"effort": "quick"}, {"num_microbatches": 2}, {"effort": "quick", "num_microbatches": 2}),
+    ],
+)
+def test_a_step_is_planned_with_its_own_options(own, named, expected):
+    quiet = {"cache_dir": None, "show_progress": False}
+    found = autopar.plan(
+        autopar.parallelize(mlp_step, **own, **quiet), MLP_STATE, MLP_BATCH, cluster="dgx-h100", **named
+    )
+    wanted = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", **expected, **quiet)
+    assert found.record.decisions == wanted.record.decisions
+    assert found.record.axis_names == wanted.record.axis_names
+
+
+def test_wishes_for_a_step_with_a_recipe_name_the_recipe():
+    made = autopar.parallelize(mlp_step, plan=autopar.recipes.zero(3), show_progress=False)
+    with pytest.raises(autopar.errors.InvalidArgumentError, match="plan= beside"):
+        autopar.plan(made, MLP_STATE, MLP_BATCH, cluster="dgx-h100", num_microbatches=2)

@@ -185,7 +185,7 @@ def test_runs_stand_in_the_order_of_time():
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 8), st.integers(1, 3), st.integers(0, 10**9)
 )
 def test_random_pipelines(name, p, m, v, seed):
-    v = 2 if name == "zb-v" else v if name in ("interleaved", "inference") else 1
+    v = 2 if name in ("zb-v", "inference-v") else v if name in ("interleaved", "inference") else 1
     rng = random.Random(seed)
     schedule = make_schedule(name, p, m, v)
     pipeline = random_pipeline(schedule, rng)

@@ -153,7 +153,7 @@ seconds = st.floats(0.1, 10.0)
     st.builds(Times, forward_s=seconds, backward_s=seconds, weight_s=seconds, transfer_s=st.floats(0.0, 3.0)),
 )
 def test_every_schedule_keeps_its_promises(name, p, m, v, times):
-    v = 2 if name == "zb-v" else v if name in ("interleaved", "inference") else 1
+    v = 2 if name in ("zb-v", "inference-v") else v if name in ("interleaved", "inference") else 1
     schedule = make_schedule(name, p, m, v)
     fitted = make_schedule(name, p, m, v, times)
     verify_schedule(schedule)

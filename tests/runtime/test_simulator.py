@@ -102,7 +102,7 @@ def test_memory_that_a_task_takes_over_counts_once():
 def test_programs_take_the_time_of_their_schedule(name, transfer_s):
     """What is emitted keeps the schedule's times: nothing waits for more than the chain of stages does."""
     times = Times(forward_s=3.0, backward_s=4.0, weight_s=2.0, transfer_s=transfer_s)
-    schedule = make_schedule(name, 4, 8, 2 if name in ("interleaved", "zb-v") else 1)
+    schedule = make_schedule(name, 4, 8, 2 if name in ("interleaved", "zb-v", "inference-v") else 1)
     pipeline = chain(schedule)
     merged = times.backward_s + (0.0 if schedule.splits_backward else times.weight_s)
     seconds = {F: times.forward_s, B: merged, W: times.weight_s, BEFORE: 0.0, AFTER: 0.0}

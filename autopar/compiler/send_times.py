@@ -1,27 +1,27 @@
-"""Of the collectives of a pipeline, what the step waits for, by stage."""
+"""How long the collectives of a pipeline take, and what the step sends for of that, by stage."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Hashable, Mapping, Sequence
 
-from autopar.cost.stream_work import Cause
+from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.inter_op.joined_tasks import timed_chain
 from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
 from autopar.plan.summary import folded
 
-Waits = dict[Cause, float]
+Sends = dict[Cause, SendTime]
 
 
-def exposed_of_stages(staged: StagedStep) -> tuple[Waits, ...]:
-    """Of each stage: cause of collectives -> the seconds of a step in which its devices wait for them.
+def sends_of_stages(staged: StagedStep) -> tuple[Sends, ...]:
+    """Of each stage: cause of collectives -> their seconds in a step, on each of its devices.
 
     Tasks are timed as their costs are: those that run alone by themselves, joined ones as the one program that they
-    are. Stages that do the same, in modules of names that differ in numbers only, wait alike and are timed once.
+    are. Stages that do the same, in modules of names that differ in numbers only, send alike and are timed once.
     """
     in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
     numbers = [[i for i, task in enumerate(staged.staged.tasks) if task.stage == s] for s in range(len(staged.stages))]
-    known: dict[Hashable, tuple[Sequence[str], Waits]] = {}
+    known: dict[Hashable, tuple[Sequence[str], Sends]] = {}
     found = []
     for planned, tasks in zip(staged.stages, numbers, strict=True):
         modules = tuple(dict.fromkeys(op.module for op in planned.stage.graph.ops()))
@@ -33,15 +33,15 @@ def exposed_of_stages(staged: StagedStep) -> tuple[Waits, ...]:
             tuple(tuple(tasks.index(number) for number, _ in chain) for chain in chains),
         )
         if key not in known:
-            waits: Waits = {}
+            sends: Sends = {}
             for number in tasks:
-                _add(waits, *_alone(staged, planned, number, in_joined))
+                _add(sends, *_alone(staged, planned, number, in_joined))
             for chain in chains:
-                _add(waits, timed_chain(staged, chain).exposed_s(), 1.0)
-            known[key] = modules, waits
-        first_modules, waits = known[key]
+                _add(sends, timed_chain(staged, chain).sends(), 1.0)
+            known[key] = modules, sends
+        first_modules, sends = known[key]
         name = dict(zip(first_modules, modules, strict=True))
-        found.append({(kind, axes, name.get(module, module)): s for (kind, axes, module), s in waits.items()})
+        found.append({(kind, axes, name.get(module, module)): s for (kind, axes, module), s in sends.items()})
     return tuple(found)
 
 
@@ -52,13 +52,13 @@ def _form(staged: StagedStep, number: int, in_joined: Mapping[int, int]) -> Hash
     return task.kind, task.level, sizes, in_joined.get(number, 0)
 
 
-def _alone(staged: StagedStep, planned: PlannedStage, number: int, in_joined: Mapping[int, int]) -> tuple[Waits, float]:
-    """The waits of all runs of a task, and the part of these that are programs of their own."""
+def _alone(staged: StagedStep, planned: PlannedStage, number: int, in_joined: Mapping[int, int]) -> tuple[Sends, float]:
+    """The collectives of all runs of a task, and the part of these runs that are programs of their own."""
     task = staged.staged.tasks[number]
     runs = staged.graph.num_microbatches if task.kind.repeats else 1
-    return timed_task(planned, task).exposed_s(), 1 - in_joined.get(number, 0) / runs
+    return timed_task(planned, task).sends(), 1 - in_joined.get(number, 0) / runs
 
 
-def _add(waits: Waits, more: Waits, share: float) -> None:
-    for cause, seconds in more.items():
-        waits[cause] = waits.get(cause, 0.0) + share * seconds
+def _add(sends: Sends, more: Sends, share: float) -> None:
+    for cause, time in more.items():
+        sends[cause] = sends.get(cause, NO_TIME) + time.times(share)
