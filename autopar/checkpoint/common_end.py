@@ -8,6 +8,7 @@ Python's lock held, and with it the relay through which the processes talk
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 
@@ -29,27 +30,31 @@ class CommonEnd:
 
     A thread watches the store. When this process or another is told to end, each process holds its next question back
     and writes how many it has asked; when all have, the step after the furthest one is the last. No process waits for
-    another's main thread, which may itself wait for a step that this process has not begun.
+    another's main thread, which may itself wait for a step that this process has not begun. Where one does not answer
+    in time, all go on, that one too.
     """
 
     def __init__(self, store: SharedStore, process: int, processes: int, *, number: int, timeout_s: float = 30) -> None:
         """`number`: of this agreement in the program, the same in all processes."""
         self._store, self._process, self._processes, self._timeout_s = store, process, processes, timeout_s
-        self._told_key, self._steps_key = f"{_PREFIX}/told/", f"{_PREFIX}/{number}/steps/"
+        self._told_key = f"{_PREFIX}/told/"
+        self._steps_key, self._last_key = f"{_PREFIX}/{number}/steps/", f"{_PREFIX}/{number}/last"
         self._asked = 0
         self._step: int | None = None
         self._last: int | None = None
         self._lock = threading.Lock()
-        self._wake, self._closed = threading.Event(), False
+        # A queue, which a signal's handler may fill while another one, that it interrupts, does.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
         threading.Thread(target=self._watch, name="autopar: common end", daemon=True).start()
 
     def tell(self) -> None:
         """This process is to end; from a signal's handler too."""
-        self._wake.set()
+        self._wake.put(None)
 
     def close(self) -> None:
         self._closed = True
-        self._wake.set()
+        self._wake.put(None)
 
     def reached(self, step_number: int) -> bool:
         """Whether the program ends after this step. A step may be asked about twice, and steps may go back."""
@@ -60,23 +65,32 @@ class CommonEnd:
 
     def _watch(self) -> None:
         try:
-            while not self._wake.wait(POLL_S):
-                if self._store.below(self._told_key):
-                    break
+            while not self._is_woken() and not self._store.below(self._told_key):
+                pass
             if not self._closed:
                 self._store.set(f"{self._told_key}{self._process}", "")
                 self._agree()
         except jax.errors.JaxRuntimeError as error:  # process 0 is gone: the heartbeat ends this one
             logger.debug("no agreement on the last step: %s", error)
 
+    def _is_woken(self) -> bool:
+        try:
+            self._wake.get(timeout=POLL_S)
+        except queue.Empty:
+            return False
+        return True
+
     def _agree(self) -> None:
         with self._lock:
             self._store.set(f"{self._steps_key}{self._process}", str(self._asked))
             until_s = time.monotonic() + self._timeout_s
-            while len(asked := self._store.below(self._steps_key)) < self._processes:
-                if time.monotonic() > until_s:
-                    missing = sorted({*range(self._processes)} - {*map(int, asked)})
-                    logger.warning("told to end, but processes %s do not answer: this one goes on", missing)
-                    return
+            while len(asked := self._store.below(self._steps_key)) < self._processes and time.monotonic() < until_s:
                 time.sleep(_AGREEING_S)
-            self._last = 1 + max(map(int, asked.values()))
+            missing = sorted({*range(self._processes)} - {*map(int, asked)})
+            # What the first process finds holds for all: one that answers after another has given up ends with none.
+            found = "" if missing else str(1 + max(map(int, asked.values())))
+            if last := self._store.set_once(self._last_key, found):
+                self._last = int(last)
+            else:
+                late = f"processes {missing} do not answer" if missing else "this process answered too late"
+                logger.warning("told to end, but %s: all go on", late)

@@ -41,9 +41,9 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
         )
     if isinstance(value, NUMBERS) and not isinstance(value, np.generic):
         return LeafRecord(name=leaf.name, kind="number", dtype=type_of(value), number=text_of(value))
-    if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):
+    if isinstance(value, jax.Array | PaddedArray) and jax_compat.is_key_dtype(value.dtype):
         raw, _ = jax_compat.raw_key(value.dtype)
-        implementation = str(jax.random.key_impl(value))
+        implementation = str(jax.random.key_impl(value.stored if isinstance(value, PaddedArray) else value))
         return LeafRecord(
             name=leaf.name, kind="key", shape=value.shape, dtype=implementation, stored_dtype=np.dtype(raw).name
         )
@@ -100,11 +100,13 @@ def stored_sharding(record: LeafRecord, sharding: Any) -> Any:
 
 def restored_array(stored: Any, record: LeafRecord, sharding: Any) -> Any:
     """The leaf of an array that was read."""
-    if not isinstance(stored, jax.Array):
-        return stored.view(record.leaf_dtype) if record.stored_dtype != record.dtype else stored
     if record.kind == "key":
         wrap = functools.partial(jax.random.wrap_key_data, impl=record.dtype)
+        if not isinstance(stored, jax.Array):
+            return wrap(stored)
         return _by_shards(stored, wrap, record.shape, record.leaf_dtype, sharding)
+    if not isinstance(stored, jax.Array):
+        return stored.view(record.leaf_dtype) if record.stored_dtype != record.dtype else stored
     if record.stored_dtype != record.dtype:
         dtype = record.leaf_dtype
         return _by_shards(stored, lambda part: np.asarray(part).view(dtype), record.shape, dtype, sharding)

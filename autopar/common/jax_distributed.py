@@ -26,6 +26,17 @@ class SharedStore:
     def set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)
 
+    def set_once(self, key: str, value: str) -> str:
+        """Sets the value of a key that has none; returns the value that it has then, which may be another process's."""
+        try:
+            self._client.key_value_set(key, value)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            found: str = self._client.blocking_key_value_get(key, 1000)
+            return found
+        return value
+
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """The value as soon as there is one; None when there is none after `timeout_s` seconds.
 

@@ -69,14 +69,21 @@ def with_combined_gathers(program: Sequence[StreamWork], combined_bytes: int) ->
 
 def _as_one(gathers: Sequence[StreamWork]) -> StreamWork:
     first, *others = gathers
+    parts_s = [first.seconds, *(work.seconds - work.latency_s for work in others)]
+    seconds = sum(parts_s)
     return dataclasses.replace(
         first,
         name=f"{first.name} and {len(others)} more",
-        seconds=first.seconds + sum(work.seconds - work.latency_s for work in others),
+        seconds=seconds,
         reads=tuple(dict.fromkeys(value for work in gathers for value in work.reads)),
         makes=tuple(value for work in gathers for value in work.makes),
         nbytes=sum(work.nbytes for work in gathers),
         sent_bytes=sum(work.sent_bytes for work in gathers),
+        causes=tuple(
+            (cause, share * part_s / seconds)
+            for work, part_s in zip(gathers, parts_s, strict=True)
+            for cause, share in (work.causes if seconds else ())
+        ),
     )
 
 

@@ -347,7 +347,7 @@ class _Writer:
             reduction=(use.kind, use.axes) if reduces else None,
             gather=use.axes if use.kind is CollectiveKind.ALL_GATHER else None,
             latency_s=min(use.time_s, links.time_s(use.kind, 0.0, use.axes) * use.count),
-            cause=(use.kind, use.axes, use.module),
+            causes=(((use.kind, use.axes, use.module), 1.0),),
         )
 
     def inside(self, loop: Loop) -> tuple[Ran, ...]:

@@ -10,6 +10,8 @@ from autopar.hardware.collective_cost import CollectiveKind
 
 # Collectives that are counted together: their kind, the mesh axes that they are over, and the module that sends.
 Cause = tuple[CollectiveKind, tuple[int, ...], str]
+# What a collective is counted under, each with its share of the seconds: several where collectives are combined.
+Causes = tuple[tuple[Cause, float], ...]
 
 
 class Stream(HashedById):
@@ -38,7 +40,7 @@ class StreamWork:
         gather: The same of an all-gather.
         latency_s: Of a collective, the part of `seconds` that does not depend on its bytes.
         is_light: Elementwise, or moving values.
-        cause: Of a collective, what it is counted under.
+        causes: Of a collective, what it is counted under.
         inside: Of a loop, its blocks, which run one after the other and take `seconds`.
     """
 
@@ -53,7 +55,7 @@ class StreamWork:
     gather: Hashable = None
     latency_s: float = 0.0
     is_light: bool = False
-    cause: Cause | None = None
+    causes: Causes = ()
     inside: tuple[Ran, ...] = ()
 
 
@@ -83,7 +85,7 @@ class StreamEvent:
     start_s: float
     end_s: float
     sent_bytes: float = 0.0
-    cause: Cause | None = None
+    causes: Causes = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,30 +128,32 @@ class Ran:
                     start_s=start_s,
                     end_s=start_s + work.seconds,
                     sent_bytes=work.sent_bytes,
-                    cause=work.cause,
+                    causes=work.causes,
                 )
 
     def sends(self) -> dict[Cause, SendTime]:
         """Cause of collectives -> their seconds. What is combined has the latency of one: the rest of it is gone."""
         computed: list[tuple[float, float]] = []
-        sent: list[tuple[float, float, Cause]] = []
+        sent: list[tuple[float, float, Causes]] = []
         for event in self.events():
             if event.stream is Stream.COMPUTE:
                 computed.append((event.start_s, event.end_s))
-            elif event.cause is not None:
-                sent.append((event.start_s, event.end_s, event.cause))
+            elif event.causes:
+                sent.append((event.start_s, event.end_s, event.causes))
         computed.sort()
         sent.sort(key=lambda each: each[:2])
         found: dict[Cause, SendTime] = {}
         first = 0  # collectives run one at a time: what ended before one began ended before the next
-        for start_s, end_s, cause in sent:
+        for start_s, end_s, causes in sent:
             while first < len(computed) and computed[first][1] <= start_s:
                 first += 1
             exposed_s, at = end_s - start_s, first
             while at < len(computed) and computed[at][0] < end_s:
                 exposed_s -= min(computed[at][1], end_s) - max(computed[at][0], start_s)
                 at += 1
-            found[cause] = found.get(cause, NO_TIME) + SendTime(end_s - start_s, max(0.0, exposed_s))
+            time = SendTime(end_s - start_s, max(0.0, exposed_s))
+            for cause, share in causes:
+                found[cause] = found.get(cause, NO_TIME) + time.times(share)
         return found
 
 

@@ -17,7 +17,7 @@ from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.stream_simulator import overlap_of, run
-from autopar.cost.stream_work import Stream, StreamWork
+from autopar.cost.stream_work import SendTime, Stream, StreamWork
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import host_cpu, presets
@@ -166,17 +166,29 @@ def test_reductions_that_wait_for_each_other_start_alone():
 def test_a_collective_is_exposed_where_nothing_is_computed():
     cause, other = (CollectiveKind.ALL_GATHER, (0,), "a"), (CollectiveKind.ALL_REDUCE, (0, 1), "b")
     program = [
-        dataclasses.replace(send("w", 4.0), cause=cause),
+        dataclasses.replace(send("w", 4.0), causes=((cause, 1.0),)),
         compute("x", 1.0),
         compute("y", 2.0, "w"),
-        dataclasses.replace(send("v", 2.5, "x"), cause=cause),
-        dataclasses.replace(send("g", 1.0, "y", stream=Stream.BOTH), cause=other),
+        dataclasses.replace(send("v", 2.5, "x"), causes=((cause, 1.0),)),
+        dataclasses.replace(send("g", 1.0, "y", stream=Stream.BOTH), causes=((other, 1.0),)),
     ]
     # The gathers run from 0 to 4 and 4 to 6.5, computing from 0 to 1 and 4 to 6.
     ran = run(program)
     assert {c: t.exposed_s for c, t in ran.sends().items()} == {cause: 3.5, other: 1.0}
     loop = StreamWork(name="loop", stream=Stream.BOTH, seconds=ran.end_s, reads=(), makes=("z",), inside=(ran,))
     assert {c: t.exposed_s for c, t in run([compute("k", 1.0), loop]).sends().items()} == {cause: 3.5, other: 1.0}
+
+
+def test_each_of_combined_gathers_is_exposed_by_its_part():
+    """The first with the latency that they share."""
+    small, large = ((CollectiveKind.ALL_GATHER, (0,), module) for module in ("norm", "embedding"))
+    program = [
+        dataclasses.replace(send(name, seconds), gather=(0,), latency_s=1.0, causes=((cause, 1.0),))
+        for name, seconds, cause in (("v", 1.0, small), ("w", 4.0, large))
+    ]
+    ran = run([*program, compute("x", 1.0), compute("y", 2.0, "v w")], combined_bytes=2)
+    assert (len(ran.order), ran.end_s) == (3, 6.0)
+    assert ran.sends() == {small: SendTime(1.0, 0.75), large: SendTime(3.0, 2.25)}
 
 
 def test_a_loop_that_sends_keeps_both_streams_busy():
@@ -239,7 +251,7 @@ def test_the_end_lies_between_the_longest_sum_and_all(program, combined_bytes):
 def test_what_computing_does_not_hide_is_what_the_step_waits_for(program, combined_bytes):
     sends = (Stream.SEND, Stream.BOTH)
     program = [
-        dataclasses.replace(w, cause=(CollectiveKind.ALL_REDUCE, (0,), w.name)) if w.stream in sends else w
+        dataclasses.replace(w, causes=(((CollectiveKind.ALL_REDUCE, (0,), w.name), 1.0),)) if w.stream in sends else w
         for w in program
         if w.stream is not Stream.HOST
     ]

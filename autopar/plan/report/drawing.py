@@ -9,7 +9,7 @@ from autopar.common.trace_events import LINKS
 from autopar.hardware import host_groups
 from autopar.ir.mesh import AXIS_NAMES, axes_text
 from autopar.plan import summary
-from autopar.plan.plan_timeline import timeline_of
+from autopar.plan.plan_timeline import LINK, timeline_of
 from autopar.plan.schema import PlanRecord
 
 INSIDE, BETWEEN = "inside a host", "between hosts"
@@ -230,7 +230,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
 
 def _ends(name: str, groups: int) -> tuple[int, int] | None:
     """The groups of `mesh 0 to mesh 3`, as the simulation names what they send each other."""
-    one, _, other = name.partition(" to ")
+    one, _, other = name.partition(LINK)
     numbers = [text.rpartition(" ")[2] for text in (one, other)]
     if not all(number.isdigit() and int(number) < groups for number in numbers):
         return None
