@@ -147,10 +147,12 @@ def work(name: str, devices: int, names: Sequence[str]) -> None:
     for recipe in names:
         row = run_row(case, plain, devices, recipe)
         if row.outcome == WRONG:
-            # A ReLU so near its kink that rounding decides its gradient is as wrong from one key, not from the next.
+            # A ReLU so near its kink, or a number so near the middle of two integers of int8, that rounding decides: it
+            # is as wrong from one key, not from the next.
             other = run_row(case, expected(1), devices, recipe)
             if other.outcome == EQUAL:
-                said = f"from key 1; from key 0 {row.difference:.0e} in {row.said}, a gradient at a kink"
+                at = f"{row.difference:.0e} in {row.said}"
+                said = f"from key 1; from key 0 {at}, a kink or a step where rounding decides"
                 row = dataclasses.replace(other, said=said)
         print(json.dumps(dataclasses.asdict(row)), flush=True)
 
