@@ -1,4 +1,4 @@
-"""How long the collectives of a pipeline take, and what the step sends for of that, by stage."""
+"""How long the collectives of a pipeline take, and for how much of that the step waits, by stage."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Ran:
                 )
 
     def sends(self) -> dict[Cause, SendTime]:
-        """Cause of collectives -> their seconds. What is combined has the latency of one: the rest of it is gone."""
+        """Cause of collectives -> their seconds. Of combined ones the first has the latency, the others none."""
         computed: list[tuple[float, float]] = []
         sent: list[tuple[float, float, Causes]] = []
         for event in self.events():
