@@ -149,6 +149,7 @@ class _Writing:
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
+        self._giving_back.end()
 
 
 class _StageArray:

@@ -45,7 +45,7 @@ def batch_of(seed, size=BATCH):
 @pytest.fixture(scope="module", params=["1f1b", "interleaved", "zb-v"])
 def trained(request):
     recipe = autopar.recipes.combine(pp=2, dp=2, zero=3, num_microbatches=4, schedule=request.param)
-    step = autopar.parallelize(train, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(4)}))
+    step = autopar.parallelize(train, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(2 * stages)}))
     state, _ = step(step.init(init, jax.random.key(0)), batch_of(0))
     return step, state
 
@@ -123,11 +123,15 @@ def init_scanned(layers):
     return create
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(4, 2), (3, 2)], ids=["equal slices", "the last slice is shorter"])
+@pytest.mark.parametrize(
+    ("layers", "stages"),
+    [(4, 2), (3, 2), (4, 3)],
+    ids=["equal slices", "the last slice is shorter", "the first slice is longer"],
+)
 def test_slices_of_a_scan_stay_where_they_are(layers, stages, tmp_path):
     """The moments too, which an evaluation does not read, and the state of a step with gradients of its own."""
     recipe = autopar.recipes.combine(pp=stages, dp=2, zero=3, num_microbatches=4)
-    step = autopar.parallelize(train_scanned, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(4)}))
+    step = autopar.parallelize(train_scanned, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(2 * stages)}))
     state = step(step.init(init_scanned(layers), jax.random.key(0)), batch_of(0))
 
     def evaluate(state, batch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.frontend.build_graph import build_graph
-from autopar.frontend.pad_state import padded_step, store, unstore
+from autopar.frontend.pad_state import _sum_without_padding, padded_step, store, unstore
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Role
 from autopar.ir.padded import PaddedForm
@@ -93,3 +93,12 @@ def test_a_parameter_is_rounded_before_it_is_cut():
     assert graph.values[rounded.outputs[0]].shape == (6, 3)
     cuts = [op for op in graph.ops() if op.primitive == "slice" and rounded.outputs[0] in op.inputs]
     assert cuts
+
+
+def test_parts_that_are_padded_each_keep_their_numbers_and_their_sum():
+    form = PaddedForm((4, 3), (6, 3), (2, 1, 1))
+    array = jnp.arange(12.0).reshape(4, 3)
+    stored = store(array, form).at[jnp.array([3, 5])].set(99.0)
+    np.testing.assert_array_equal(stored[jnp.array([0, 1, 2, 4])], array)
+    np.testing.assert_array_equal(unstore(stored, form), array)
+    assert _sum_without_padding(stored, form) == array.sum()
