@@ -24,6 +24,9 @@ from autopar.kernels.plain_types import without_island_mesh
 # What only changes the type of a value that differs, or does not differ, between the devices.
 TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
 
+# What only says where a value lies. All axes of an island are its own, so that in its body nothing is left to say.
+PLACEMENTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
 
 def collective_axes(eqn: Any) -> tuple[str, ...]:
     """The axes over which an equation sends, or whose devices it numbers; none of other equations."""
@@ -137,7 +140,7 @@ def _closed(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in TYPE_CHANGES:
+    if name in TYPE_CHANGES or name in PLACEMENTS:
         return args
     if name == "psum_invariant":
         summed: Sequence[Any] = lax.psum(args, params["axes"])

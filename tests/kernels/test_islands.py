@@ -150,3 +150,12 @@ def test_a_branch_and_a_while_loop_inside_of_an_island():
 
     for recipe, devices in ((None, 4), (None, 8), (recipes.data_parallel(), 8)):
         assert_equals_jit(step, recipe, devices, arguments())
+
+
+@pytest.mark.parametrize("place", [jax.lax.with_sharding_constraint, jax.sharding.reshard])
+def test_placements_inside_of_an_island_say_nothing(place):
+    def body(x, w):
+        return place(jnp.tanh(x @ w), P(None, None))
+
+    island = jax.shard_map(body, mesh=mesh_of(x=4), in_specs=(P("x"), P()), out_specs=P("x"))
+    assert_equals_jit(step_of(island, "square"), None, 4, arguments())
