@@ -45,7 +45,7 @@ def batch_of(seed, size=BATCH):
 @pytest.fixture(scope="module", params=["1f1b", "interleaved", "zb-v"])
 def trained(request):
     recipe = autopar.recipes.combine(pp=2, dp=2, zero=3, num_microbatches=4, schedule=request.param)
-    step = autopar.parallelize(train, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(2 * stages)}))
+    step = autopar.parallelize(train, plan=recipe, **(OPTIONS | {"cluster": slow_cluster(4)}))
     state, _ = step(step.init(init, jax.random.key(0)), batch_of(0))
     return step, state
 
