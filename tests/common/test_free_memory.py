@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-import threading
 
 import pytest
 
@@ -47,26 +46,17 @@ def test_freed_memory_is_given_back():
     libc.free(last)
 
 
-@needs_glibc
-def test_the_end_of_another_threads_arena_is_given_back_while_it_works():
-    libc, sizes = allocating(), []
-    GivingBack().end()  # from here on glibc keeps up to 64 MiB at the end of each arena
-    work = GivingBack()
-
-    def run():
-        pieces = [libc.malloc(PIECE) for _ in range(PIECES // 4)]
-        for piece in pieces:
-            ctypes.memset(piece, 1, PIECE)
-        sizes.append(resident_bytes())
-        for piece in reversed(pieces):
-            libc.free(piece)
-        sizes.append(resident_bytes())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    work.end()
-    assert sizes[0] - sizes[1] > 0.8 * PIECE * PIECES // 4
+def test_the_threshold_is_low_from_the_first_beginning_to_the_last_end(monkeypatch):
+    called = []
+    monkeypatch.setattr(free_memory, "_function", lambda name: lambda *args: called.append((name, *args)))
+    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: False)
+    first, second = GivingBack(), GivingBack()
+    assert called == [("mallopt", -3, 32 << 20), ("mallopt", -1, 128 << 10)]
+    first.end()
+    first.end()
+    assert called[2:] == [("malloc_trim", 0)]
+    second.end()
+    assert called[3:] == [("mallopt", -1, 64 << 20), ("malloc_trim", 0)]
 
 
 @needs_glibc
