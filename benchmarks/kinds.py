@@ -31,7 +31,7 @@ from autopar import recipes
 from autopar.errors import AutoparError
 from benchmarks import kind_steps, row_processes
 from benchmarks.kind_steps import KINDS, KindStep
-from benchmarks.machine import description, markdown
+from benchmarks.machine import description, markdown, without_folders
 
 RESULTS = row_processes.ROOT / "benchmarks" / "results" / "kinds.json"
 TOLERANCE = 1e-5
@@ -97,7 +97,7 @@ def row_of(kind: KindStep, plan: str, devices: int) -> Row:
     except Exception as error:  # whatever is raised is the row
         where = f"{type(error).__name__}: " if not isinstance(error, AutoparError) else ""
         said = str(error).strip().splitlines() or [type(error).__name__]
-        said_of = f"{where}{said[0]}".replace(f"{row_processes.ROOT}/", "")
+        said_of = without_folders(f"{where}{said[0]}")
         return Row(plan=plan, said=said_of[:300], is_error_of_autopar=isinstance(error, AutoparError))
     return Row(
         plan=plan,

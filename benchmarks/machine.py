@@ -3,9 +3,12 @@
 import datetime
 import os
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+_FOLDERS = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+\.py)")  # all of a path but the last folder and the file
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ortools")
 
@@ -40,3 +43,8 @@ def kept_rows(path: Path) -> list[list[str]]:
     lines = path.read_text().splitlines() if path.exists() else []
     tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
     return tables[2:]
+
+
+def without_folders(text: str) -> str:
+    """A text whose absolute paths of Python files keep the last folder and the file: pages name no machine."""
+    return _FOLDERS.sub("", text)

@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import jax
 import autopar
 from autopar import recipes
 from autopar.verification import in_a_loop
+from benchmarks.machine import without_folders
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
@@ -56,7 +56,6 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
-_INSTALLED = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+\.py)")  # all of a path but the last folder and the file
 EQUAL, WRONG, REFUSED, BROKEN, LATE = "equal", "WRONG", "refused", "BROKEN", "TOO LATE"
 
 
@@ -107,7 +106,7 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
     except Exception as error:
         outcome = REFUSED if isinstance(error, autopar.errors.AutoparError) else BROKEN
         said = str(error).strip().splitlines() or [""]
-        said_of = _INSTALLED.sub("", said[0])
+        said_of = without_folders(said[0])
         return row(outcome, said=f"{type(error).__name__}: {said_of}"[:300])
     if of_state.relative > worst:
         worst, leaf = of_state.relative, of_state.path

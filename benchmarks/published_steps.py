@@ -29,7 +29,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.hardware.kinds import DeviceKind
 from autopar.plan.render import in_short
-from benchmarks.machine import description, kept_rows, markdown
+from benchmarks.machine import description, kept_rows, markdown, without_folders
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
 from benchmarks.zoo import CASES
 from benchmarks.zoo.case import Case
@@ -46,8 +46,8 @@ SEARCHED = (*COLUMNS, "searched", "its plan")
 
 
 def _in_short(error: AutoparError) -> str:
-    """The beginning of an error, with files from the root of the checkout on."""
-    return str(error).replace(f"{RESULTS.parents[2]}/", "").splitlines()[0][:80]
+    """The beginning of an error."""
+    return without_folders(str(error)).splitlines()[0][:80]
 
 
 def step_of(row: Row) -> tuple:

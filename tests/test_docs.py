@@ -47,3 +47,8 @@ def test_functions_of_the_data_flow_are_defined_where_the_page_says():
         text = "\n".join((ROOT / path).read_text() for path in re.findall(r"[\w/]+\.py", rest))
         for name in (name.split(".")[-1] for name in names.split(", ")):
             assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), f"{name} in {rest}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("*.[jm][sd]*")), ids=lambda p: p.name)
+def test_kept_results_name_no_folder_of_a_machine(path):
+    assert not re.search(r"(?<![\w.])/(?:home|root|work|tmp)/", path.read_text())
