@@ -1,13 +1,17 @@
 """What malloc keeps of freed memory goes back to the system."""
 
 import ctypes
+import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from autopar.common import free_memory
 from autopar.common.free_memory import GivingBack, give_back_free_memory
 
+ROOT = Path(__file__).parents[2]
 PIECE, PIECES = 64 << 10, 2000  # below the size from which malloc maps memory of its own
 
 
@@ -17,8 +21,9 @@ needs_glibc = pytest.mark.skipif(
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    """As counted page by page; /proc/self/statm lags behind by megabytes."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("Rss:"))
 
 
 def allocating():
@@ -44,6 +49,40 @@ def test_freed_memory_is_given_back():
     give_back_free_memory()
     assert resident_bytes() < before - PIECE * PIECES // 2
     libc.free(last)
+
+
+def given_back_bytes() -> int:
+    """What a thread's arena gives back of the pieces that the thread frees, while something is at work."""
+    libc, touched, go = allocating(), threading.Event(), threading.Event()
+    GivingBack().end()  # from here on glibc keeps up to 64 MiB at the end of each arena
+    work = GivingBack()
+
+    def run():
+        pieces = [libc.malloc(PIECE) for _ in range(PIECES // 4)]
+        for piece in pieces:
+            ctypes.memset(piece, 1, PIECE)
+        touched.set()
+        go.wait(60)
+        for piece in reversed(pieces):
+            libc.free(piece)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert touched.wait(60)
+    before = resident_bytes()  # in this thread: what it allocates does not lie behind the pieces
+    go.set()
+    thread.join()
+    after = resident_bytes()
+    work.end()
+    return before - after
+
+
+@needs_glibc
+def test_the_end_of_another_threads_arena_is_given_back_while_it_works():
+    program = f"from {__name__} import given_back_bytes; print(given_back_bytes())"  # its arenas are new
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 0.8 * PIECE * PIECES // 4
 
 
 def test_the_threshold_is_low_from_the_first_beginning_to_the_last_end(monkeypatch):
