@@ -36,10 +36,10 @@ from benchmarks.machine import description, markdown
 WHAT_GROWS = """
 What may grow is memory that malloc keeps. Each thread allocates from an arena (glibc has up to 8 for each core), and a
 checkpoint is written by new threads. What is free at the end of an arena other than the first is returned only when a
-thread frees something there and more is free than a threshold, which glibc raises to up to 64 MiB; `malloc_trim` leaves
-it. So arenas kept what their largest checkpoint needed, and resident memory grew until all had seen one. While a
-checkpoint is written, the threshold is 128 KiB (`autopar/common/free_memory.py`). Memory outside of the arenas does not
-grow: the main thread's heap, Python's own, shared libraries, which are read in with the first checkpoint.
+thread frees something there and more is free than the trim threshold, which glibc raises to up to 64 MiB; `malloc_trim`
+leaves it. While a checkpoint is written, the threshold is 128 KiB (`autopar/common/free_memory.py`). Memory outside of
+the arenas does not grow: the main thread's heap, Python's own, shared libraries, which are read in with the first
+checkpoint.
 """
 
 ROOT = Path(__file__).parents[1]
