@@ -97,15 +97,17 @@ class PaddedArray:
     def unpadded(self) -> jax.Array:
         """The array, on the same devices: split as far as they divide it, else whole on each."""
         if self.stored.sharding.memory_kind == HOST_MEMORY:
-            return jax.numpy.asarray(np.asarray(self))
+            return self._from_host_memory()
         return _alone(_unstoring(self.form, _even_sharding(self.form.shape, self.stored.sharding)), self.stored)
 
+    def _from_host_memory(self) -> jax.Array:
+        if not jax_compat.is_key_dtype(self.dtype):
+            return jax.numpy.asarray(np.asarray(self))
+        numbers = np.asarray(jax.random.key_data(self.stored))
+        return jax_compat.key_of(_unstored_numbers(numbers, self.form), self.dtype)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole, form = np.asarray(self.stored), self.form
-        if form.rows:
-            whole = np.concatenate([whole[i * form.rows_of_part :][:n] for i, n in enumerate(form.rows)])
-        cut = whole[tuple(slice(n) for n in form.flat_shape)].reshape(form.shape)
-        return np.array(cut, dtype=dtype)
+        return np.array(_unstored_numbers(np.asarray(self.stored), self.form), dtype=dtype)
 
     def __jax_array__(self) -> jax.Array:
         return self.unpadded()
@@ -226,6 +228,14 @@ def _stored_numbers(numbers: np.ndarray, form: PaddedForm) -> np.ndarray:
         parts = np.split(numbers, np.cumsum(form.rows)[:-1])
         numbers = np.concatenate([_padded_to(part, (form.rows_of_part, *part.shape[1:])) for part in parts])
     return _padded_to(numbers, (*form.stored_shape, *behind))
+
+
+def _unstored_numbers(numbers: np.ndarray, form: PaddedForm) -> np.ndarray:
+    """What `_stored_numbers` was given, in the array's own shape."""
+    behind = numbers.shape[len(form.stored_shape) :]
+    if form.rows:
+        numbers = np.concatenate([numbers[i * form.rows_of_part :][:n] for i, n in enumerate(form.rows)])
+    return numbers[tuple(slice(n) for n in form.flat_shape)].reshape(*form.shape, *behind)
 
 
 def _padded_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
