@@ -80,9 +80,29 @@ def ragged(devices: int) -> KindStep:
 
 
 def _grouped(name: str) -> KindStep:
+    """A dense layer, and one of experts without capacity: each row goes to one, which rows say."""
     from tests.kernels import test_grouped_products as products
 
-    return KindStep(step=products.step(getattr(products, name)), args=products.arguments(), recipes=(DATA, ZERO))
+    product = getattr(products, name)
+    state, batch = products.arguments()
+    keys = jax.random.split(jax.random.key(1), 2)
+    rows = batch["x"].shape[1]
+    state |= {"in": jax.random.normal(keys[0], (rows, rows)), "router": jax.random.normal(keys[1], (rows, products.E))}
+
+    def loss(state: Any, batch: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ state["in"])
+        with jax.named_scope("experts"):
+            expert = jnp.argmax(x @ state["router"], axis=-1)
+            order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=products.E)
+            inner = jnp.tanh(product(x[order], state["a"], sizes))
+            x = jnp.zeros_like(x).at[order].set(product(inner, state["b"], sizes))
+        return jnp.mean(jnp.sin(x))
+
+    def step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - g, state, gradients), value
+
+    return KindStep(step=step, args=(state, batch), recipes=(DATA, ZERO), per_microbatch=("experts",))
 
 
 def attention_in_blocks(devices: int) -> KindStep:
