@@ -10,7 +10,7 @@ from typing import Any
 from autopar.calls.batch_mode import checked_mode
 from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE
-from autopar.calls.step_options import StepOptions
+from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
@@ -41,12 +41,12 @@ def parallelize(
     remat: str | Sequence[str] = AS_WRITTEN,
     per_microbatch: str | Sequence[str] = (),
     memory_limit_bytes: int | str | None = None,
-    batch_argnums: int | Sequence[int] = (1,),
-    donate_argnums: int | Sequence[int] = (0,),
-    static_argnums: int | Sequence[int] = (),
-    batch_argnames: str | Sequence[str] = (),
-    donate_argnames: str | Sequence[str] = (),
-    static_argnames: str | Sequence[str] = (),
+    batch_argnums: int | Sequence[int] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     follow: Step | None = None,
     batch: str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -58,8 +58,9 @@ def parallelize(
     """Makes a pure training step run on every device, in the layout that the search finds best.
 
     Args:
-        fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned anew. Without it, a
-            decorator is returned. NNX objects among its arguments may be changed in place, as under `nnx.jit`.
+        fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned anew: of its options
+            it keeps which arguments hold examples, are donated and are static, unless they are named here. Without it,
+            a decorator is returned. NNX objects among its arguments may be changed in place, as under `nnx.jit`.
         plan: A plan to run unchanged, or a recipe (`autopar.recipes`, `autopar.constrain`) that constrains the search;
             None searches freely.
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
@@ -81,11 +82,11 @@ def parallelize(
             Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); None: 90 %
             of the device's memory.
-        batch_argnums: The arguments whose leaves hold examples. Where argument 1 is or holds an NNX object, the
-            default is all arguments with arrays after the last object.
-        donate_argnums: The arguments that the step replaces; their memory is reused for the results that replace them.
-            Where there are NNX objects, the default is those that the step changes.
-        static_argnums: Arguments that are not arrays; each value of them is a step of its own.
+        batch_argnums: The arguments whose leaves hold examples, by default argument 1; where that is or holds an NNX
+            object, all arguments with arrays after the last object.
+        donate_argnums: The arguments that the step replaces, by default argument 0; their memory is reused for the
+            results that replace them. Where there are NNX objects, the default is those that the step changes.
+        static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.
         batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
             two replace the defaults, or extend given argument numbers.
         follow: Another step whose layout of the state this one adopts, stages included (for an evaluation step).
@@ -172,6 +173,11 @@ def parallelize(
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     request = dataclasses.replace(plan_request(recipe, num_microbatches, schedule), attention=Attention(attention))
     request = dataclasses.replace(request, effort=checked_effort("parallelize(effort=...)", effort))
+    roles = {
+        "batch": (batch_argnums, batch_argnames),
+        "donate": (donate_argnums, donate_argnames),
+        "static": (static_argnums, static_argnames),
+    }
     options = StepOptions(
         plan=plan if isinstance(plan, Plan) else None,
         request=dataclasses.replace(
@@ -185,18 +191,15 @@ def parallelize(
         ),
         has_recipe=recipe != Recipe(),
         cluster=cluster,
-        batch_argnums=_argnums(batch_argnums),
-        donate_argnums=_argnums(donate_argnums),
-        static_argnums=_argnums(static_argnums),
-        batch_argnames=_argnames(batch_argnames),
-        donate_argnames=_argnames(donate_argnames),
-        static_argnames=_argnames(static_argnames),
+        **_roles(roles, fun),
         follow=None if follow is None else followed(follow),
         batch=checked_mode(batch, "parallelize(batch=...)"),
         cache_dir=cache_dir,
         show_progress=show_progress,
     )
-    return _make_step(fun, options) if fun is not None else lambda function: _make_step(function, options)
+    if fun is not None:
+        return _make_step(fun, options)
+    return lambda function: _make_step(function, dataclasses.replace(options, **_roles(roles, function)))
 
 
 def as_step(step: Callable[..., Any] | Step) -> Step:
@@ -283,6 +286,21 @@ def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
                 got=repr(pattern), hint="write the name that the error or the plan prints, or '**' for all",
             )  # fmt: skip
     return patterns
+
+
+def _roles(given: Mapping[str, tuple[Any, Any]], fun: Any) -> dict[str, Any]:
+    """Which arguments hold examples, are donated and are static, by number and by name: as given, else as a step made
+    before has them, else the defaults.
+    """
+    found: dict[str, Any] = {}
+    for kind, (numbers, names) in given.items():
+        by_number, by_name = f"{kind}_argnums", f"{kind}_argnames"
+        if numbers is None and names is None and isinstance(fun, Step):
+            found |= {option: getattr(fun._options, option) for option in (by_number, by_name)}
+        else:
+            found[by_number] = DEFAULT_ARGNUMS[by_number] if numbers is None else _argnums(numbers)
+            found[by_name] = () if names is None else _argnames(names)
+    return found
 
 
 def _argnums(value: int | Sequence[int]) -> tuple[int, ...]:

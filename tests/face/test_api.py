@@ -227,6 +227,27 @@ def test_static_argument_in_front():
     assert set(plan.batch_shardings) == {"x", "y"}
 
 
+@pytest.mark.parametrize("decorates", [False, True])
+def test_a_step_made_before_keeps_the_roles_of_its_arguments(decorates):
+    def step(kind, state, batch):
+        assert kind == "train"
+        return mlp_step(state, batch)
+
+    made = autopar.parallelize(step, cluster=slow_cluster(), static_argnames="kind", donate_argnums=1, batch_argnums=2)
+    recipe = autopar.recipes.data_parallel()
+    again = (
+        autopar.parallelize(plan=recipe, cluster=slow_cluster())(made)
+        if decorates
+        else autopar.parallelize(made, plan=recipe, cluster=slow_cluster())
+    )
+    plan = again.plan("train", MLP_STATE, MLP_BATCH)
+    assert set(plan.state_shardings) == {"bias", "first", "second"}
+    assert set(plan.batch_shardings) == {"x", "y"}
+    other = autopar.parallelize(made, cluster=slow_cluster(), donate_argnums=()).plan("train", MLP_STATE, MLP_BATCH)
+    assert set(other.batch_shardings) == {"x", "y"}
+    assert not other.state_shardings
+
+
 def test_keyword_arguments():
     step = split_mlp()
     expected = mlp_step(new_mlp_state(), mlp_batch())
