@@ -258,7 +258,7 @@ def page(faults: list[Fault], told: list[str], wrong: list[str]) -> str:
     lines = [
         "# Faults under the launcher",
         "",
-        f"`python -m benchmarks.faults --keep`; {description()}",
+        f"`python -m benchmarks.faults {' '.join(sys.argv[1:])}`; {description()}",
         "",
         f"{len(faults)} faults, {len(in_time)} of which ended all other processes within {LIMIT_S:.0f} s with the lost "
         f"one named as first; the longest time was {longest_s:.0f} s. Runs whose losses were not those of an "
