@@ -48,6 +48,14 @@ class _Slacks:
         self.left_s: dict[int, float] = {}  # of values that a block hands on: its end
         self.section_s: dict[Section, float] = {}  # where sections begin
         self.of_copy = {home.node: readers for (_, readers), home in choices.copies.items()}
+        # What a loop reads lies as its block takes it, in a node that no strategy of an operation is behind.
+        self.loop_of = {
+            choices.unreduced[v].node: op.id
+            for op in graph.ops()
+            for block in op.blocks
+            for v in block.inputs
+            if v in choices.unreduced
+        }
 
     def run(self) -> tuple[float, ...]:
         end_s = self.block(self.graph.block)
@@ -95,7 +103,7 @@ class _Slacks:
             readers: list[Op] = []  # the next step's state
         else:
             readers = self.readers.get(value, [])
-            members = {op.id for op, _ in target.members}
+            members = {op.id for op, _ in target.members} | {self.loop_of.get(reshard.target.node)}
             role = self.of_copy.get(reshard.target.node)
             own_readers = [op for op in readers if op.id in members or op.role.value == role]
             readers = own_readers or readers

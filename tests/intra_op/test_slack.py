@@ -53,6 +53,21 @@ def test_who_waits_for_what_is_sent():
     assert set(found["params[0]"] + found["params[1]"] + found["batch['x']"]) == {math.inf}
 
 
+def test_what_a_loop_reads_has_the_time_until_that_loop():
+    def step(stack, batch):
+        rounded = jnp.sin(stack)
+        for _ in range(2):
+            batch, _ = jax.lax.scan(lambda x, w: (x @ w, None), batch, rounded)
+        return stack, batch
+
+    stack = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    found = slacks(
+        build_graph(trace(step, (stack, SQUARE), names=("stack", "batch"), donate=(0,), batch=(1,)), RuleBook())
+    )
+    # The second loop reads it behind the products of the first, which take a second together.
+    assert found["sin"] == [0.0, 0.0, 1.0]  # of all readers, of each loop
+
+
 def test_nothing_hides_behind_another_section():
     found = slacks(micro_batched(traced(), 4, RuleBook()))
     # In the loop the first gradient has the rest of the backward pass, the sums behind it have nothing to hide behind.
