@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, search_price, state_values
+from autopar.intra_op.slack import Exposure
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.solver import Status
@@ -67,7 +68,7 @@ def layer_decisions(
         if terms.in_flight:
             prices = dataclasses.replace(prices, values=state | saved, copies=several)
         solution = intra_op.solve(
-            time_limit_s=time_limit_s, prices=prices, exposed_fraction=terms.exposed_fraction, rounds=ROUNDS
+            time_limit_s=time_limit_s, prices=prices, exposure=Exposure(terms.exposed_fraction), rounds=ROUNDS
         )
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             return None

@@ -27,6 +27,7 @@ from autopar.inter_op.search_space import (
     schedules_of,
     sizes_for,
     stage_numbers,
+    uneven_stages,
 )
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.inter_op.staged import default_chunks
@@ -136,7 +137,7 @@ class _Search:
         slow = builder.best is None and any(isinstance(a, StagePlan) for a in answers)  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answers)}", is_note=True)
-        return builder.results() or (nothing,), copies
+        return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
 
     def microbatched(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
         return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)

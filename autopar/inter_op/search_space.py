@@ -7,12 +7,14 @@ import math
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
+from autopar.inter_op.pipeline_candidate import SOURCE
 from autopar.intra_op.logical_meshes import distinct_meshes
 from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import SplitStep, divisors
+from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from autopar.solver import Schedule as SearchedSchedule
 
@@ -72,8 +74,24 @@ def finest(trips: int) -> int:
 
 def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
     """The numbers of stages that divide a scan over layers, and the devices, into equal parts."""
+    return [s for s in _equal_groups(step, cluster) if step.trips % s == 0]
+
+
+def uneven_stages(step: SplitStep, cluster: Cluster) -> list[Rejection]:
+    """What is not searched of a scan over layers: numbers of stages that divide the devices, and not the layers."""
+    numbers = [s for s in _equal_groups(step, cluster) if step.trips % s] if step.parts > 1 else []
+    if not numbers:
+        return []
+    why = (
+        f"not searched: the arrays of all {step.trips} layers would be stored padded, as autopar.PaddedArray; "
+        "autopar.recipes.pipeline(stages=...) asks for it"
+    )
+    return [Rejection(source=SOURCE, text=f"{', '.join(map(str, numbers))} stages of the scan's layers", why=why)]
+
+
+def _equal_groups(step: SplitStep, cluster: Cluster) -> list[int]:
     n, total = cluster.domain_devices, cluster.num_devices
-    sizes = {s: total // s for s in divisors(step.trips) if total % s == 0 and s <= step.parts}
+    sizes = {s: total // s for s in divisors(total) if s <= step.parts}
     return [s for s, size in sizes.items() if size % n == 0 or n % size == 0]
 
 

@@ -19,6 +19,7 @@ from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
+from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -208,7 +209,7 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
         copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
     )
     solution = problem.solve(
-        time_limit_s=time_limit_s, prices=prices, exposed_fraction=terms.exposed_fraction, rounds=ROUNDS
+        time_limit_s=time_limit_s, prices=prices, exposure=Exposure(terms.exposed_fraction), rounds=ROUNDS
     )
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise SolverError(

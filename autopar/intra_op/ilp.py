@@ -26,7 +26,7 @@ from autopar.intra_op.formulation import (
 from autopar.intra_op.masks import Masks
 from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
 from autopar.intra_op.shared_tables import SharedTables
-from autopar.intra_op.slack import discount_overlap, slacks_s
+from autopar.intra_op.slack import ALL_EXPOSED, Exposure, discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
@@ -126,8 +126,14 @@ class IntraOp:
         return self.base.problem
 
     @functools.cached_property
-    def _slacks_s(self) -> tuple[float, ...]:
-        return slacks_s(self.graph, self.choices, self._least_s)
+    def _slacks_s(self) -> dict[bool, tuple[float, ...]]:
+        """By whether what a loop reads may hide before it."""
+        return {ahead: slacks_s(self.graph, self.choices, self._least_s, before_loops=ahead) for ahead in (True, False)}
+
+    @property
+    def sends_before_loops(self) -> bool:
+        """Whether anything can be sent that a loop reads."""
+        return self._slacks_s[True] != self._slacks_s[False]
 
     def _relax(self, time_limit_s: float, rounds: int) -> None:
         """Drops as few of the contradicting constraints as make the problem solvable."""
@@ -144,21 +150,21 @@ class IntraOp:
         *,
         time_limit_s: float,
         prices: MemoryPrices | None = None,
-        exposed_fraction: float = 1.0,
+        exposure: Exposure = ALL_EXPOSED,
         rounds: int = ROUNDS,
         cutoff_s: float = math.inf,
     ) -> solver.Solution:
         """Solves the folded problem; the choice of the solution is that of the unfolded problem. Contradicting
         constraints are relaxed, for this solution and all later ones.
 
-        With prices, the objective includes the priced memory. `exposed_fraction` is charged of the communication
-        between operations for as long as there is computation to hide it (`slack`); communication within one node is
-        charged fully. `rounds` end the search, as in `solver.solve`, for equal answers on machines of any speed;
-        so does the proof that every choice takes `cutoff_s` or more.
+        With prices, the objective includes the priced memory. `exposure` says what is charged of communication between
+        operations that computation can hide (`slack`); communication within one node is charged fully. `rounds` end the
+        search, as in `solver.solve`, for equal answers on machines of any speed; so
+        does the proof that every choice takes `cutoff_s` or more.
         """
         solver_input = self.base if prices is None else price_memory(self.base, self.graph, prices)
-        if exposed_fraction != 1.0:
-            solver_input = discount_overlap(solver_input, self._slacks_s, exposed_fraction)
+        if exposure.fraction != 1.0:
+            solver_input = discount_overlap(solver_input, self._slacks_s[exposure.before_loops], exposure.fraction)
         tied, undo = solver.tie(solver_input.problem, self.classes)
         solution = solver.solve(
             tied, time_limit_s=time_limit_s, relative_gap=RELATIVE_GAP, rounds=rounds, cutoff=cutoff_s
@@ -169,7 +175,7 @@ class IntraOp:
                 return self.solve(
                     time_limit_s=time_limit_s,
                     prices=prices,
-                    exposed_fraction=exposed_fraction,
+                    exposure=exposure,
                     rounds=rounds,
                     cutoff_s=cutoff_s,
                 )

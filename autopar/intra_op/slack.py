@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,25 +21,39 @@ from autopar.intra_op.formulation import SolverInput
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.value_state import ALL
 
+
+class Exposure(NamedTuple):
+    """What an objective charges of a send that computing can hide, and whether what a loop reads can hide before it."""
+
+    fraction: float
+    before_loops: bool = True
+
+
+ALL_EXPOSED = Exposure(1.0)
 NO_VALUES: frozenset[int] = frozenset()
 
 
-def slacks_s(graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float]) -> tuple[float, ...]:
+def slacks_s(
+    graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float], *, before_loops: bool = True
+) -> tuple[float, ...]:
     """For each resharding, the seconds of computation between the operation that makes its value and the first
     operation that waits for it, over all runs in a step.
 
     `compute_s` gives the seconds of an operation without its blocks. An operation that takes next to no time does not
     delay its readers: the slack ends at the first operation that waits for the result. Arguments have unlimited slack,
-    since they can be sent ahead. In a step of micro-batches, nothing is sent beside the computation of another section;
-    a value from another stage is there when the section begins; a value gathered once is gathered before any
-    computation.
+    since they can be sent ahead. What a loop reads is sent before it, beside what is not in a loop, since loops send
+    themselves; all that is made outside of loops shares that time by its bytes, or has none (`before_loops`). In a step
+    of micro-batches, nothing is sent beside the computation of another section; a value from another stage is there
+    when the section begins; a value gathered once is gathered before any computation.
     """
-    return _Slacks(graph, choices, compute_s).run()
+    return _Slacks(graph, choices, compute_s, before_loops).run()
 
 
 class _Slacks:
-    def __init__(self, graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float]) -> None:
-        self.graph, self.choices, self.compute_s = graph, choices, compute_s
+    def __init__(
+        self, graph: OpGraph, choices: ChoiceGraph, compute_s: Callable[[Op], float], before_loops: bool
+    ) -> None:
+        self.graph, self.choices, self.compute_s, self.before_loops = graph, choices, compute_s, before_loops
         self.is_cut = graph.is_cut  # asked for every resharding; the graph looks through all of its operations
         # Seconds from the start of a block: of operations, when somebody waits for them; of values, when they are made.
         self.waited_for_s: dict[int, float] = {}
@@ -47,7 +62,19 @@ class _Slacks:
         self.readers: dict[int, list[Op]] = {}
         self.left_s: dict[int, float] = {}  # of values that a block hands on: its end
         self.section_s: dict[Section, float] = {}  # where sections begin
+        # Seconds from the start of a block to an operation, or to a value, that are not in a loop.
+        self.plain_before_s: dict[int, float] = {}
+        self.plain_made_s: dict[int, float] = {}
         self.of_copy = {home.node: readers for (_, readers), home in choices.copies.items()}
+        # What a loop reads lies as its block takes it, in a node that no strategy of an operation is behind.
+        self.loop_of = {
+            choices.unreduced[v].node: op
+            for op in graph.ops()
+            for block in op.blocks
+            for v in block.inputs
+            if v in choices.unreduced
+        }
+        self.made_by_loops = {v for op in graph.ops() if op.blocks for v in op.outputs}
 
     def run(self) -> tuple[float, ...]:
         end_s = self.block(self.graph.block)
@@ -59,19 +86,23 @@ class _Slacks:
 
     def block(self, block: Block) -> float:
         """Places the operations of a block in time; returns the duration of the block."""
-        now_s = 0.0
+        now_s = plain_s = 0.0
         ends_s: dict[Section, float] = {}
         begins_s: list[float] = []
         for v in block.inputs:
             self.made_s[v] = 0.0
         for op in block.ops:
             begins_s.append(now_s)
+            self.plain_before_s[op.id] = plain_s
             self.section_s.setdefault(op.section, now_s)
             inside_s = [self.block(inner) for inner in op.blocks]
-            now_s += self.compute_s(op) + (max(inside_s) if op.kind is OpKind.COND else sum(inside_s))
+            own_s = self.compute_s(op)
+            now_s += own_s + (max(inside_s) if op.kind is OpKind.COND else sum(inside_s))
+            plain_s += own_s
             ends_s[op.section] = now_s
             for v in op.outputs:
                 self.made_s[v], self.made_in[v] = now_s, op.section
+                self.plain_made_s[v] = plain_s
             for v in read_by(op):
                 self.readers.setdefault(v, []).append(op)
         for atom in block.outputs:
@@ -89,6 +120,9 @@ class _Slacks:
 
     def slack_s(self, reshard: Reshard, once: frozenset[int], end_s: float) -> float:
         value, target = reshard.value, self.choices.nodes[reshard.target.node]
+        loop = self.loop_of.get(reshard.target.node)
+        if loop is not None and not self.is_cut and value in read_by(loop):
+            return self.before_s(loop, value) if self.before_loops else 0.0
         if value in once and self.of_copy.get(reshard.target.node) == ALL:
             return 0.0
         if target.kind == "argument":
@@ -106,6 +140,12 @@ class _Slacks:
         if self.is_cut and math.isfinite(made_s) and self.made_in.get(value, reads_in) is not reads_in:
             made_s = self.section_s.get(reads_in, made_s)
         return max(0.0, read_s - made_s)
+
+    def before_s(self, loop: Op, value: int) -> float:
+        """The share of a value in the time before a loop that reads it."""
+        sent_bytes = {v: self.graph.values[v].nbytes for v in read_by(loop) if v not in self.made_by_loops}
+        share = sent_bytes.get(value, 0) / max(sum(sent_bytes.values()), 1)
+        return share * (self.plain_before_s[loop.id] - self.plain_made_s.get(value, 0.0))
 
 
 def _is_light(op: Op) -> bool:

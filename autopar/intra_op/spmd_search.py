@@ -17,6 +17,7 @@ from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.shared_tables import tables_of
+from autopar.intra_op.slack import ALL_EXPOSED, Exposure
 from autopar.intra_op.spmd_candidate import (
     SpmdCandidate,
     TimedSharding,
@@ -189,13 +190,13 @@ def search_mesh(
     fastest = search.fastest(slow_s)
     if isinstance(fastest, float):
         return _slower(context, model, fastest)
-    found, exposed_fraction = fastest
+    found, exposure = fastest
     if found.ran.end_s >= slow_s:
         return _slower(context, model, found.ran.end_s, found.ran.end_s)
     best = search.candidate(found)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
-    return search.leaner(best, exposed_fraction)
+    return search.leaner(best, exposure)
 
 
 def _slower(context: PlanningContext, model: CostModel, least_s: float, step_time_s: float | None = None) -> Rejection:
@@ -289,7 +290,7 @@ class _MeshSearch:
         shallow = timed_sharding(self.step.shallow_graph(), model, sharding, costs).ran
         return busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s)
 
-    def fastest(self, slow_s: float) -> tuple[TimedSharding, float] | float:
+    def fastest(self, slow_s: float) -> tuple[TimedSharding, Exposure] | float:
         """The fastest solution on the clock, with what counted of a send that can hide; or, where none can take less
         than `slow_s`, what they take at least.
         """
@@ -299,11 +300,11 @@ class _MeshSearch:
         hides = model.overlap.kinds and request.binding is None and model.links.mesh.num_devices > 1
         hides = hides and request.effort is not Effort.QUICK
         weighed: set[tuple[int, ...]] = set()
-        for fraction in (1.0, *(EXPOSED_FRACTIONS if hides else ())):
-            if fraction == 1.0:
+        for exposure in (ALL_EXPOSED, *(self.exposures() if hides else ())):
+            if exposure == ALL_EXPOSED:
                 solution = self.free
             else:
-                solution = self.intra_op.solve(time_limit_s=self.left_s, exposed_fraction=fraction)
+                solution = self.intra_op.solve(time_limit_s=self.left_s, exposure=exposure)
                 if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
                     continue
                 solution = self.at_full_cost(solution)
@@ -317,10 +318,17 @@ class _MeshSearch:
                 continue
             found = self.timed(solution)
             if best is None or found.ran.end_s < best[0].ran.end_s:
-                best = found, fraction
+                best = found, exposure
             if not found.ran.send_s:
                 break  # nothing is sent that could hide
         return least_s if best is None else best
+
+    def exposures(self) -> Iterator[Exposure]:
+        """Of what is sent before a loop it depends on all else that is whether it hides: both are tried."""
+        for fraction in EXPOSED_FRACTIONS:
+            yield Exposure(fraction)
+            if self.intra_op.sends_before_loops:
+                yield Exposure(fraction, before_loops=False)
 
     def timed(self, solution: Solution) -> TimedSharding:
         """A solution on the clock, on the whole step."""
@@ -351,7 +359,7 @@ class _MeshSearch:
         gap = (cost - bound) / cost if cost else 0.0
         return dataclasses.replace(solution, status=Status.FEASIBLE, objective=cost, bound=bound, gap=gap)
 
-    def leaner(self, best: SpmdCandidate, exposed_fraction: float) -> SpmdCandidate:
+    def leaner(self, best: SpmdCandidate, exposure: Exposure) -> SpmdCandidate:
         """The fastest plan that fits, else the smallest that was found, where the fastest of all is over the limit.
 
         The price applies to the values that are alive where the memory is over the limit in any plan seen so far.
@@ -365,7 +373,7 @@ class _MeshSearch:
             if time.perf_counter() > self.until_s:
                 return None
             prices = self.prices(s_per_byte, priced)
-            solution = self.intra_op.solve(time_limit_s=self.left_s, prices=prices, exposed_fraction=exposed_fraction)
+            solution = self.intra_op.solve(time_limit_s=self.left_s, prices=prices, exposure=exposure)
             if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
                 return None
             choice = tuple(solution.choice)

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -18,6 +19,7 @@ from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step
 
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+STACK = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
 
 
 def traced():
@@ -25,7 +27,7 @@ def traced():
     return trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
 
 
-def slacks(graph):
+def slacks(graph, **options):
     """Of each value, in order, the slack of each resharding of it, where a product takes a second and all else nothing.
 
     Values are named by what makes them, products by their number.
@@ -35,7 +37,7 @@ def slacks(graph):
     made_by = {v: op.primitive or op.kind.value for op in graph.ops() for v in op.outputs}
     made_by |= {op.outputs[0]: f"product {i}" for i, op in enumerate(products)}
     found = {}
-    times = slacks_s(graph, assembly, lambda op: float(op.primitive == "dot_general"))
+    times = slacks_s(graph, assembly, lambda op: float(op.primitive == "dot_general"), **options)
     for reshard, slack_s in zip(assembly.reshards, times, strict=True):
         found.setdefault(made_by.get(reshard.value, graph.values[reshard.value].name), []).append(slack_s)
     return found
@@ -51,6 +53,21 @@ def test_who_waits_for_what_is_sent():
     assert found["reduce_sum"] == [3.0]  # nobody waits for the loss
     # Parameters and examples are there before the step begins.
     assert set(found["params[0]"] + found["params[1]"] + found["batch['x']"]) == {math.inf}
+
+
+def test_what_a_loop_reads_has_the_time_until_that_loop():
+    def step(stack, batch):
+        rounded = jnp.sin(stack)
+        batch, _ = jax.lax.scan(lambda x, w: (x @ w, None), batch, rounded)
+        batch, _ = jax.lax.scan(lambda x, w: (x @ w, None), batch @ batch, rounded)
+        return stack, batch
+
+    graph = build_graph(trace(step, (STACK, SQUARE), names=("stack", "batch"), donate=(0,), batch=(1,)), RuleBook())
+    # Of all readers; of the first loop; of the second, before which a product outside of loops takes a second, which
+    # the stack shares with what the loop carries.
+    share = STACK.size / (STACK.size + SQUARE.size)
+    assert slacks(graph)["sin"] == pytest.approx([0.0, 0.0, share])
+    assert slacks(graph, before_loops=False)["sin"] == [0.0, 0.0, 0.0]
 
 
 def test_nothing_hides_behind_another_section():

@@ -12,6 +12,7 @@ from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import evaluated, timed_sharding
 from autopar.intra_op.symmetry import SMALL, whole_nodes
 from autopar.intra_op.unfold import unfold
@@ -82,7 +83,7 @@ def test_no_stream_works_longer_on_the_folded_step_than_the_whole_one_takes():
     step, model = views.folded, cost_model(Cluster.preset("dgx-h100"), LogicalMesh(axis_sizes=(8,)))
     intra_op = IntraOp(step.graph, model, paired_ops=step.paired_ops, weights=step.weights)
     for exposed_fraction in (1.0, 0.3, 0.0):
-        sharding = intra_op.decode(intra_op.solve(time_limit_s=60.0, exposed_fraction=exposed_fraction))
+        sharding = intra_op.decode(intra_op.solve(time_limit_s=60.0, exposure=Exposure(exposed_fraction)))
         on_folded = timed_sharding(step.graph, model, sharding).ran
         on_whole = timed_sharding(graph, model, unfold(sharding, views.partials, graph, step)).ran
         assert on_folded.busy_s == pytest.approx(on_whole.busy_s, rel=1e-9)

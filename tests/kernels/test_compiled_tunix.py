@@ -1,6 +1,7 @@
 """What XLA makes for TPUs of Tunix's training step, unmodified, with splash attention in a `shard_map` of its own."""
 
 import importlib.util
+import math
 import re
 
 import jax
@@ -31,7 +32,7 @@ def test_splash_attention_runs_on_each_devices_examples(recipe):
     plan = step.plan(state, batch)
     text = compile_for_target(step, "tpu:v5e:2x4", state, batch).as_text()
     results = " ".join(re.findall(r"= (.*?) custom-call\(.*tpu_custom_call", text))
-    shapes = {shape for shape in re.findall(r"\w+\[([\d,]+)\]", results) if shape.endswith(f"{L},{D}")}
-    assert shapes == {f"{B // 8},{H},{L},{D}"}
+    shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", results)]
+    assert max(math.prod(shape[:-2]) for shape in shapes if shape[-2:] == (L, D)) == B // 8 * H
     assert not re.findall(rf"\w+\[{B},{H},{L},{D}\]\S* all-gather", text), "no operand of attention is gathered"
     assert traffic(collectives(text)).total_bytes == pytest.approx(plan.predicted.sent_bytes, rel=0.1)
