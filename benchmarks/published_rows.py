@@ -7,10 +7,10 @@ Sources, by table:
         its sequences times the model's flops over its achieved rate. Vocabulary 51,200, 2,048 tokens.
     megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
         the time is the model's flops by its own formula over the rate. The table gives no micro-batches: without stages
-        all sequences of a copy are taken at once, for they fit, with stages one at a time. Nor does it give chunks.
-        Megatron takes only numbers that divide the layers of a group of devices: of 462B's seven, seven. By its text
-        the 177B keeps 42 of 47 % where it has 12 micro-batches a step instead of 576, which six stages of three chunks
-        or fewer would lose to their bubble alone: so there are at least four, and here as few as divide. Its runs
+        all sequences of a copy are taken at once, for they fit, with stages one at a time. Nor does it give chunks;
+        here they are as few as Megatron takes, which wants them to divide the layers of a group of devices: of 462B's
+        seven layers, seven. By its text the 177B keeps 42 of 47 % where it has 12 micro-batches a step in place of 576,
+        which three chunks of six stages or fewer would lose to their bubble alone: four, at least. Its runs
         gather parameters under the forward pass (--overlap-param-gather, --overlap-grad-reduce), and products of tensor
         parallelism send in place (--tp-comm-overlap: Transformer Engine's user buffers).
     torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
@@ -201,19 +201,17 @@ MEGATRON_A100 = (
 )
 
 
-LEAST_CHUNKS = 4  # of a group of devices, in Megatron-Core's runs with stages
-
-
 def _megatron_core(
-    name: str, sizes: tuple[int, int, int], parts: tuple[int, int], gpus: int, batch: int, tflops: float
-) -> Row:
+    name: str, sizes: tuple[int, int, int], parts: tuple[int, int], gpus: int, batch: int, tflops: float,
+    least_chunks: int = 2,
+) -> Row:  # fmt: skip
     model, (tp, pp) = _gpt(*sizes, vocabulary=131_072, length=4096), parts
     of_group = model.layers // pp
     return Row(
         table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch,
         micro_batch=1 if pp > 1 else batch * tp // gpus,
         tp=tp, pp=pp, zero=1, gather="ahead", sequence_parallel=tp > 1, pieces="in place" if tp > 1 else "",
-        chunks=1 if pp == 1 else next(n for n in range(LEAST_CHUNKS, of_group + 1) if of_group % n == 0),
+        chunks=1 if pp == 1 else next(n for n in range(least_chunks, of_group + 1) if of_group % n == 0),
         step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
     )  # fmt: skip
 
@@ -222,7 +220,7 @@ MEGATRON_CORE_H100 = (
     _megatron_core("1.7B", (24, 2048, 16), (1, 1), 48, 192, 408.8),
     _megatron_core("16B", (32, 6144, 48), (4, 1), 192, 192, 489.1),
     _megatron_core("70B", (84, 8192, 64), (8, 2), 768, 384, 419.7),
-    _megatron_core("177B", (96, 12_288, 96), (8, 6), 2304, 1152, 432.8),
+    _megatron_core("177B", (96, 12_288, 96), (8, 6), 2304, 1152, 432.8, least_chunks=4),
     _megatron_core("462B", (112, 18_432, 144), (8, 16), 6144, 3072, 459.9),
 )
 
