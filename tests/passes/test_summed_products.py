@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import recipes, verification
+from autopar import recipes
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import SUMMED_PRODUCT, OpKind, Section
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
 from autopar.passes.summed_products import with_summed_products
 from autopar.sharding.rules import RuleBook
-from autopar.xla import aot_gpu
+from autopar.xla import aot, aot_gpu
 from tests.small_steps import assert_close
 
 RULES = RuleBook()
@@ -107,11 +107,22 @@ def test_on_devices(recipe):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
-def test_a_compiler_for_gpus_adds_up_within_the_product():
-    plan = recipes.combine(dp=2, num_microbatches=4)
-    planned = autopar.parallelize(
-        step, plan=plan, cluster=autopar.Cluster.parse("dgx-h100").submesh(1, 2), cache_dir=None, show_progress=False
-    )
-    shapes = jax.eval_shape(weights), jax.eval_shape(batch)
-    text = verification.compile_for_target(planned, "gpu:h100:2", *shapes).as_text()
-    assert re.search(r"f32\S* add\(\S+, %dot_general", text)
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", 1), ("bfloat16", 2)])
+def test_a_compiler_for_gpus_adds_up_within_products_of_32_bits(dtype, kernels):
+    """As a device's summands are added up under data parallelism, of a size whose contraction XLA does not split."""
+    mesh = aot.target_mesh("gpu:h100:2", (2,), ("x",))
+    on_axis = jax.sharding.PartitionSpec("x")
+
+    def summand(x, y):
+        return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=dtype)[None]
+
+    def add(total, x, y):
+        part = jax.shard_map(summand, mesh=mesh, in_specs=(on_axis, on_axis), out_specs=on_axis, check_vma=False)(x, y)
+        return total + part.astype("float32")
+
+    sizes = ((2, 8192, 4096), "float32"), ((8192, 8192), "bfloat16"), ((8192, 4096), "bfloat16")
+    where = jax.sharding.NamedSharding(mesh, on_axis)
+    shapes = [jax.ShapeDtypeStruct(shape, of, sharding=where) for shape, of in sizes]
+    text = jax.jit(add, donate_argnums=0).lower(*shapes).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r"= \S+ (?:fusion|custom-call|dot|add)\(", entry)) == kernels
