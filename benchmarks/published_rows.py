@@ -21,7 +21,9 @@ Sources, by table:
         pieces through PyTorch's symmetric memory.
     llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4. Eight chunks of a stage: the 126 layers
         are one in each of 16 stages of 8 chunks, but for the first, which has the embedding alone, and the last, which
-        has the output alone (there, section 3.3.2).
+        has the output alone (there, section 3.3.2). Copies of the model share the optimizer's state and do not give
+        gathered parameters back after the forward pass (ibid.). They share gradients too, which is not in the row:
+        exchanged in each micro-batch (`zero=2`), these take longer than the published step.
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
@@ -282,7 +284,7 @@ TORCHTITAN = (
 LLAMA3 = (
     Row(
         table="llama 3", name="405B on 8192 H100", model=_llama("405B", 8192), hardware="H100", gpus=8192, batch=2048,
-        micro_batch=1, tp=8, pp=16, zero=1, chunks=8, sequence_parallel=True,
+        micro_batch=1, tp=8, pp=16, zero=1, gather="ahead", chunks=8, sequence_parallel=True,
         step_time_s=llama_flops(_llama("405B", 8192), 2048) / (430e12 * 8192),
     ),
 )  # fmt: skip
