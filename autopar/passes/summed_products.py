@@ -2,9 +2,9 @@
 
 A product whose result is rounded to 16 bits, laid out anew, padded, and then added to a sum takes several passes over
 memory in each micro-batch. XLA's compilers for GPU and TPU add the sum within the product where nothing stands between
-the two: programs that XLA compiled for an H100 (jaxlib 0.10.2) then have one kernel. So the product keeps its sum of 32
-bits, its operands change places where its result was transposed, and what pads the result pads the sum, behind the last
-micro-batch.
+the two: programs compiled for an H100 (jaxlib 0.10.2) and a v5e slice (libtpu 0.0.42.1) have one kernel. So the product
+keeps its sum of 32 bits, its operands change places where its result was transposed, and what pads the result pads the
+sum, behind the last micro-batch.
 """
 
 from __future__ import annotations
