@@ -7,7 +7,10 @@ Sources, by table:
         its sequences times the model's flops over its achieved rate. Vocabulary 51,200, 2,048 tokens.
     megatron-core h100: NVIDIA/Megatron-LM, README, table of model sizes (bfloat16, 4,096 tokens, vocabulary 131,072);
         the time is the model's flops by its own formula over the rate. The table gives no micro-batches: without stages
-        all sequences of a copy are taken at once, for they fit, with stages one at a time and two chunks each. Its runs
+        all sequences of a copy are taken at once, for they fit, with stages one at a time. Nor does it give chunks;
+        here they are as few as Megatron takes, which wants them to divide the layers of a group of devices: of 462B's
+        seven layers, seven. By its text the 177B keeps 42 of 47 % where it has 12 micro-batches a step in place of 576,
+        which three chunks of six stages or fewer would lose to their bubble alone: four, at least. Its runs
         gather parameters under the forward pass (--overlap-param-gather, --overlap-grad-reduce), and products of tensor
         parallelism send in place (--tp-comm-overlap: Transformer Engine's user buffers).
     torchtitan: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md,
@@ -18,7 +21,9 @@ Sources, by table:
         pieces through PyTorch's symmetric memory.
     llama 3: Grattafiori et al., "The Llama 3 herd of models", 2024, table 4. Eight chunks of a stage: the 126 layers
         are one in each of 16 stages of 8 chunks, but for the first, which has the embedding alone, and the last, which
-        has the output alone (there, section 3.3.2).
+        has the output alone (there, section 3.3.2). Copies of the model share the optimizer's state and do not give
+        gathered parameters back after the forward pass (ibid.). They share gradients too, which is not in the row:
+        exchanged in each micro-batch (`zero=2`), these take longer than the published step.
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
@@ -199,14 +204,16 @@ MEGATRON_A100 = (
 
 
 def _megatron_core(
-    name: str, sizes: tuple[int, int, int], parts: tuple[int, int], gpus: int, batch: int, tflops: float
-) -> Row:
+    name: str, sizes: tuple[int, int, int], parts: tuple[int, int], gpus: int, batch: int, tflops: float,
+    least_chunks: int = 2,
+) -> Row:  # fmt: skip
     model, (tp, pp) = _gpt(*sizes, vocabulary=131_072, length=4096), parts
+    of_group = model.layers // pp
     return Row(
         table="megatron-core h100", name=name, model=model, hardware="H100", gpus=gpus, batch=batch,
         micro_batch=1 if pp > 1 else batch * tp // gpus,
-        tp=tp, pp=pp, zero=1, gather="ahead", chunks=1 if pp == 1 else 2, sequence_parallel=tp > 1,
-        pieces="in place" if tp > 1 else "",
+        tp=tp, pp=pp, zero=1, gather="ahead", sequence_parallel=tp > 1, pieces="in place" if tp > 1 else "",
+        chunks=1 if pp == 1 else next(n for n in range(least_chunks, of_group + 1) if of_group % n == 0),
         step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
     )  # fmt: skip
 
@@ -215,7 +222,7 @@ MEGATRON_CORE_H100 = (
     _megatron_core("1.7B", (24, 2048, 16), (1, 1), 48, 192, 408.8),
     _megatron_core("16B", (32, 6144, 48), (4, 1), 192, 192, 489.1),
     _megatron_core("70B", (84, 8192, 64), (8, 2), 768, 384, 419.7),
-    _megatron_core("177B", (96, 12_288, 96), (8, 6), 2304, 1152, 432.8),
+    _megatron_core("177B", (96, 12_288, 96), (8, 6), 2304, 1152, 432.8, least_chunks=4),
     _megatron_core("462B", (112, 18_432, 144), (8, 16), 6144, 3072, 459.9),
 )
 
@@ -277,7 +284,7 @@ TORCHTITAN = (
 LLAMA3 = (
     Row(
         table="llama 3", name="405B on 8192 H100", model=_llama("405B", 8192), hardware="H100", gpus=8192, batch=2048,
-        micro_batch=1, tp=8, pp=16, zero=1, chunks=8, sequence_parallel=True,
+        micro_batch=1, tp=8, pp=16, zero=1, gather="ahead", chunks=8, sequence_parallel=True,
         step_time_s=llama_flops(_llama("405B", 8192), 2048) / (430e12 * 8192),
     ),
 )  # fmt: skip

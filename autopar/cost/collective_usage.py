@@ -100,7 +100,8 @@ def use_of_step(
 
 def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
     """The permutes by which pieces of an operand, or of the result, of a product go round; none where another product
-    has sent them, or where it runs whole.
+    has sent them, or where it runs whole. Pieces that are sent in place are copies: no kernel of a collective is
+    launched for them, but one of the device itself.
     """
     pieces, links, op = compute.pieces, model.links, compute.op
     if pieces is None or not pieces.sends:
@@ -111,13 +112,17 @@ def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[C
     part = pieces.step.after if pieces.operand is None else pieces.step.before
     nbytes = local_bytes(value.shape, value.itemsize, part, links.mesh) * model.widening(value.dtype)
     count = op.count * (links.mesh.size(pieces.axes) - 1)
+    link = links.link(pieces.axes)
+    time_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, pieces.step.axes)
+    if link.sends_in_place:
+        time_s += min(0.0, model.device.launch_overhead_s - link.overhead_s)
     return [
         CollectiveUse(
             kind=CollectiveKind.COLLECTIVE_PERMUTE,
             axes=pieces.step.axes,
             sent_bytes=nbytes,
             count=count,
-            time_s=links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, pieces.step.axes) * count,
+            time_s=time_s * count,
             module=op.module,
             value=value.name or f"{value.dtype}{list(value.shape)}",
         )

@@ -30,7 +30,8 @@ from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
-from autopar.ir.graph import Atom, Op, OpGraph, OpKind
+from autopar.hardware.kinds import Platform
+from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -92,8 +93,10 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
 
 def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     """Seconds of one run of what cuts, adds up or joins micro-batches, whose result lies in a layout: reads and writes
-    of memory.
+    of memory, but for sums that products add up themselves.
     """
+    if op.primitive == SUMMED_PRODUCT and model.device.platform is not Platform.CPU:
+        return 0.0
     passes = 3 if op.kind is OpKind.ACCUMULATE else 2 * graph.num_microbatches
     nbytes = graph.values[op.outputs[0]].nbytes / layout.shards(model.links.mesh)
     return model.device.memory_s(passes * nbytes, nbytes)
@@ -133,7 +136,7 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        key = (op.key, self._copied(op), op.kernel_bytes, op.count, id(strategy))
+        key = (op.key, self._copied(op), op.kernel_bytes, self._adds_up(op), op.count, id(strategy))
         if key not in self._seconds:
             split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             self._seconds[key] = strategy, op.count * self._strategy_s(op, self._work(op), split, sends=False)
@@ -142,18 +145,21 @@ class NodeCosts:
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
-        bits wide. A compiler whose products absorb what they read and make needs no copies but the last; where pieces
-        are sent in place, each piece of a sum is read once more.
+        bits wide. A compiler whose products absorb what they read and make needs no copies but the last. Where pieces
+        are sent in place, each piece of a sum that is sent is read once more, and a product that sums over pieces runs
+        once over all of them, which stand side by side.
         """
         work, mesh = self._work(op), self.model.links.mesh
         n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
         parts = tuple(at.shards(mesh) * (n if i in along.operands else 1) for i, at in enumerate(strategy.operands))
         result_parts = strategy.results[0].shards(mesh) * (1 if along.result is None else n)
         split = dataclasses.replace(strategy, split=strategy.split * n)
-        seconds = time_s(work, split, (parts, (result_parts,)), self.model.device)
-        result_bytes = work.result_bytes[0] / result_parts
-        copied_bytes = 0.0
         in_place = self.model.links.link(pieces.axes).sends_in_place
+        seconds = time_s(work, split, (parts, (result_parts,)), self.model.device)
+        if in_place and pieces.operand is not None and along.result is None:
+            seconds = self._strategy_s(op, work, strategy, sends=False) / n
+        result_bytes = self._nbytes(op.outputs[0]) / result_parts
+        copied_bytes = 0.0
         if in_place and pieces.operand is None:
             copied_bytes = result_bytes
         if not (in_place or self.model.compiler.products_absorb):
@@ -171,7 +177,7 @@ class NodeCosts:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
-        key = op.key, self._copied(op), op.kernel_bytes
+        key = op.key, self._copied(op), op.kernel_bytes, self._adds_up(op)
         if key not in self._works:
             self._works[key] = self._new_work(op)
         return self._works[key]
@@ -184,13 +190,24 @@ class NodeCosts:
             flops=flops_of(op) * rate.passes,
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
-            result_bytes=tuple(self._nbytes(v) for v in op.outputs),
+            result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
             kernel_bytes=op.kernel_bytes,
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
+
+    def _adds_up(self, op: Op) -> bool:
+        """Whether a product reads and writes the sum over micro-batches of what it makes."""
+        return bool(self._summed) and not self._summed.isdisjoint(op.outputs)
+
+    @functools.cached_property
+    def _summed(self) -> frozenset[int]:
+        if self.model.device.platform is Platform.CPU:
+            return frozenset()
+        summing = (op for op in self.graph.block.ops if op.primitive == SUMMED_PRODUCT)
+        return frozenset(a for op in summing for a in op.inputs if isinstance(a, int))
 
     def _copied(self, op: Op) -> tuple[tuple[int, float], ...]:
         """The operands that are copied with another dimension last, and how many times its size each copy reads."""

@@ -35,6 +35,7 @@ from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph
+from autopar.passes.summed_products import with_summed_products
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinsOnMesh
@@ -82,7 +83,7 @@ def cut_layers(
     `on_fewer` gives it on fewer examples.
     """
     whole = whole if step.parts == 1 else None
-    graph = micro_batched(step.traced, num_microbatches, rules, whole, on_fewer)
+    graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole, on_fewer), rules)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 

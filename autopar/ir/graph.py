@@ -24,6 +24,11 @@ class Role(HashedById):
     UPDATE = "update"
 
 
+# `Op.primitive` of an ACCUMULATE whose summand is a product that nobody else reads: XLA's compilers for GPU and TPU add
+# the sum up within the product (`autopar.passes.summed_products`).
+SUMMED_PRODUCT = "accumulate_product"
+
+
 class OpKind(HashedById):
     EQUATION = "equation"  # one jax primitive
     BARRIER = "barrier"  # operands pass unchanged; keeps rematerialised work where the user put it
