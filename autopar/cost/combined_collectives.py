@@ -15,7 +15,7 @@ def early_work(program: Sequence[StreamWork], makers: Sequence[Sequence[int]]) -
     early: list[bool] = []
     for i, work in enumerate(program):
         is_light = work.stream is Stream.NEITHER or (work.is_light and work.stream is Stream.COMPUTE)
-        early.append(is_light and all(early[m] for m in makers[i]))
+        early.append(is_light and all([early[m] for m in makers[i]]))
     return early
 
 

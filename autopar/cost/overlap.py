@@ -142,11 +142,13 @@ def _shown(event: StreamEvent, start_s: float) -> Shown:
 
 
 class _Writer:
-    """Instructions as work. Values are numbered, so that a place that is filled twice is two values."""
+    """Instructions as work. Values are numbered: places as in all programs of a graph, so that equal instructions are
+    equal work, what lies in between below zero, as is a place that is filled twice, which is two values.
+    """
 
     def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
         self.graph, self.model, self.costs = graph, model, costs
-        self.num_values = 0
+        self.num_new = 0
         self.rounded: set[Key] = set()
 
     def timed(self, lowered: LoweredBlock, results: Sequence[Key]) -> Ran:
@@ -158,20 +160,19 @@ class _Writer:
         return run(works, self.model.overlap.combined_bytes, self.model.overlap.scattered_bytes)
 
     def new(self) -> int:
-        self.num_values += 1
-        return self.num_values
+        self.num_new += 1
+        return -self.num_new
 
     def define(self, keys: Iterable[Key], made: dict[Key, int]) -> tuple[int, ...]:
-        numbers, number = [], self.num_values
+        numbers, known = [], self.costs.numbers
         for key in keys:
-            number += 1
+            number = self.new() if key in made else known.setdefault(key, len(known))
             made[key] = number
             numbers.append(number)
-        self.num_values = number
         return tuple(numbers)
 
     def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[StreamWork]) -> None:
-        reads = tuple([made[key] for key in instruction.keys_read if key in made])
+        reads = tuple([number for key in instruction.keys_read if (number := made.get(key)) is not None])
         if isinstance(instruction, Move):
             self.move(instruction, reads, made, works)
         elif isinstance(instruction, Compute):
@@ -222,19 +223,24 @@ class _Writer:
             return self.in_pieces(compute, compute.pieces, made, works)
         op = compute.op
         makes = self.define(compute.keys_made, made)
+        known, work = self.costs.works.get((op.id, op.count), (None, None))
+        if work is not None and known is compute and work.reads == reads and work.makes == makes:
+            works.append(work)
+            return
         permutes = uses_of_ring(compute, self.model)
         summands = tuple(self.new() for _ in makes) if compute.reduced or permutes else makes
         placed = self.permutes(permutes, Moment.BEFORE, reads, works)
-        works.append(
-            StreamWork(
-                name=_named(op.module),
-                stream=Stream.COMPUTE,
-                seconds=self.costs.compute_s(op, compute.strategy),
-                reads=(*reads, *placed),
-                makes=summands,
-                is_light=is_fusible(op.primitive),
-            )
+        work = StreamWork(
+            name=_named(op.module),
+            stream=Stream.COMPUTE,
+            seconds=self.costs.compute_s(op, compute.strategy),
+            reads=(*reads, *placed),
+            makes=summands,
+            is_light=is_fusible(op.primitive),
         )
+        works.append(work)
+        if not permutes and not compute.reduced:
+            self.costs.works[op.id, op.count] = compute, work
         if permutes:
             arrived = self.permutes(permutes, Moment.BESIDE, (*reads, *placed), works)
             placed = self.permutes(permutes, Moment.AFTER, (*summands, *arrived), works)
