@@ -227,6 +227,26 @@ class _Lowering:
             scope.append(Leave(op=op, read=place), op.section)
 
     def equation(self, scope: _Scope, op: Op) -> None:
+        last = self.equations.last(op, self.plan)
+        if last is not None and not last.moves:
+            compute = last.compute
+        else:
+            reads = self.operands(scope, op)
+            if last is not None and last.compute.reads == reads:
+                compute = last.compute
+            else:
+                compute = self.compute(op, reads)
+                self.equations.keep(compute, self.plan)
+        scope.append(compute, scope.section)
+        for value, place in zip(op.outputs, compute.places, strict=True):
+            scope.add(value, place, scope.section)
+        if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
+            # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
+            # update, the summands of all parameters would take memory at once.
+            self.read(scope, op.outputs[0], None, Role.UPDATE, op.module, op.count)
+
+    def operands(self, scope: _Scope, op: Op) -> tuple[Place | None, ...]:
+        """Brings the operands of an equation to where its strategy reads them."""
         strategy = self.plan.strategy.get(op.id)
         unreduced_operands = self.plan.partials.unreduced_operands(op)
         left, reduced_at = self.plan.unreduced, self.plan.reduced
@@ -241,24 +261,11 @@ class _Lowering:
                 reads.append((home, UNREDUCED))  # as `read` finds too, of most operands
                 continue
             reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in unreduced_operands))
-        homes = tuple([self.home(v) for v in op.outputs])
-        reduced = tuple(map(reduced_at.get, op.outputs))
-        compute = self.equations.find(op, strategy, tuple(reads), homes, reduced)
-        if compute is None:
-            compute = self.compute(op, strategy, tuple(reads), homes)
-            self.equations.keep(compute, homes, reduced)
-        scope.append(compute, scope.section)
-        for value, place in zip(op.outputs, compute.places, strict=True):
-            scope.add(value, place, scope.section)
-        if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
-            # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
-            # update, the summands of all parameters would take memory at once.
-            self.read(scope, op.outputs[0], None, Role.UPDATE, op.module, op.count)
+        return tuple(reads)
 
-    def compute(
-        self, op: Op, strategy: Strategy | None, reads: tuple[Place | None, ...], results: tuple[Layout, ...]
-    ) -> Compute:
-        """The instruction of an equation whose results lie where they are wanted."""
+    def compute(self, op: Op, reads: tuple[Place | None, ...]) -> Compute:
+        """The instruction of an equation that reads its operands in these places."""
+        strategy, results = self.plan.strategy.get(op.id), tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
         if is_callback(op.eqn):  # the first device hands its results on to all others
             reduced = tuple(a for a, n in enumerate(self.mesh.axis_sizes) if n > 1)

@@ -6,47 +6,52 @@ import dataclasses
 
 from autopar.ir.graph import Op
 from autopar.ir.layout import Layout
-from autopar.lowering.instructions import Compute, Place
-from autopar.sharding.strategies import Strategy
+from autopar.ir.value_state import UNREDUCED
+from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.instructions import Compute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Lowered:
+class LoweredEquation:
+    """The last instruction of an equation, and the decisions that it was made of: those for the `values` that it reads
+    and makes. `moves`: whether an operand had to be brought to another place for it.
+    """
+
     compute: Compute
-    homes: tuple[Layout, ...]
+    values: tuple[int, ...]
+    unreduced: tuple[Layout | None, ...]
     reduced: tuple[Layout | None, ...]
+    moves: bool
+
+    def is_of(self, op: Op, plan: ShardingPlan) -> bool:
+        """Whether a plan decides the same for the equation and its values, copies apart."""
+        return (
+            self.compute.op is op
+            and self.compute.strategy is plan.strategy.get(op.id)
+            and self.unreduced == tuple(map(plan.unreduced.get, self.values))
+            and self.reduced == tuple(map(plan.reduced.get, self.values))
+        )
 
 
 class LoweredEquations:
     """The last instruction of each equation, for programs of one graph on one mesh, and of the same graph with other
     counts of its operations.
 
-    An instruction depends on the equation, its strategy, the places that it reads, where its results lie as it leaves
-    them (`homes`), and where they are reduced to. An instruction that is taken again also keeps what was worked out of
-    it: its keys, and its work on the streams.
+    An instruction that is taken again also keeps what was worked out of it: its keys, and its work on the streams.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, float], _Lowered] = {}
+        self._last: dict[tuple[int, float], LoweredEquation] = {}
 
-    def find(
-        self,
-        op: Op,
-        strategy: Strategy | None,
-        reads: tuple[Place | None, ...],
-        homes: tuple[Layout, ...],
-        reduced: tuple[Layout | None, ...],
-    ) -> Compute | None:
-        """The instruction of before; None where something about it differs."""
+    def last(self, op: Op, plan: ShardingPlan) -> LoweredEquation | None:
+        """The equation as it was lowered last, if a plan decides the same for it."""
         last = self._last.get((op.id, op.count))
-        if last is None:
-            return None
-        compute = last.compute
-        same_operation = compute.op is op and compute.strategy is strategy
-        if same_operation and compute.reads == reads and last.homes == homes and last.reduced == reduced:
-            return compute
-        return None
+        return last if last is not None and last.is_of(op, plan) else None
 
-    def keep(self, compute: Compute, homes: tuple[Layout, ...], reduced: tuple[Layout | None, ...]) -> None:
+    def keep(self, compute: Compute, plan: ShardingPlan) -> None:
         """Takes an instruction as the last one of its equation."""
-        self._last[compute.op.id, compute.op.count] = _Lowered(compute, homes, reduced)
+        op = compute.op
+        values = tuple([a for a in (*op.inputs, *op.outputs) if isinstance(a, int)])
+        unreduced, reduced = tuple(map(plan.unreduced.get, values)), tuple(map(plan.reduced.get, values))
+        moves = any(place is not None and place[1] != UNREDUCED for place in compute.reads)
+        self._last[op.id, op.count] = LoweredEquation(compute, values, unreduced, reduced, moves)
