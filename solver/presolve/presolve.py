@@ -15,6 +15,7 @@ uses.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -175,40 +176,55 @@ def drop_dominated(problem: Problem) -> Reduction:
     for use in problem.uses:
         if use.start < use.stop:
             uses[use.node].append(use.bytes)
+    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
     work = 0
     for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
         count = len(strategies[node])
         if count == 1:
             continue
-        sides = [_side(problem.edges[number], node, strategies) for number in near[node]]
-        work += count * count * (1 + sum(side.shape[1] for side in sides))
+        edges = [problem.edges[number] for number in near[node]]
+        others = [edge.target if edge.source == node else edge.source for edge in edges]
+        work += count * count * (1 + sum(len(strategies[other]) for other in others))
         if work > DOMINANCE_WORK:
             break
         cost = problem.node_cost[node]
         with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
             worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-            for side in sides:
-                over = side[:, None, :] - side[None, :, :]
-                forbidden = np.isinf(side)
-                if np.count_nonzero(forbidden):  # s is not allowed there: t is no worse
-                    np.copyto(over, -np.inf, where=forbidden[None, :, :])
-                worst = worst + over.max(axis=2)
+            for edge, other in zip(edges, others, strict=True):
+                if len(strategies[other]) < len(problem.node_cost[other]):
+                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
+                    continue
+                key = id(edge.cost), edge.source == node
+                if key not in worst_of:
+                    worst_of[key] = _worst(_side(edge, node))
+                worst = worst + worst_of[key]
         beats = worst <= 0
         for nbytes in uses[node]:
             beats &= nbytes[:, None] <= nbytes[None, :]
         np.fill_diagonal(beats, False)
-        if not np.count_nonzero(beats):
+        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
+        if not beaten:
             continue
         alive = np.ones(count, dtype=bool)
-        for s in range(count):
+        for s in beaten:
             alive[s] = not (beats[:, s] & alive).any()
         strategies[node] = np.flatnonzero(alive)
     return keep_strategies(problem, strategies)
 
 
-def _side(edge: Edge, node: int, strategies: Sequence[np.ndarray]) -> np.ndarray:
-    """The edge's costs with this node's strategies first and only the kept ones of the other node."""
-    return edge.cost[:, strategies[edge.target]] if edge.source == node else edge.cost[strategies[edge.source], :].T
+def _side(edge: Edge, node: int) -> np.ndarray:
+    """The edge's costs with this node's strategies first."""
+    return edge.cost if edge.source == node else edge.cost.T
+
+
+def _worst(side: np.ndarray) -> np.ndarray:
+    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses."""
+    over = side[:, None, :] - side[None, :, :]
+    forbidden = np.isinf(side)
+    if np.count_nonzero(forbidden):  # s is not allowed there: t is no worse
+        np.copyto(over, -np.inf, where=forbidden[None, :, :])
+    worst: np.ndarray = over.max(axis=2)
+    return worst
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -253,7 +269,7 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if len(cost[node]) * int(np.prod([table[node][peer].shape[1] for peer in around], initial=1)) > TABLE_ENTRIES:
+        if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
             continue
         reach = cost[node]
         for axis, peer in enumerate(around):
