@@ -27,7 +27,7 @@ from autopar.cost.roofline import (
     transposing_s,
 )
 from autopar.cost.stream_simulator import Overlap, overlap_of
-from autopar.cost.stream_work import StreamWork
+from autopar.cost.stream_work import KeptWork
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
@@ -37,7 +37,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.kernels.local import runs_locally
 from autopar.lowering.collective_matmul import Along
-from autopar.lowering.instructions import Compute, Key, Pieces
+from autopar.lowering.instructions import Key, Pieces
 from autopar.lowering.lowered_equations import LoweredEquations
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy, replicated_strategy
@@ -117,7 +117,7 @@ class NodeCosts:
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
         self.equations = LoweredEquations()
-        self.works: dict[tuple[int, float], tuple[Compute, StreamWork]] = {}
+        self.works: dict[tuple[int, float], KeptWork] = {}
         self.numbers: dict[Key, int] = {}
 
     def of_members(self, members: Sequence[tuple[Op, tuple[Strategy, ...]]], size: int) -> tuple[np.ndarray, tuple]:
