@@ -218,12 +218,11 @@ def _side(edge: Edge, node: int) -> np.ndarray:
 
 
 def _worst(side: np.ndarray) -> np.ndarray:
-    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses."""
-    over = side[:, None, :] - side[None, :, :]
-    forbidden = np.isinf(side)
-    if np.count_nonzero(forbidden):  # s is not allowed there: t is no worse
-        np.copyto(over, -np.inf, where=forbidden[None, :, :])
-    worst: np.ndarray = over.max(axis=2)
+    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
+    choose with s: where that excludes s, t is no worse.
+    """
+    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
+    worst: np.ndarray = np.fmax.reduce(turned[:, :, None] - turned[:, None, :], axis=0, initial=-np.inf)
     return worst
 
 
@@ -259,7 +258,7 @@ def eliminate(problem: Problem) -> Reduction:
         table[edge.source][edge.target] = edge.cost
         table[edge.target][edge.source] = edge.cost.T
     cost = list(merged.node_cost)
-    rules: list[tuple[int, tuple[int, ...], np.ndarray]] = []  # node, its neighbours, its best strategy for theirs
+    rules: list[_Rule] = []
     removed: set[int] = set()
     offset = 0.0
     queue = [node for node in range(len(cost)) if len(table[node]) <= 2]
@@ -271,12 +270,11 @@ def eliminate(problem: Problem) -> Reduction:
             continue
         if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
             continue
-        reach = cost[node]
-        for axis, peer in enumerate(around):
-            side = table[node][peer]
+        reach, sides = cost[node], tuple(table[node].values())
+        for axis, side in enumerate(sides):
             reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
-        best, value = reach.argmin(axis=0), reach.min(axis=0)
-        rules.append((node, around, best))
+        value = reach.min(axis=0)
+        rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
         if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
             cost[node] = np.zeros(1)
             bound.add(node)
@@ -298,21 +296,38 @@ def eliminate(problem: Problem) -> Reduction:
     if not rules:
         return Reduction(problem=problem, undo=tuple)
 
-    shrunk = {node for node, _, _ in rules} - removed
+    shrunk = {rule.node for rule in rules} - removed
     return _without(
         problem, _Eliminated(cost=cost, table=table, rules=rules, gone=removed, shrunk=shrunk, offset=offset)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """A node eliminated: its cost, its neighbours, and its edges to them, its own strategies first."""
+
+    node: int
+    around: tuple[int, ...]
+    cost: np.ndarray
+    sides: tuple[np.ndarray, ...]
+
+    def best(self, choice: Sequence[int]) -> int:
+        """Its best strategy for what its neighbours chose: by the sums of which elimination took the least."""
+        reach = self.cost
+        for peer, side in zip(self.around, self.sides, strict=True):
+            reach = reach + side[:, choice[peer]]
+        return int(reach.argmin())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Eliminated:
-    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of a node eliminated are its
-    neighbours and its best strategy for theirs; nodes `gone`, and those `shrunk` to one strategy for their memory.
+    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of the nodes eliminated, in
+    order; nodes `gone`, and those `shrunk` to one strategy for their memory.
     """
 
     cost: list[np.ndarray]
     table: list[dict[int, np.ndarray]]
-    rules: list[tuple[int, tuple[int, ...], np.ndarray]]
+    rules: list[_Rule]
     gone: set[int]
     shrunk: set[int]
     offset: float
@@ -342,8 +357,8 @@ def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
         full = [0] * len(cost)
         for node, strategy in zip(stays, choice, strict=True):
             full[node] = strategy
-        for node, around, best in reversed(eliminated.rules):
-            full[node] = int(best[tuple(full[peer] for peer in around)])
+        for rule in reversed(eliminated.rules):
+            full[rule.node] = rule.best(full)
         return tuple(full)
 
     return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))
