@@ -150,11 +150,11 @@ class _Clock:
         self.program = list(program)
         self.makers, self.early = makers, early
         self.rank = [2 * i + 1 for i in range(len(program))]
-        self.waits_for = [len(makers) for makers in self.makers]
+        self.waits_for = [len(of_work) for of_work in makers]
         self.ready_s = [0.0] * len(program)
         self.readers: list[list[int]] = [[] for _ in program]
-        for i, makers in enumerate(self.makers):
-            for m in makers:
+        for i, of_work in enumerate(makers):
+            for m in of_work:
                 self.readers[m].append(i)
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
