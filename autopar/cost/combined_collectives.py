@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 
-from autopar.cost.stream_work import Stream, StreamWork, computes, makers_of
+from autopar.cost.stream_work import Stream, StreamWork, computes
 from autopar.hardware.collective_cost import CollectiveKind
 
 
@@ -15,16 +15,17 @@ def early_work(program: Sequence[StreamWork], makers: Sequence[Sequence[int]]) -
     early: list[bool] = []
     for i, work in enumerate(program):
         is_light = work.stream is Stream.NEITHER or (work.is_light and work.stream is Stream.COMPUTE)
-        early.append(is_light and all(early[m] for m in makers[i]))
+        early.append(is_light and all(map(early.__getitem__, makers[i])))
     return early
 
 
-def with_combined_gathers(program: Sequence[StreamWork], combined_bytes: int) -> list[StreamWork]:
+def with_combined_gathers(
+    program: Sequence[StreamWork], makers: Sequence[Sequence[int]], early: Sequence[bool], combined_bytes: int
+) -> list[StreamWork] | None:
     """(4) for gathers: those over the same axes of what waits for nothing, as one at the place of the first, behind
-    what makes their operands; in program order, as long as their results are not too large.
+    what makes their operands; in program order, as long as their results are not too large. None where none are
+    combined. `early`: as of `early_work`.
     """
-    makers = makers_of(program)
-    early = early_work(program, makers)
     groups: list[list[int]] = []
     open_group: dict[Hashable, tuple[list[int], float]] = {}
     for i, work in enumerate(program):
@@ -38,7 +39,7 @@ def with_combined_gathers(program: Sequence[StreamWork], combined_bytes: int) ->
         open_group[work.gather] = members, nbytes + work.nbytes
     groups = [members for members in groups if len(members) > 1]
     if not groups:
-        return list(program)
+        return None
     at = {members[0]: members for members in groups}
     inside = {i for members in groups for i in members[1:]}
     placed: set[int] = set()
@@ -117,6 +118,8 @@ def combined_reductions(
         made.append(at)
         last.append(i if computes(program[i]) else at)
     for reduction, reductions in of_kind.items():
+        if len(reductions) == 1:
+            continue
         scatters = isinstance(reduction, tuple) and reduction[0] is CollectiveKind.REDUCE_SCATTER
         most_bytes = scattered_bytes if scatters else combined_bytes
         its = set(reductions)

@@ -27,6 +27,7 @@ from autopar.cost.roofline import (
     transposing_s,
 )
 from autopar.cost.stream_simulator import Overlap, overlap_of
+from autopar.cost.stream_work import KeptWork
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
@@ -37,7 +38,8 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.kernels.local import runs_locally
 from autopar.lowering.collective_matmul import Along
-from autopar.lowering.instructions import Pieces
+from autopar.lowering.instructions import Key, Pieces
+from autopar.lowering.lowered_equations import LoweredEquations
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy, replicated_strategy
 
@@ -105,7 +107,9 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
 class NodeCosts:
     """Seconds of each strategy of a node, cached by what its operations are.
 
-    One object serves all programs of a graph and model, and the same graph with other counts of its operations.
+    One object serves all programs of a graph and model, and the same graph with other counts of its operations. It also
+    keeps what such programs have in common once they are lowered: `equations`, the `works` of their instructions on the
+    streams, and `numbers` of the places of values.
     """
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
@@ -115,6 +119,9 @@ class NodeCosts:
         self._works: dict[tuple, Work] = {}
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
+        self.equations = LoweredEquations()
+        self.works: dict[tuple[int, float], KeptWork] = {}
+        self.numbers: dict[Key, int] = {}
 
     def of_members(self, members: Sequence[tuple[Op, tuple[Strategy, ...]]], size: int) -> tuple[np.ndarray, tuple]:
         """(cost of each of `size` strategies, key) of operations that choose together: equal keys, equal costs."""

@@ -8,7 +8,7 @@ between the memories of a device and its host have a stream of their own where t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
@@ -26,7 +26,7 @@ from autopar.cost.ring_permutes import Moment
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.stream_simulator import run
-from autopar.cost.stream_work import Ran, Stream, StreamEvent, StreamWork
+from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import local_bytes
@@ -78,7 +78,7 @@ def timed_together(
     writer = _Writer(graph, model, costs or NodeCosts(graph, model))
     together = [instruction for instructions, _ in parts for instruction in instructions]
     writer.rounded |= rounded_copies(graph, together, results, model)
-    made: dict[Key, int] = {}
+    made: dict[int, int] = {}
     works: list[StreamWork] = []
     for instructions, runs in parts:
         begun = len(works)
@@ -142,15 +142,19 @@ def _shown(event: StreamEvent, start_s: float) -> Shown:
 
 
 class _Writer:
-    """Instructions as work. Values are numbered, so that a place that is filled twice is two values."""
+    """Instructions as work. Values are numbered: places as in all programs of a graph, so that equal instructions are
+    equal work; what lies in between below zero, as is a place that is filled twice, which is two values.
+
+    `made` in what follows: the value that lies in a place, by the number of the place.
+    """
 
     def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
         self.graph, self.model, self.costs = graph, model, costs
-        self.num_values = 0
+        self.num_new = 0
         self.rounded: set[Key] = set()
 
     def timed(self, lowered: LoweredBlock, results: Sequence[Key]) -> Ran:
-        made: dict[Key, int] = {}
+        made: dict[int, int] = {}
         works: list[StreamWork] = []
         self.rounded |= rounded_copies(self.graph, lowered.instructions, results, self.model)
         for instruction in lowered.instructions:
@@ -158,24 +162,30 @@ class _Writer:
         return run(works, self.model.overlap.combined_bytes, self.model.overlap.scattered_bytes)
 
     def new(self) -> int:
-        self.num_values += 1
-        return self.num_values
+        self.num_new += 1
+        return -self.num_new
 
-    def define(self, keys: Iterable[Key], made: dict[Key, int]) -> tuple[int, ...]:
-        numbers, number = [], self.num_values
-        for key in keys:
-            number += 1
-            made[key] = number
-            numbers.append(number)
-        self.num_values = number
-        return tuple(numbers)
+    def places(self, keys: Iterable[Key]) -> tuple[int, ...]:
+        """The numbers of places."""
+        known = self.costs.numbers
+        return tuple([known.setdefault(key, len(known)) for key in keys])
 
-    def instruction(self, instruction: Instruction, made: dict[Key, int], works: list[StreamWork]) -> None:
-        reads = tuple([made[key] for key in instruction.keys_read if key in made])
+    def read(self, keys: Iterable[Key], made: dict[int, int]) -> tuple[int, ...]:
+        """The values in places, of those that something makes."""
+        return values_in(self.places(keys), made)
+
+    def define(self, places: Iterable[int], made: dict[int, int]) -> tuple[int, ...]:
+        """New values in places."""
+        for place in places:
+            made[place] = self.new() if place in made else place
+        return tuple([made[place] for place in places])
+
+    def instruction(self, instruction: Instruction, made: dict[int, int], works: list[StreamWork]) -> None:
+        if isinstance(instruction, Compute):
+            return self.compute(instruction, made, works)
+        reads = self.read(instruction.keys_read, made)
         if isinstance(instruction, Move):
             self.move(instruction, reads, made, works)
-        elif isinstance(instruction, Compute):
-            self.compute(instruction, reads, made, works)
         elif isinstance(instruction, Loop):
             inside = self.inside(instruction)
             sends = any(ran.send_s for ran in inside)
@@ -185,16 +195,16 @@ class _Writer:
                     stream=Stream.BOTH if sends else Stream.COMPUTE,
                     seconds=sum(ran.end_s for ran in inside),
                     reads=reads,
-                    makes=self.define(instruction.keys_made, made),
+                    makes=self.define(self.places(instruction.keys_made), made),
                     inside=inside,
                 )
             )
         elif isinstance(instruction, Pass):
-            makes = self.define(instruction.keys_made, made)
+            makes = self.define(self.places(instruction.keys_made), made)
             for read, value in zip(instruction.keys_read, makes, strict=True):
-                works.append(_renamed((made[read],) if read in made else (), (value,)))
+                works.append(_renamed(self.read((read,), made), (value,)))
         elif isinstance(instruction, HostCopy):
-            behind = tuple(made[key] for key in instruction.behind if key in made)
+            behind = self.read(instruction.behind, made)
             way = "to" if instruction.to_host else "from"
             works.append(
                 StreamWork(
@@ -202,7 +212,7 @@ class _Writer:
                     stream=Stream.HOST if self.model.overlap.host_copies else Stream.BOTH,
                     seconds=host_copy_s(self.graph, instruction, self.model),
                     reads=(*reads, *behind),
-                    makes=self.define(instruction.keys_made, made),
+                    makes=self.define(self.places(instruction.keys_made), made),
                 )
             )
         elif not isinstance(instruction, Leave):
@@ -213,28 +223,36 @@ class _Writer:
                     stream=Stream.COMPUTE,
                     seconds=crossing_s(self.graph, instruction, self.model),
                     reads=reads,
-                    makes=self.define(instruction.keys_made, made),
+                    makes=self.define(self.places(instruction.keys_made), made),
                 )
             )
 
-    def compute(self, compute: Compute, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
+    def compute(self, compute: Compute, made: dict[int, int], works: list[StreamWork]) -> None:
         if compute.pieces is not None:
             return self.in_pieces(compute, compute.pieces, made, works)
         op = compute.op
-        makes = self.define(compute.keys_made, made)
+        kept = self.costs.works.get((op.id, op.count))
+        if kept is None or kept.compute is not compute:
+            kept = KeptWork(compute, self.places(compute.keys_read), self.places(compute.keys_made))
+            self.costs.works[op.id, op.count] = kept
+        reads, makes = values_in(kept.reads, made), self.define(kept.makes, made)
+        if kept.work is not None and kept.work.reads == reads and kept.work.makes == makes:
+            works.append(kept.work)
+            return
         permutes = uses_of_ring(compute, self.model)
         summands = tuple(self.new() for _ in makes) if compute.reduced or permutes else makes
         placed = self.permutes(permutes, Moment.BEFORE, reads, works)
-        works.append(
-            StreamWork(
-                name=_named(op.module),
-                stream=Stream.COMPUTE,
-                seconds=self.costs.compute_s(op, compute.strategy),
-                reads=(*reads, *placed),
-                makes=summands,
-                is_light=is_fusible(op.primitive),
-            )
+        work = StreamWork(
+            name=_named(op.module),
+            stream=Stream.COMPUTE,
+            seconds=self.costs.compute_s(op, compute.strategy),
+            reads=(*reads, *placed),
+            makes=summands,
+            is_light=is_fusible(op.primitive),
         )
+        works.append(work)
+        if not permutes and not compute.reduced:
+            kept.work = work
         if permutes:
             arrived = self.permutes(permutes, Moment.BESIDE, (*reads, *placed), works)
             placed = self.permutes(permutes, Moment.AFTER, (*summands, *arrived), works)
@@ -246,13 +264,13 @@ class _Writer:
                 nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
 
-    def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[Key, int], works: list[StreamWork]) -> None:
+    def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[int, int], works: list[StreamWork]) -> None:
         """A product whose pieces are computed while others are sent, as `autopar.lowering.ring_products` orders them:
         the next piece is on its way beside each, and is read behind it.
         """
         op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)
         assert strategy is not None, "products in pieces are split"
-        reads = tuple(made[key] for key in compute.keys_read if key in made)
+        reads = self.read(compute.keys_read, made)
         uses = uses_of_pieces(self.graph, compute, self.model)
         send = [dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1)) for use in uses]
         product = StreamWork(
@@ -290,12 +308,12 @@ class _Writer:
             nbytes = local_bytes(value.shape, value.itemsize, layout, self.model.links.mesh)
             works.append(self.collective(use, nbytes, result, (whole,), reduces=True))
             result = (whole,)
-        works.append(_renamed(result, self.define(compute.keys_made, made)))
+        works.append(_renamed(result, self.define(self.places(compute.keys_made), made)))
         if pieces.operand is not None and send:
             # Later products read all pieces.
-            (key,) = (k for k in compute.keys_read if k[0] == op.inputs[pieces.operand])
-            made[key] = self.new()
-            works.append(_renamed((*is_sent, *arrived), (made[key],)))
+            (place,) = self.places(k for k in compute.keys_read if k[0] == op.inputs[pieces.operand])
+            made[place] = self.new()
+            works.append(_renamed((*is_sent, *arrived), (made[place],)))
 
     def permutes(
         self,
@@ -311,7 +329,7 @@ class _Writer:
             works.append(self.collective(use, int(use.sent_bytes), reads, (brought[-1],), reduces=False))
         return tuple(brought)
 
-    def move(self, move: Move, reads: tuple[int, ...], made: dict[Key, int], works: list[StreamWork]) -> None:
+    def move(self, move: Move, reads: tuple[int, ...], made: dict[int, int], works: list[StreamWork]) -> None:
         value, mesh = self.graph.values[move.value], self.model.links.mesh
         at = reads
         for step in move.steps:
@@ -324,7 +342,8 @@ class _Writer:
                 nbytes = local_bytes(value.shape, value.itemsize, step.after, mesh)
                 works.append(self.collective(use, nbytes, at, after, reduces=step.kind.reduces))
             at = after
-        (made[move.value, move.target],) = at
+        (place,) = self.places(move.keys_made)
+        (made[place],) = at
 
     def collective(
         self, use: CollectiveUse, nbytes: int, reads: tuple[int, ...], makes: tuple[int, ...], reduces: bool
@@ -355,6 +374,11 @@ class _Writer:
         if loop.op.kind is OpKind.COND:
             return (max(rans, key=lambda ran: ran.end_s),)
         return rans
+
+
+def values_in(places: Sequence[int], made: Mapping[int, int]) -> tuple[int, ...]:
+    """The values in places, of those that something makes."""
+    return tuple([value for place in places if (value := made.get(place)) is not None])
 
 
 def _renamed(reads: tuple[int, ...], makes: tuple[int, ...]) -> StreamWork:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cost.combined_collectives import Group, combined_reductions, early_work, with_combined_gathers
-from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, computes, makers_of
+from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, makers_of
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 
@@ -86,7 +86,13 @@ def run(program: Sequence[StreamWork], combined_bytes: int = 0, scattered_bytes:
     """
     if any(work.stream in BESIDE for work in program):
         scattered_bytes = combined_bytes if scattered_bytes is None else scattered_bytes
-        return _Clock(with_combined_gathers(program, combined_bytes), combined_bytes, scattered_bytes).run()
+        makers = makers_of(program)
+        early = early_work(program, makers)
+        combined = with_combined_gathers(program, makers, early, combined_bytes)
+        if combined is not None:
+            program, makers = combined, makers_of(combined)
+            early = early_work(program, makers)
+        return _Clock(program, makers, early, combined_bytes, scattered_bytes).run()
     starts_s, now_s = [], 0.0
     for work in program:
         starts_s.append(now_s)
@@ -95,16 +101,17 @@ def run(program: Sequence[StreamWork], combined_bytes: int = 0, scattered_bytes:
 
 
 def _ran(order: Sequence[StreamWork], starts_s: Sequence[float], end_s: float) -> Ran:
-    compute_s = sum(work.seconds for work in order if not work.inside and work.stream is Stream.COMPUTE)
-    send_s = sum(work.seconds for work in order if not work.inside and work.stream in (Stream.SEND, Stream.BOTH))
-    inside = [ran for work in order for ran in work.inside]
+    compute_s = sum([work.seconds for work in order if work.stream is Stream.COMPUTE and not work.inside])
+    others = [work for work in order if work.stream is not Stream.COMPUTE]
+    send_s = sum([work.seconds for work in others if work.stream in (Stream.SEND, Stream.BOTH) and not work.inside])
+    inside = [ran for work in order if work.inside for ran in work.inside]
     return Ran(
         order=tuple(order),
         starts_s=tuple(starts_s),
         end_s=end_s,
         compute_s=compute_s + sum(ran.compute_s for ran in inside),
         send_s=send_s + sum(ran.send_s for ran in inside),
-        host_s=sum(work.seconds for work in order if work.stream is Stream.HOST) + sum(ran.host_s for ran in inside),
+        host_s=sum([work.seconds for work in others if work.stream is Stream.HOST]) + sum(ran.host_s for ran in inside),
     )
 
 
@@ -132,15 +139,22 @@ class _Queue:
 class _Clock:
     """A program while it runs. Work is known by its position."""
 
-    def __init__(self, program: Sequence[StreamWork], combined_bytes: int, scattered_bytes: int) -> None:
+    def __init__(
+        self,
+        program: Sequence[StreamWork],
+        makers: list[list[int]],
+        early: Sequence[bool],
+        combined_bytes: int,
+        scattered_bytes: int,
+    ) -> None:
         self.program = list(program)
-        self.makers = makers_of(program)
+        self.makers, self.early = makers, early
         self.rank = [2 * i + 1 for i in range(len(program))]
-        self.waits_for = [len(makers) for makers in self.makers]
+        self.waits_for = [len(of_work) for of_work in makers]
         self.ready_s = [0.0] * len(program)
         self.readers: list[list[int]] = [[] for _ in program]
-        for i, makers in enumerate(self.makers):
-            for m in makers:
+        for i, of_work in enumerate(makers):
+            for m in of_work:
                 self.readers[m].append(i)
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
@@ -157,17 +171,18 @@ class _Clock:
     def hold_back(self) -> None:
         """(2) and (3)."""
         program = self.program
-        first_read: dict[int, int] = {}
-        origins: list[tuple[int, ...]] = []  # what made the values that something is another name for
-        early = early_work(program, self.makers)
-        for i, work in enumerate(program):
-            found = tuple(origin for m in self.makers[i] for origin in origins[m])
-            is_name = work.stream is Stream.NEITHER
-            origins.append(found if is_name else (i,))
-            if not is_name:
-                for origin in found:
-                    first_read.setdefault(origin, i)
         gathers = [i for i, work in enumerate(program) if work.stream is Stream.SEND and work.reduction is None]
+        first_read: dict[int, int] = {}
+        origins: list[tuple[int, ...]] = [()] * len(program)  # the gathers of which something makes values, or names
+        for i in gathers:
+            origins[i] = (i,)
+        for i, work in enumerate(program if gathers else ()):
+            if work.stream is Stream.NEITHER:
+                origins[i] = tuple([origin for m in self.makers[i] for origin in origins[m]])
+                continue
+            for m in self.makers[i]:
+                for origin in origins[m]:
+                    first_read.setdefault(origin, i)
         most_bytes = RESULTS_AHEAD * max((program[i].nbytes for i in gathers), default=0.0)
         first, ahead_bytes = 0, 0.0
         for i in gathers:
@@ -181,7 +196,7 @@ class _Clock:
                 self.released_by.setdefault(reader, []).append(i)
                 self.waits_for[i] += 1
             rank = 2 * reader if reader < i else 0
-            along = [m for m in self.makers[i] if early[m]]
+            along = [m for m in self.makers[i] if self.early[m]]
             while along:
                 m = along.pop()
                 if self.rank[m] > rank:
@@ -204,21 +219,32 @@ class _Clock:
 
     def start(self, i: int, at_s: float) -> None:
         work = self.program[i]
-        start_s = max(at_s, self.send.free_s) if work.stream is Stream.BOTH else at_s
+        stream, start_s = work.stream, at_s
+        if stream is Stream.BOTH:
+            start_s = max(at_s, self.send.free_s)
         done_s = start_s + work.seconds
-        if computes(work):
+        if stream is Stream.COMPUTE:
             self.compute.free_s = done_s
-        if work.stream in (Stream.SEND, Stream.BOTH):
+        elif stream is Stream.SEND:
             self.send.free_s = done_s
-        if work.stream is Stream.HOST:
+        elif stream is Stream.BOTH:
+            self.compute.free_s = self.send.free_s = done_s
+        elif stream is Stream.HOST:
             self.host.free_s = done_s
         self.order.append(work)
         self.starts_s.append(start_s)
-        self.end_s = max(self.end_s, done_s)
-        for gather in self.released_by.get(i, ()):
-            self.got(gather, start_s)
-        for reader in self.readers[i]:
-            self.got(reader, done_s)
+        if done_s > self.end_s:
+            self.end_s = done_s
+        if i in self.released_by:
+            for gather in self.released_by[i]:
+                self.got(gather, start_s)
+        ready_s, waits_for = self.ready_s, self.waits_for
+        for reader in self.readers[i]:  # as `got`
+            if done_s > ready_s[reader]:
+                ready_s[reader] = done_s
+            waits_for[reader] -= 1
+            if not waits_for[reader]:
+                self.arrived.append(reader)
 
     def got(self, i: int, at_s: float) -> None:
         """One of the things that work waits for is there."""

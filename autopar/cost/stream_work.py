@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.common.records import HashedById, made_often
 from autopar.hardware.collective_cost import CollectiveKind
+from autopar.lowering.instructions import Compute
 
 # Collectives that are counted together: their kind, the mesh axes that they are over, and the module that sends.
 Cause = tuple[CollectiveKind, tuple[int, ...], str]
@@ -57,6 +58,18 @@ class StreamWork:
     is_light: bool = False
     causes: Causes = ()
     inside: tuple[Ran, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class KeptWork:
+    """What programs of one graph have in common of an instruction: the numbers of the places that it reads and makes,
+    and its work, where that is one piece.
+    """
+
+    compute: Compute
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    work: StreamWork | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

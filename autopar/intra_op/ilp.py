@@ -108,7 +108,7 @@ class IntraOp:
             check_rings(graph, constraints.parts_of_rings(model.links.mesh))
         tables = tables or SharedTables(graph, model)
         self.costs = tables.costs
-        ilp = tables.built(constraints, weights, given.transfers, given.arrivals)
+        ilp = tables.built(graph, constraints, weights, given.transfers, given.arrivals)
         self.choices = ilp.choices
         self.masks = Masks(graph, self.choices, constraints) if constraints is not None else None
         self.relaxation: Relaxation | None = None

@@ -17,7 +17,8 @@ from autopar.sharding.constraints import Constraints
 class SharedTables:
     """The seconds of operations, and the nodes and edges of a graph with their seconds, before constraints.
 
-    The search on a mesh, the baselines on it and recipes differ in what they fix and forbid only.
+    The search on a mesh, the baselines on it and recipes differ in what they fix and forbid only. `graph` is with or
+    without the semantics of its values, which tell nothing but the order in which axes split a dimension.
     """
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
@@ -27,19 +28,23 @@ class SharedTables:
 
     def built(
         self,
+        graph: OpGraph,
         constraints: Constraints | None,
         weights: Weights,
         transfers: Mapping[int, Layout],
         arrivals: Mapping[int, Layout],
     ) -> Ilp:
-        """The program before constraints, of which only the order counts in which axes split a dimension. `transfers`
-        and `arrivals` of a stage are parts of its nodes, and make a program of their own.
+        """The program before constraints, of which only the order counts in which axes split a dimension: where no axis
+        is a minor one, that without constraints. `transfers` and `arrivals` of a stage are parts of its nodes, and make
+        a program of their own. `graph`: the one of the tables, with the semantics of its values where constraints are
+        given.
         """
-        key = constraints.minors if constraints is not None else None, id(weights)
+        orders = constraints if constraints is not None and any(constraints.minors) else None
+        key = orders.minors if orders is not None else None, id(weights)
         if transfers or arrivals or key not in self._built:
-            order_of = constraints.order_of if constraints is not None else None
-            choices = build_choice_graph(self.graph, self.model.links.mesh, transfers, arrivals, order_of, weights)
-            ilp = build(self.graph, choices, self.model, self.costs)
+            order_of = orders.order_of if orders is not None else None
+            choices = build_choice_graph(graph, self.model.links.mesh, transfers, arrivals, order_of, weights)
+            ilp = build(graph, choices, self.model, self.costs)
             if transfers or arrivals:
                 return ilp
             self._built[key] = weights, ilp
@@ -47,11 +52,12 @@ class SharedTables:
 
 
 def tables_of(context: PlanningContext, graph: OpGraph, model: CostModel) -> SharedTables:
-    """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh. On three
-    axes, where they are large, they go with the search.
+    """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh, whether
+    they read the semantics of values or not. On three axes, where they are large, they go with the search.
     """
     mesh = model.links.mesh
     if len(mesh.axis_sizes) > 2:
         return SharedTables(graph, model)
-    what = "tables", id(graph), context.cluster, mesh  # the tables keep the graph, so that its id stays its own
+    # The tables keep the block, so that its id stays its own.
+    what = "tables", id(graph.block), context.cluster, mesh
     return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model))

@@ -81,7 +81,7 @@ def timed_sharding(
 ) -> TimedSharding:
     """Lowers decisions and reads off how long they take."""
     costs = costs or NodeCosts(graph, model)
-    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links, costs.equations), sharding)
     return TimedSharding(sharding=sharding, lowered=lowered, ran=timed(graph, lowered, model, costs), costs=costs)
 
 

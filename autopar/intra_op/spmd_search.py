@@ -287,7 +287,7 @@ class _MeshSearch:
         busy_s = timed_sharding(self.step.graph, model, sharding, costs).ran.busy_s
         if busy_s >= slow_s or not model.overlap.kinds:
             return busy_s
-        shallow = timed_sharding(self.step.shallow_graph(), model, sharding, costs).ran
+        shallow = timed_sharding(self.step.shallow_graph, model, sharding, costs).ran
         return busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s)
 
     def fastest(self, slow_s: float) -> tuple[TimedSharding, Exposure] | float:

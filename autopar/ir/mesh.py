@@ -34,7 +34,10 @@ class LogicalMesh:
 
     def size(self, axes: Iterable[int]) -> int:
         """Number of devices along `axes` together."""
-        return math.prod(self.axis_sizes[a] for a in axes)
+        size = 1
+        for a in axes:
+            size *= self.axis_sizes[a]
+        return size
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))

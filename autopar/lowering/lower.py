@@ -29,13 +29,18 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
+from autopar.lowering.lowered_equations import LoweredEquations
 from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths_by_size
 from autopar.sharding.strategies import Strategy
 
 
-def lower(graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> LoweredBlock:
-    """Instructions of the whole step."""
-    lowered = _Lowering(graph, plan, links).top()
+def lower(
+    graph: OpGraph, plan: ShardingPlan, links: MeshLinks, equations: LoweredEquations | None = None
+) -> LoweredBlock:
+    """Instructions of the whole step. `equations`: those of other programs of the graph on the mesh, taken again where
+    they do not differ.
+    """
+    lowered = _Lowering(graph, plan, links, equations or LoweredEquations()).top()
     return with_collective_matmuls(lowered, plan.overlapped_axes) if plan.overlapped_axes else lowered
 
 
@@ -89,8 +94,8 @@ class _Scope:
 
 
 class _Lowering:
-    def __init__(self, graph: OpGraph, plan: ShardingPlan, links: MeshLinks) -> None:
-        self.graph, self.plan, self.links = graph, plan, links
+    def __init__(self, graph: OpGraph, plan: ShardingPlan, links: MeshLinks, equations: LoweredEquations) -> None:
+        self.graph, self.plan, self.links, self.equations = graph, plan, links, equations
         self.mesh: LogicalMesh = plan.mesh
 
     def top(self) -> LoweredBlock:
@@ -222,9 +227,28 @@ class _Lowering:
             scope.append(Leave(op=op, read=place), op.section)
 
     def equation(self, scope: _Scope, op: Op) -> None:
+        last = self.equations.last(op, self.plan)
+        if last is not None and not last.moves:
+            compute = last.compute
+        else:
+            reads = self.operands(scope, op)
+            if last is not None and last.compute.reads == reads:
+                compute = last.compute
+            else:
+                compute = self.compute(op, reads)
+                self.equations.keep(compute, self.plan)
+        scope.append(compute, scope.section)
+        for value, place in zip(op.outputs, compute.places, strict=True):
+            scope.add(value, place, scope.section)
+        if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
+            # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
+            # update, the summands of all parameters would take memory at once.
+            self.read(scope, op.outputs[0], None, Role.UPDATE, op.module, op.count)
+
+    def operands(self, scope: _Scope, op: Op) -> tuple[Place | None, ...]:
+        """Brings the operands of an equation to where its strategy reads them."""
         strategy = self.plan.strategy.get(op.id)
-        partials = self.plan.partials
-        unreduced_operands = partials.unreduced_operands(op)
+        unreduced_operands = self.plan.partials.unreduced_operands(op)
         left, reduced_at = self.plan.unreduced, self.plan.reduced
         reads: list[Place | None] = []
         for i, atom in enumerate(op.inputs):
@@ -237,7 +261,11 @@ class _Lowering:
                 reads.append((home, UNREDUCED))  # as `read` finds too, of most operands
                 continue
             reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in unreduced_operands))
-        results = tuple(self.home(v) for v in op.outputs)
+        return tuple(reads)
+
+    def compute(self, op: Op, reads: tuple[Place | None, ...]) -> Compute:
+        """The instruction of an equation that reads its operands in these places."""
+        strategy, results = self.plan.strategy.get(op.id), tuple(self.home(v) for v in op.outputs)
         reduced: tuple[int, ...] = strategy.combined if strategy is not None else ()
         if is_callback(op.eqn):  # the first device hands its results on to all others
             reduced = tuple(a for a, n in enumerate(self.mesh.axis_sizes) if n > 1)
@@ -253,19 +281,10 @@ class _Lowering:
             # once for each dimension that is summed over.
             in_place = target == partial.reduced and len(self.steps(value, partial, target)) == 1
             in_place = in_place and sums_over_one_dimension(strategy, partial.partial)
-            written_out = value in partials.kept or not in_place
+            written_out = value in self.plan.partials.kept or not in_place
             if not written_out:
                 reduced, results = partial.partial, (partial.reduced,)
-        compute = Compute(
-            op=op, reads=tuple(reads), results=results, strategy=strategy, written_out=written_out, reduced=reduced
-        )
-        scope.append(compute, scope.section)
-        for value, place in zip(op.outputs, compute.places, strict=True):
-            scope.add(value, place, scope.section)
-        if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
-            # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
-            # update, the summands of all parameters would take memory at once.
-            self.read(scope, op.outputs[0], None, Role.UPDATE, op.module, op.count)
+        return Compute(op=op, reads=reads, results=results, strategy=strategy, written_out=written_out, reduced=reduced)
 
     def barrier(self, scope: _Scope, op: Op) -> None:
         reads = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
+from autopar.common.cached_attribute import lazy
 from autopar.common.records import replaced
 from autopar.ir.graph import Block, Op, OpGraph, Role, Section, walk
 from autopar.ir.rewrite import makers
@@ -36,7 +37,7 @@ class Weights:
 ONE_EACH = Weights(of_op={}, of_value={})
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FoldedStep:
     """A step with its repeated layers taken out.
 
@@ -51,13 +52,18 @@ class FoldedStep:
     value_of: Mapping[int, int]
     weights: Weights
 
+    @lazy
     def shallow_graph(self) -> OpGraph:
-        """The folded graph as a step of its own, of so few layers: each operation counts for itself alone."""
+        """The folded graph as a step of its own, of so few layers: each operation counts for itself alone. Operations
+        that do so in the folded graph are the same objects.
+        """
         weight_of = self.weights.of_op
 
         def once(block: Block) -> Block:
             ops = (
                 replaced(op, count=op.count / weight_of.get(op.id, 1.0), blocks=tuple(map(once, op.blocks)))
+                if op.blocks or op.id in weight_of
+                else op
                 for op in block.ops
             )
             return dataclasses.replace(block, ops=tuple(ops))

@@ -152,6 +152,8 @@ def _layout(
         on: tuple[int, ...] = ()
         for position, f in enumerate(factors):
             axes = by_factor.get(f, ())
+            if not axes and position + 1 == len(factors):
+                continue  # the one factor of most dimensions, mostly not split
             parts = mesh.size(axes)
             if rule.factors[f].size % parts:
                 return None
@@ -160,7 +162,7 @@ def _layout(
             whole = rule.factors[f].size == parts
             if not whole and any(by_factor.get(g) for g in factors[position + 1 :]):
                 return None
-        if n % mesh.size(on):
+        if on and n % mesh.size(on):
             return None
         out.append(on)
     return Layout(tuple(out), partial)

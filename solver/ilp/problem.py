@@ -161,7 +161,7 @@ def validate(problem: Problem) -> None:
         where = f"node {node}" + (f" ({problem.node_names[node]})" if problem.node_names else "")
         if cost.ndim != 1 or len(cost) == 0:
             raise ValueError(f"{where}: costs must be a vector of one or more strategies, got shape {cost.shape}")
-        if np.isnan(cost).any() or (cost == -np.inf).any():
+        if not (cost > -np.inf).all():
             raise ValueError(f"{where}: costs must be numbers or inf, got {cost}")
     if problem.node_names is not None and len(problem.node_names) != len(problem.node_cost):
         raise ValueError(f"{len(problem.node_names)} names for {len(problem.node_cost)} nodes")
@@ -175,7 +175,7 @@ def validate(problem: Problem) -> None:
             raise ValueError(f"edge {number}: expected costs of shape {expected}, got {edge.cost.shape}")
         if id(edge.cost) not in checked:
             checked.add(id(edge.cost))
-            if np.isnan(edge.cost).any() or (edge.cost == -np.inf).any():
+            if not (edge.cost > -np.inf).all():
                 raise ValueError(f"edge {number}: costs must be numbers or inf")
     for number, use in enumerate(problem.uses):
         if not 0 <= use.node < len(problem.node_cost):

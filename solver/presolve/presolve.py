@@ -15,6 +15,7 @@ uses.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -175,40 +176,54 @@ def drop_dominated(problem: Problem) -> Reduction:
     for use in problem.uses:
         if use.start < use.stop:
             uses[use.node].append(use.bytes)
+    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
     work = 0
     for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
         count = len(strategies[node])
         if count == 1:
             continue
-        sides = [_side(problem.edges[number], node, strategies) for number in near[node]]
-        work += count * count * (1 + sum(side.shape[1] for side in sides))
+        edges = [problem.edges[number] for number in near[node]]
+        others = [edge.target if edge.source == node else edge.source for edge in edges]
+        work += count * count * (1 + sum(len(strategies[other]) for other in others))
         if work > DOMINANCE_WORK:
             break
         cost = problem.node_cost[node]
         with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
             worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-            for side in sides:
-                over = side[:, None, :] - side[None, :, :]
-                forbidden = np.isinf(side)
-                if np.count_nonzero(forbidden):  # s is not allowed there: t is no worse
-                    np.copyto(over, -np.inf, where=forbidden[None, :, :])
-                worst = worst + over.max(axis=2)
+            for edge, other in zip(edges, others, strict=True):
+                if len(strategies[other]) < len(problem.node_cost[other]):
+                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
+                    continue
+                key = id(edge.cost), edge.source == node
+                if key not in worst_of:
+                    worst_of[key] = _worst(_side(edge, node))
+                worst = worst + worst_of[key]
         beats = worst <= 0
         for nbytes in uses[node]:
             beats &= nbytes[:, None] <= nbytes[None, :]
         np.fill_diagonal(beats, False)
-        if not np.count_nonzero(beats):
+        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
+        if not beaten:
             continue
         alive = np.ones(count, dtype=bool)
-        for s in range(count):
+        for s in beaten:
             alive[s] = not (beats[:, s] & alive).any()
         strategies[node] = np.flatnonzero(alive)
     return keep_strategies(problem, strategies)
 
 
-def _side(edge: Edge, node: int, strategies: Sequence[np.ndarray]) -> np.ndarray:
-    """The edge's costs with this node's strategies first and only the kept ones of the other node."""
-    return edge.cost[:, strategies[edge.target]] if edge.source == node else edge.cost[strategies[edge.source], :].T
+def _side(edge: Edge, node: int) -> np.ndarray:
+    """The edge's costs with this node's strategies first."""
+    return edge.cost if edge.source == node else edge.cost.T
+
+
+def _worst(side: np.ndarray) -> np.ndarray:
+    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
+    choose with s: where that excludes s, t is no worse.
+    """
+    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
+    worst: np.ndarray = np.fmax.reduce(turned[:, :, None] - turned[:, None, :], axis=0, initial=-np.inf)
+    return worst
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -243,7 +258,7 @@ def eliminate(problem: Problem) -> Reduction:
         table[edge.source][edge.target] = edge.cost
         table[edge.target][edge.source] = edge.cost.T
     cost = list(merged.node_cost)
-    rules: list[tuple[int, tuple[int, ...], np.ndarray]] = []  # node, its neighbours, its best strategy for theirs
+    rules: list[_Rule] = []
     removed: set[int] = set()
     offset = 0.0
     queue = [node for node in range(len(cost)) if len(table[node]) <= 2]
@@ -253,14 +268,13 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if len(cost[node]) * int(np.prod([table[node][peer].shape[1] for peer in around], initial=1)) > TABLE_ENTRIES:
+        if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
             continue
-        reach = cost[node]
-        for axis, peer in enumerate(around):
-            side = table[node][peer]
+        reach, sides = cost[node], tuple(table[node].values())
+        for axis, side in enumerate(sides):
             reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
-        best, value = reach.argmin(axis=0), reach.min(axis=0)
-        rules.append((node, around, best))
+        value = reach.min(axis=0)
+        rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
         if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
             cost[node] = np.zeros(1)
             bound.add(node)
@@ -282,21 +296,38 @@ def eliminate(problem: Problem) -> Reduction:
     if not rules:
         return Reduction(problem=problem, undo=tuple)
 
-    shrunk = {node for node, _, _ in rules} - removed
+    shrunk = {rule.node for rule in rules} - removed
     return _without(
         problem, _Eliminated(cost=cost, table=table, rules=rules, gone=removed, shrunk=shrunk, offset=offset)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """A node eliminated: its cost, its neighbours, and its edges to them, its own strategies first."""
+
+    node: int
+    around: tuple[int, ...]
+    cost: np.ndarray
+    sides: tuple[np.ndarray, ...]
+
+    def best(self, choice: Sequence[int]) -> int:
+        """Its best strategy for what its neighbours chose: by the sums of which elimination took the least."""
+        reach = self.cost
+        for peer, side in zip(self.around, self.sides, strict=True):
+            reach = reach + side[:, choice[peer]]
+        return int(reach.argmin())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Eliminated:
-    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of a node eliminated are its
-    neighbours and its best strategy for theirs; nodes `gone`, and those `shrunk` to one strategy for their memory.
+    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of the nodes eliminated, in
+    order; nodes `gone`, and those `shrunk` to one strategy for their memory.
     """
 
     cost: list[np.ndarray]
     table: list[dict[int, np.ndarray]]
-    rules: list[tuple[int, tuple[int, ...], np.ndarray]]
+    rules: list[_Rule]
     gone: set[int]
     shrunk: set[int]
     offset: float
@@ -326,8 +357,8 @@ def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
         full = [0] * len(cost)
         for node, strategy in zip(stays, choice, strict=True):
             full[node] = strategy
-        for node, around, best in reversed(eliminated.rules):
-            full[node] = int(best[tuple(full[peer] for peer in around)])
+        for rule in reversed(eliminated.rules):
+            full[rule.node] = rule.best(full)
         return tuple(full)
 
     return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))

@@ -105,6 +105,6 @@ def test_the_shallow_graph_counts_every_operation_once():
     step = fold_step(graph, flops_of)
     counts = {op.id: op.count for op in graph.ops()}
     folded = {op.id: op.count for op in step.graph.ops()}
-    shallow = {op.id: op.count for op in step.shallow_graph().ops()}
+    shallow = {op.id: op.count for op in step.shallow_graph.ops()}
     assert shallow == {op: counts[op] for op in folded}
     assert max(folded[op] / shallow[op] for op in folded) > 1
