@@ -14,18 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
-from autopar.plan import rivals, summary
+from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
 
 COLUMNS, LINES = 100, 40
-STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
+STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 7, 2
 NAME_COLUMNS = 43
+NUMBER_COLUMNS = 42  # of the numbers of a collective, and the space between columns
 BATCH = "batch"  # the kind of arguments that hold examples
-SENTENCE_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 1
+SENTENCE_LINES, NUMBERS_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 1
 ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
 
 
@@ -36,9 +37,10 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *page.wrapped(
             f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES, style="bold"
         ),
-        *page.wrapped(_numbers(record), SENTENCE_LINES),
+        *page.wrapped(_numbers(record), NUMBERS_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
+        *page.wrapped(rivals.tensor_parallelism(record), TENSOR_LINES),
     ]
     lines += _stages(page, summary.stage_groups(record))
     lines += page.wrapped(_legend(record), LEGEND_LINES)
@@ -101,7 +103,10 @@ def _legend(record: PlanRecord) -> str:
     axis = mesh.axis_names[0]
     layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
     if record.pipeline is not None:
-        return f"{layout.capitalize()} What stands before or behind the layers counts as one."
+        return (
+            f"Layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not. What stands before or behind "
+            "the layers counts as one. Means: over all devices. Arguments: on the device with the most."
+        )
     own = record.axis_names or mesh.axis_names
     axes = [
         f"{name}={n}" + (f" ({called})" if called != name else "")
@@ -157,19 +162,25 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
 
 
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
+    found = collective_rows.costliest(record)
+    if not found:
+        return ["No collectives."]
+    told = [f"{c.count_text} {c.kind} over {axes_text(c.axes)}{c.where_text}" for c in found]
+    columns = min(NAME_COLUMNS, COLUMNS - NUMBER_COLUMNS - max(map(len, told)))
     rows = [
         (
-            f"{text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}",
-            _shortened(c.module or "(no module)"),
+            what,
+            _shortened(c.module or "(no module)", columns),
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
             "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),
         )
-        for c in summary.costliest(record)
+        for what, c in zip(told, found, strict=True)
     ]
-    if not rows:
-        return ["No collectives."]
-    return page.table(("costliest collectives", "module", "sent a device", "time", "exposed"), rows)
+    numbers = ["sent a device", "time", "exposed"]
+    if record.pipeline is not None:
+        numbers = ["mean sent", "mean time", "mean exposed"]
+    return page.table(("costliest collectives", "module", *numbers), rows)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
@@ -182,9 +193,9 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
     shown = [g for g in groups if g in told or g in largest]
     rows = [
         (
-            _shortened(summary.path_of(g.name)),
+            _shortened(summary.path_of(g.name), NAME_COLUMNS),
             g.kind,
-            str(g.count),
+            g.count_text,
             f"{'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}",
             g.layout + (" in host memory" if g.in_host else ""),
             text_of_bytes(g.device_bytes),
@@ -200,9 +211,9 @@ def _rest(number: int, what: str) -> list[str]:
     return [f"and {number} more {what}"] if number > 0 else []
 
 
-def _shortened(name: str) -> str:
-    """A name without its first parts, where it is long: the end is a pattern for the same arrays or module."""
+def _shortened(name: str, columns: int) -> str:
+    """A name without its first parts, where it is longer: the end is a pattern for the same arrays or module."""
     parts = name.split("/")
-    while len(parts) > 1 and len("/".join(parts)) > NAME_COLUMNS:
+    while len(parts) > 1 and len("/".join(parts)) > columns:
         parts = parts[1:]
     return "/".join(parts)
