@@ -104,14 +104,14 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipes.data_parallel(), recipes.pipeline(2, num_microbatches=2)], ids=["program", "stages"]
+    ("recipe", "examples"), [(recipes.data_parallel(), 192), (recipes.pipeline(2, num_microbatches=2), 64)]
 )
-def test_the_memory_of_other_sizes_in_the_same_layouts(recipe):
+def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
     options = OPTIONS | {"cluster": slow_cluster(4), "plan": recipe}
     args = (MLP_STATE, batch_of(64))
-    own = autopar.parallelize(mlp_step, **options).plan(MLP_STATE, batch_of(192))
+    own = autopar.parallelize(mlp_step, **options).plan(MLP_STATE, batch_of(examples))
     step = autopar.parallelize(mlp_step, **options)
-    assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(192))) == max(own.predicted.peak_bytes)
+    assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(examples))) == max(own.predicted.peak_bytes)
     other = {name: jax.ShapeDtypeStruct((64, 2, leaf.shape[1]), leaf.dtype) for name, leaf in batch_of(64).items()}
     assert peak_on_other_batch(step, args, (MLP_STATE, other)) is None
 
