@@ -24,7 +24,7 @@ from autopar.plan.summary import Share, StageGroup, StateGroup
 COLUMNS, LINES = 100, 40
 STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 7, 2
 NAME_COLUMNS = 43
-NUMBER_COLUMNS = 42  # of the numbers of a collective, and the space between columns
+GAP = 2  # columns between those of a table
 BATCH = "batch"  # the kind of arguments that hold examples
 SENTENCE_LINES, NUMBERS_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 1
 ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
@@ -78,7 +78,7 @@ class _Page:
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         """A table without lines, one line a row where there is the width for it."""
         style = "bold" if self.text_format.color else ""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style=style)
         is_narrow = self.columns < COLUMNS
         for name in columns:
             table.add_column(escape(name), no_wrap=not is_narrow, overflow="fold" if is_narrow else "ellipsis")
@@ -87,6 +87,12 @@ class _Page:
         console = TextConsole(COLUMNS, self.text_format)
         console.table(table)
         return console.text().splitlines()
+
+    def table_with_names(self, columns: Sequence[str], rows: Sequence[Sequence[str]], at: int) -> list[str]:
+        """A table with names in the column `at`: long ones lose their first parts where the others need the width."""
+        widths = [max(map(len, column)) + GAP for column in zip(columns, *rows, strict=True)]
+        room = min(NAME_COLUMNS, COLUMNS - sum(widths) + widths[at])
+        return self.table(columns, [(*row[:at], _shortened(row[at], room), *row[at + 1 :]) for row in rows])
 
 
 def _axes(record: PlanRecord) -> str:
@@ -165,22 +171,20 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     found = collective_rows.costliest(record)
     if not found:
         return ["No collectives."]
-    told = [f"{c.count_text} {c.kind} over {axes_text(c.axes)}{c.where_text}" for c in found]
-    columns = min(NAME_COLUMNS, COLUMNS - NUMBER_COLUMNS - max(map(len, told)))
     rows = [
         (
-            what,
-            _shortened(c.module or "(no module)", columns),
+            f"{c.count_text} {c.kind} over {axes_text(c.axes)}{c.where_text}",
+            c.module or "(no module)",
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
             "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),
         )
-        for what, c in zip(told, found, strict=True)
+        for c in found
     ]
     numbers = ["sent a device", "time", "exposed"]
     if record.pipeline is not None:
         numbers = ["mean sent", "mean time", "mean exposed"]
-    return page.table(("costliest collectives", "module", *numbers), rows)
+    return page.table_with_names(("costliest collectives", "module", *numbers), rows, 1)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
@@ -193,7 +197,7 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
     shown = [g for g in groups if g in told or g in largest]
     rows = [
         (
-            _shortened(summary.path_of(g.name), NAME_COLUMNS),
+            summary.path_of(g.name),
             g.kind,
             g.count_text,
             f"{'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}",
@@ -202,7 +206,7 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
         )
         for g in shown
     ]
-    lines = page.table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
+    lines = page.table_with_names(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows, 0)
     rest = sum(g.device_bytes for g in groups if g not in shown)
     return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
 
