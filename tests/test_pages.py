@@ -11,7 +11,7 @@ TIMEOUT_S = 1200.0
 # What each page is seen to print, beside running to its end.
 PRINTED = {
     "tutorial": ("loss", "Plan of train_step on dgx-h100", "Instead, under tensor_parallel(size=8):"),
-    "fit-a-large-model": ("expected at most 100 MB per device", "Instead, under combine(", "the largest batch that fits is"),
+    "fit-a-large-model": ("expected at most 100 MB per device", "under combine(", "the largest batch that fits is"),
     "plan-for-absent-hardware": ("tpu-v5e:2x4: ", "on h100-ethernet", "a million"),
     "from-pjit": ("Plan of train_step on local-cpu-8", "Instead:"),
     "from-fsdp": ("Instead, under zero(3):",),
