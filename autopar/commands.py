@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +100,33 @@ def fit(parsed: argparse.Namespace) -> Output:
     step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     step = with_search(as_step(step), effort=parsed.effort)
-    found = autopar.fit(step, *arguments, clusters=parsed.cluster or ["local"], multiple=parsed.multiple, prices=prices)
+    clusters = parsed.cluster or ["local"]
+    with _told_on_stderr():
+        found = autopar.fit(step, *arguments, clusters=clusters, multiple=parsed.multiple, prices=prices)
     if parsed.report:
         found.report(parsed.report)
     return Output(found.text, found.to_dict())
+
+
+@contextlib.contextmanager
+def _told_on_stderr() -> Iterator[None]:
+    """Writes what the logger "autopar" says to stderr, so that a long command is seen to go on. On a terminal the
+    progress line shows that.
+    """
+    logger, handler = logging.getLogger("autopar"), logging.StreamHandler(sys.stderr)
+    level, propagates = logger.level, logger.propagate
+    if sys.stderr.isatty():
+        yield
+        return
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
 
 
 def _of_batch_sizes(parsed: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.recipes import Recipe, check_number
+from autopar.recipe_checks import check_number
+from autopar.recipes import Recipe
 from autopar.sharding.pins import Pin, Pins
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,21 @@ from autopar.api import as_step
 from autopar.batch_sizes import check_batch, resized
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
-from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
 from autopar.plan.fit_row import FitRow
 from autopar.plan.plan import Plan
 from autopar.step import Step
-from autopar.step_views import batch_argnums_of, on_cluster, with_whole_batch
+from autopar.step_views import batch_argnums_of, on_cluster, peak_on_other_batch, with_whole_batch
 
+logger = logging.getLogger("autopar")
 # Bars are as wide as numbers leave room for, less beside prices.
 COLUMNS, BAR_COLUMNS, PRICED_BAR_COLUMNS = 100, 24, 9
 # A batch of more examples than this is not looked for: what fits so often fits always.
 MOST_EXAMPLES = 2**24
+# Guesses that rest on a plan's own memory are all taken up to so many, then in turns with doubling or halving.
+KNOWN_TAKEN = 5
 S_PER_HOUR, MILLION = 3600, 1_000_000
 
 
@@ -92,7 +97,10 @@ def fit(
     multiple: int | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> Fitting:
-    """Finds the largest batch that fits, by bisection over plans for batches of other sizes; nothing is run.
+    """Finds the largest batch that fits, by plans for batches of other sizes; nothing is run.
+
+    The size to plan for next follows from the memory that the layouts of the last plan that fits take on another batch,
+    which needs no search. The logger "autopar" says at level INFO what each size came to.
 
     The batch is whole, as in micro-batches nearly every batch fits: a step whose options name a number of them, stages
     or a schedule keeps these.
@@ -157,23 +165,55 @@ def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float
 def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int) -> list[tuple[FitRow, Plan | None]]:
     """The batches, multiples of a size, that were planned for until the largest that fits was found, by size."""
     found: dict[int, tuple[FitRow, Plan | None]] = {}
+    steps: dict[int, Step] = {}
+    same_layouts: dict[int, float | None] = {}
 
     def share(count: int) -> float:
         # A step that has a plan keeps it for shorter batches: each size is a step of its own.
-        found[count] = planned_for(with_whole_batch(step), resized(args, argnums, count * size), count * size)
-        return found[count][0].peak_bytes / found[count][0].limit_bytes
+        steps[count], begun_s = with_whole_batch(step), time.perf_counter()
+        found[count] = planned_for(steps[count], resized(args, argnums, count * size), count * size)
+        row = found[count][0]
+        fits = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else "does not fit"
+        memory = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
+        spent = text_of_s(time.perf_counter() - begun_s)
+        logger.info("%s, batch %d: %s, %s (planned in %s)", step.__name__, row.batch, fits, memory, spent)
+        return row.peak_bytes / row.limit_bytes
 
-    largest(share, MOST_EXAMPLES // size)
+    def guess(fitting: Sequence[tuple[int, float]]) -> int:
+        count, used = fitting[-1]
+        if count == 0:
+            return 1
+        if count not in same_layouts:
+            same_layouts[count] = _peak_of_twice(steps[count], args, argnums, count * size)
+        peak_bytes = same_layouts[count]
+        if peak_bytes is None:
+            return _guess(fitting)
+        return _on_line((count, used), (2 * count, peak_bytes / found[count][0].limit_bytes))
+
+    largest(share, MOST_EXAMPLES // size, guess)
     return [found[count] for count in sorted(found)]
 
 
-def largest(share: Callable[[int], float], most: int) -> int:
+def _peak_of_twice(step: Step, args: Sequence[Any], argnums: Sequence[int], examples: int) -> int | None:
+    """The peak of twice as many examples in the layouts that these were planned in; None where that is not known."""
+    try:
+        twice = resized(args, argnums, 2 * examples)
+        return peak_on_other_batch(step, resized(args, argnums, examples), twice)
+    except AutoparError:
+        return None  # a size that the step, or a constraint of its dimensions, does not admit
+
+
+def largest(
+    share: Callable[[int], float], most: int, guess_of: Callable[[Sequence[tuple[int, float]]], int] | None = None
+) -> int:
     """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none.
 
     Memory is nearly linear in the number, except where a full memory leads to a leaner plan. So the first guesses are
-    by a line through the last two shares that fit; then guesses take turns with doubling, or with halving. Where the
-    line says that nothing larger fits, the next number is asked for at once.
+    by a line through the last two shares that fit, or by `guess_of` the numbers that fit and their shares; then guesses
+    take turns with doubling, or with halving. Where the guess says that nothing larger fits, the next number is asked
+    for at once.
     """
+    guess_of = guess_of or _guess
     fitting, high, number = [(0, 0.0)], (most + 1, math.inf), 1
     num_asked, was_last = 0, False
     while True:
@@ -186,14 +226,15 @@ def largest(share: Callable[[int], float], most: int) -> int:
         low, is_open = fitting[-1], math.isinf(high[1])
         if high[0] - low[0] == 1:
             return low[0]
-        guess = _guess(fitting)
+        guess = guess_of(fitting)
         if guess >= high[0] and not is_open:
             guess = _on_line(low, high)
         is_last = guess <= low[0]
         steps = 2 * low[0] if is_open else (low[0] + high[0]) // 2
-        # One more than the last number of a line fitted: it is another plan's, of which nothing is known yet.
-        takes_line = is_last or num_asked <= 2 or num_asked % 2 == 0
-        number = guess if takes_line and not was_last else steps
+        # One more than the last number of a line fitted: it is another plan's, of which a line knows nothing yet.
+        is_unknown = was_last and (is_last or guess_of is _guess)
+        takes_guess = is_last or num_asked <= (2 if guess_of is _guess else KNOWN_TAKEN) or num_asked % 2 == 0
+        number = guess if takes_guess and not is_unknown else steps
         number, was_last = min(max(number, low[0] + 1), high[0] - 1), is_last and not was_last
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.recipe_checks import check_number, check_schedule, check_sequence
+from autopar.recipe_names import named
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import GATHERS, data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
@@ -23,6 +24,7 @@ class Recipe:
     request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
 
 
+@named
 def data_parallel() -> Recipe:
     """Every device has the whole model and a part of the batch; one all-reduce sums the gradients.
 
@@ -31,6 +33,7 @@ def data_parallel() -> Recipe:
     return combine()
 
 
+@named
 def zero(stage: int, *, size: int | None = None, gather: str = "after", offload: str = "nothing") -> Recipe:
     """Data parallelism with sharded optimizer state (1), gradient accumulators too (2), parameters too (3).
 
@@ -43,6 +46,7 @@ def zero(stage: int, *, size: int | None = None, gather: str = "after", offload:
     return combine(zero=stage, zero_size=size, gather=gather, offload=offload)
 
 
+@named
 def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | None = None) -> Recipe:
     """Sharded matrices, on a row of devices, a square, several squares or a cube.
 
@@ -79,6 +83,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
     return Recipe(request=PlanRequest(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth)))
 
 
+@named
 def expert_parallel(size: int | None = None) -> Recipe:
     """Sharded experts: `size` devices share the experts of each layer, all devices where it is None.
 
@@ -92,6 +97,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     return _bound(_copies(size), ep=size)
 
 
+@named
 def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collective_matmul: bool = False) -> Recipe:
     """Sharded positions: each device has a part of every sequence.
 
@@ -120,6 +126,7 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
     return _bound(_copies(size), sp=size, sequence=kind)
 
 
+@named
 def combine(
     *,
     dp: int | None = None,
@@ -267,6 +274,7 @@ def _bound(
     return Recipe(request=PlanRequest(binding=binding))
 
 
+@named
 def pipeline(
     stages: int, schedule: str = "1f1b", *, num_microbatches: int | None = None, chunks: int | None = None
 ) -> Recipe:
@@ -280,6 +288,7 @@ def pipeline(
     return Recipe(request=_checked_stages("recipes.pipeline", stages, schedule, num_microbatches, chunks))
 
 
+@named
 def cut(
     recipe: Recipe,
     *,
@@ -373,28 +382,3 @@ def plan_request(recipe: Recipe, num_microbatches: int | str, schedule: str) -> 
         check_schedule("parallelize(schedule=...)", schedule)
         request = dataclasses.replace(request, schedule=schedule)
     return request
-
-
-def check_number(where: str, number: object) -> int:
-    """The number. Raises: InvalidArgumentError for what is no positive whole number."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise InvalidArgumentError(
-            where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
-        )
-    return number
-
-
-def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
-    """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
-    if kind not in kinds:
-        raise InvalidArgumentError(
-            where=where, expected=" or ".join(map(repr, kinds)), got=repr(kind), hint="leave it out"
-        )
-
-
-def check_schedule(where: str, name: object) -> None:
-    """Raises: InvalidArgumentError for a name that is not known."""
-    if name not in SCHEDULES:
-        raise InvalidArgumentError(
-            where=where, expected=f"one of {', '.join(SCHEDULES)}", got=repr(name), hint="1f1b is always possible"
-        )

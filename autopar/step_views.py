@@ -15,6 +15,7 @@ from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_op
 from autopar.calls.step_options import DEFAULT_ARGNUMS
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
+from autopar.executables.other_batches import peak_of_other_batch
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.step import BoundStep, Step
@@ -91,6 +92,15 @@ def with_whole_batch(step: Step) -> Step:
     if not request.names_pipeline:
         request = dataclasses.replace(request, num_microbatches=1)
     return Step(function_of(step), dataclasses.replace(step._options, request=request))
+
+
+def peak_on_other_batch(step: Step, args: Sequence[Any], others: Sequence[Any]) -> int | None:
+    """Bytes of a device for the step on other arguments, a batch of another size, in the layouts of its plan for
+    `args`; None where these cannot be kept.
+    """
+    args, others = nnx_objects.split(tuple(args)), nnx_objects.split(tuple(others))
+    planned, plan = step._planned(args)
+    return peak_of_other_batch(plan, planned, step._traced(others)[0], step._sources.rules())
 
 
 def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:

@@ -10,11 +10,11 @@ TIMEOUT_S = 1200.0
 
 # What each page is seen to print, beside running to its end.
 PRINTED = {
-    "tutorial": ("loss", "Plan of train_step on dgx-h100", "Instead:"),
-    "fit-a-large-model": ("expected at most 100 MB per device", "Instead:", "the largest batch that fits is"),
+    "tutorial": ("loss", "Plan of train_step on dgx-h100", "Instead, under tensor_parallel(size=8):"),
+    "fit-a-large-model": ("expected at most 100 MB per device", "under combine(", "the largest batch that fits is"),
     "plan-for-absent-hardware": ("tpu-v5e:2x4: ", "on h100-ethernet", "a million"),
     "from-pjit": ("Plan of train_step on local-cpu-8", "Instead:"),
-    "from-fsdp": ("Instead:",),
+    "from-fsdp": ("Instead, under zero(3):",),
     "from-trainers": ("0.0",),
     "command-line": ("Plan of train_step on dgx-h100", "state['w']", '"kind": "plans"', "removed"),
 }

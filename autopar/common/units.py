@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+LEAST_S = 1e-12  # less is what sums leave by rounding
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
 
 
@@ -23,8 +24,8 @@ def bytes_of_text(text: str) -> int | None:
 
 
 def text_of_s(seconds: float) -> str:
-    """`3.2 ms`; what is below a picosecond, which sums leave by rounding, is `0 s`."""
-    return _scaled(seconds, _TIMES) if abs(seconds) >= 1e-12 else "0 s"
+    """`3.2 ms`; what is below `LEAST_S` is `0 s`."""
+    return _scaled(seconds, _TIMES) if abs(seconds) >= LEAST_S else "0 s"
 
 
 def text_of_bytes(nbytes: float) -> str:

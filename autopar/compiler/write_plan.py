@@ -50,7 +50,8 @@ def plan_of(
         else:
             assert isinstance(chosen, SpmdCandidate), "the sources have candidates of these two kinds"
             record = _program_record(context, chosen, notes)
-        record = dataclasses.replace(record, rejected=tuple(rejection.record for rejection in rejections))
+        rejected = tuple(rejection.record for rejection in rejections)
+        record = dataclasses.replace(record, rejected=rejected, recipe=context.request.recipe)
         plan = Plan(record, trees)
         if binding is None:
             return plan
@@ -97,7 +98,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
             for row in stage_rows(planned, number, times)
         ),
         axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
-        tried=(),
+        tried=_trials(context),
         notes=(
             *_notes_of(context, largest_axis),
             *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches),
@@ -153,7 +154,8 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
     trials = []
     for outcome in context.results:
         if isinstance(outcome, SpmdCandidate):
-            trials.append(outcome.trial)
+            roles = roles_of_axes(outcome.sharding, context.graph, dimensions_of(context.views.annotated))
+            trials.append(dataclasses.replace(outcome.trial, axis_roles=roles))
         elif isinstance(outcome, Rejection) and outcome.axis_sizes:
             name = outcome.text if outcome.source == baselines.SOURCE else ""
             trials.append(

@@ -79,7 +79,7 @@ def _fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] 
 
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
     planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
-    if not _same_operations(planned_graph, graph):
+    if not has_same_operations(planned_graph, graph):
         return None
     record = plan.record
     sharding = fitted(sharding_plan_of(record.decisions, record.solver, plan.mesh, graph), graph)
@@ -100,16 +100,16 @@ def _in_micro_batches(
     examples: tuple[int, int],
 ) -> PlanRecord | None:
     sliced = plan.record.sliced
-    planned_stages = _stages(planned, record, rules, sliced)
+    planned_stages = stages_of(planned, record, rules, sliced)
     assert planned_stages is not None, "a plan has the layers of its own step"
     for count in counts(examples[0] // record.num_microbatches, examples[1]):
         # The step on this number of examples may have other operations, and the schedule may not admit the number.
         shorter = dataclasses.replace(record, num_microbatches=count)
         try:
-            stages = _stages(traced, shorter, rules, sliced)
+            stages = stages_of(traced, shorter, rules, sliced)
         except AutoparError:
             continue
-        if stages is not None and _same_stages(planned_stages[1], stages[1]):
+        if stages is not None and same_stages(planned_stages[1], stages[1]):
             return _staged(plan, shorter, traced, *stages)
     return None
 
@@ -119,7 +119,7 @@ def counts(largest: int, examples: int) -> list[int]:
     return [n for n in range(1, examples + 1) if examples % n == 0 and examples // n <= largest]
 
 
-def _stages(
+def stages_of(
     traced: TracedStep, record: PipelineRecord, rules: RuleBook, sliced: frozenset[int]
 ) -> tuple[MicrobatchedStep, StageGraphs] | None:
     """A step in the stages of a plan; None where its layers differ.
@@ -134,10 +134,10 @@ def _stages(
     return microbatched, stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
 
 
-def _same_stages(first: StageGraphs, second: StageGraphs) -> bool:
+def same_stages(first: StageGraphs, second: StageGraphs) -> bool:
     """Whether stages hold the same operations and send the same values."""
     pairs = zip(first.stages, second.stages, strict=True)
-    return all(a.sends == b.sends and _same_operations(a.graph, b.graph) for a, b in pairs)
+    return all(a.sends == b.sends and has_same_operations(a.graph, b.graph) for a, b in pairs)
 
 
 def _staged(
@@ -161,7 +161,7 @@ def _staged(
     )
 
 
-def _same_operations(first: OpGraph, second: OpGraph) -> bool:
+def has_same_operations(first: OpGraph, second: OpGraph) -> bool:
     """Whether two graphs hold the same operations under the same numbers, for any sizes."""
     values = zip(first.values, second.values, strict=False)
     same_ranks = len(first.values) == len(second.values) and all(len(a.shape) == len(b.shape) for a, b in values)

@@ -208,11 +208,14 @@ class _Linker:
             (t.stage, key) for t in tasks if t.kind.repeats for key in t.outputs if key not in t.inputs
         }
         inputs: list[int] = []
+        kept: list[int] = []
         arguments: list[int] = []
         for number, stage in enumerate(self.stages):
-            for position, v in zip(stage.stage.arguments, stage.lowered.block.inputs, strict=False):
+            for i, (position, v) in enumerate(zip(stage.stage.arguments, stage.lowered.block.inputs, strict=False)):
                 inputs.append(self.buffer(number, (v, self.entry(stage, v)), repeating))
                 arguments.append(position)
+                if i not in stage.stage.graph.donated:
+                    kept.append(inputs[-1])
         shared = self.join_neighbours(repeating)
         for task in tasks:
             for key in (*task.inputs, *task.outputs):
@@ -227,6 +230,7 @@ class _Linker:
                 transfers=tuple(transfers),
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
+                kept=tuple(kept),
             ),
             tasks=tuple(tasks),
             key_of=tuple(self.keys),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from autopar.cost.cost_model import cost_model
+from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import search_mesh
@@ -15,8 +16,10 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
+from autopar.plan.rivals import TENSOR_PARALLEL, tensor_group
 from autopar.sharding.binding import Binding
-from autopar.sharding.parallelisms import data_axis, replica_axis
+from autopar.sharding.head_groups import splits_heads, with_heads
+from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
 
 SOURCE = "baselines"
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
@@ -27,7 +30,7 @@ ALONG_LARGEST = "state along its largest dimension"
 
 def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
     """Data parallelism, ZeRO, and the state split along its largest dimensions as FSDP does, on a mesh of one axis; and
-    ZeRO inside of each host alone, on a mesh of two.
+    ZeRO inside of each host alone, on a mesh of two. Then tensor parallelism, in time and memory even where it is slow.
 
     Only where some candidate sends what computing may hide; otherwise the search on meshes has them.
     """
@@ -62,6 +65,34 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
         else:
             context.weighed(found.step_time_s, found.peak_bytes)
             yield dataclasses.replace(found, source=SOURCE, name=name)
+    yield _tensor_parallelism(context)
+
+
+def _tensor_parallelism(context: PlanningContext) -> SpmdCandidate | Rejection:
+    """Tensor parallelism inside of each host, data parallelism between them, evaluated however slow: the plan says what
+    it would cost.
+    """
+    size = tensor_group(context.cluster)
+    name = f"{TENSOR_PARALLEL} over {size}"
+    if context.deadline.passed:
+        return Rejection(source=SOURCE, text=name, why=f"not tried: {context.deadline.text}")
+    graph, binding = context.views.annotated, Binding(axes=(data_axis(), tensor_axis()), sizes=(None, size))
+    try:
+        binding.check(graph, context.cluster.num_devices)
+    except InvalidArgumentError as error:
+        return Rejection(source=SOURCE, text=name, why=f"not tried: {error.got}")
+    if splits_heads(binding):
+        binding = with_heads(binding, graph)
+    mesh, _ = binding.on(context.cluster.num_devices)
+    request = dataclasses.replace(context.request, binding=binding)
+    asked = dataclasses.replace(context, request=request, keep_tolerance=math.inf)
+    with context.progress.pass_("tensor parallelism"):
+        model, time_s = cost_model(context.cluster, mesh), context.deadline.solve_s()
+        found = search_mesh(asked, model, folds=True, time_limit_s=time_s)
+    if isinstance(found, Rejection):
+        return dataclasses.replace(found, source=SOURCE, text=name)
+    context.weighed(found.step_time_s, found.peak_bytes)
+    return dataclasses.replace(found, source=SOURCE, name=name)
 
 
 def why_not_tried(context: PlanningContext) -> str:

@@ -117,6 +117,9 @@ def _meshes(record: PlanRecord) -> Iterator[Fault]:
         yield Fault(place="$.plan.memory_limit_bytes", expected="bytes of a device, or null", got="0")
     for i, trial in enumerate(record.tried):
         yield from _mesh(f"$.plan.tried[{i}].axis_sizes", trial.axis_sizes)
+        if trial.axis_roles and len(trial.axis_roles) != len(trial.axis_sizes):
+            expected = f"none, or one for each of {len(trial.axis_sizes)} axes"
+            yield Fault(place=f"$.plan.tried[{i}].axis_roles", expected=expected, got=", ".join(trial.axis_roles))
     if pipeline is None:
         place = "$.plan.axis_sizes"
         yield from _mesh(place, record.axis_sizes)

@@ -117,6 +117,7 @@ class PlanRequest:
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
         remat: The names that `jax.checkpoint` saves: as written, those of the fastest plan (auto), or these.
+        recipe: The name of the recipe that the request is of; it decides nothing.
     """
 
     memory_limit_bytes: int | None = None
@@ -140,6 +141,7 @@ class PlanRequest:
     per_microbatch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     remat: str | tuple[str, ...] = AS_WRITTEN
+    recipe: str = dataclasses.field(default="", compare=False)
 
     @property
     def names_pipeline(self) -> bool:
@@ -166,6 +168,6 @@ class PlanRequest:
     def with_recipe(self, recipe: PlanRequest) -> PlanRequest:
         """This request under a recipe; pipeline options of this request take precedence."""
         own = {name: getattr(self, name) for name in ("num_stages", "num_microbatches", "schedule", "chunks")}
-        parts = {name: getattr(recipe, name) for name in (*own, "recompute", "binding", "pins")}
+        parts = {name: getattr(recipe, name) for name in (*own, "recompute", "binding", "pins", "recipe")}
         requested = {name: value for name, value in own.items() if value is not None}
         return dataclasses.replace(self, **(parts | requested))

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from autopar.plan import rivals, summary
+from autopar.plan import collective_rows, rivals, summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 
 # The decisions are numbers of operations, of use to `Plan.load` only; the timeline is `Plan.trace`'s.
@@ -21,14 +22,16 @@ def dict_of(record: PlanRecord) -> dict[str, Any]:
             "sentence": summary.sentence(record),
             "devices": summary.num_devices(record),
             "step_time_s": record.predicted.step_time_s,
-            "peak_bytes": max(record.predicted.peak_bytes),
+            "peak_bytes": fullest(record).peak_bytes,
             "memory_limit_bytes": record.memory_limit_bytes,
             "shares": _dicts(summary.shares(record)),
-            "costliest_collectives": _dicts(summary.costliest(record)),
+            "costliest_collectives": _dicts(collective_rows.costliest(record)),
             "stages": _dicts(summary.stage_groups(record)),
             "arguments": _dicts(summary.state_groups(record)),
             "baselines": _dicts(rivals.rivals(record)),
             "advantage": rivals.advantage(record),
+            "recipe": record.recipe,
+            "tensor_parallelism": rivals.tensor_parallelism(record),
         },
         "plan": _without(msgspec.to_builtins(record)),
     }

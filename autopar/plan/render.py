@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -12,10 +13,11 @@ from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.plan.collective_rows import CollectiveRow, by_axes, by_kind, collective_rows
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.memory_use import MemoryKind
-from autopar.plan.schema import ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.schema import MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import common_name, folded, group_names, stage_mesh, stage_share
 
 WIDTH = 140  # columns of the printed plan
@@ -51,6 +53,8 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         f"solver: {record.solver.status}, gap {record.solver.gap:.2%}, {record.solver.nodes} choices folded to "
         f"{record.solver.classes}"
     )
+    if record.recipe:
+        out.long_line(f"recipe: {record.recipe}")
     if record.compiler_options:
         out.long_line(
             "compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items())
@@ -63,12 +67,8 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     out.table(_memory_table(record))
     out.table(_largest_table(record))
     if len(record.tried) > 1:
-        trials = ", ".join(
-            f"{'x'.join(map(str, t.axis_sizes))} {t.name and f'({t.name}) '}"
-            + (f"{text_of_s(t.step_time_s)}" if t.step_time_s is not None else t.status)
-            for t in record.tried
-        )
-        out.long_line(f"meshes tried: {trials}")
+        for line in _tried_lines(record):
+            out.long_line(line)
     if record.pinned is not None:
         _pins_lines(out, record, record.pinned)
     for weighed in record.weighed:
@@ -78,6 +78,32 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     for note in record.notes:
         out.long_line(f"note: {note}")
     return out.text()
+
+
+def _tried_lines(record: PlanRecord) -> list[str]:
+    """The ways that were tried on each mesh, the fastest first; on the mesh of the plan the plan itself."""
+    by_mesh: dict[tuple[int, ...], list[MeshTrial]] = {}
+    for trial in record.tried:
+        by_mesh.setdefault(trial.axis_sizes, []).append(trial)
+    lines = []
+    for sizes, trials in by_mesh.items():
+        step_s = record.predicted.step_time_s if sizes == record.axis_sizes else None
+        own = next((t for t in trials if t.step_time_s == step_s), None) if step_s is not None else None
+        texts = [_trial_text(t) for t in sorted(trials, key=_by_time) if t is not own]
+        if step_s is not None:
+            name = f"{own.name}, " if own is not None and own.name else ""
+            texts.insert(0, f"{text_of_s(step_s)} ({name}the plan)")
+        lines.append(f"tried on mesh {'x'.join(map(str, sizes))}: {', '.join(texts)}")
+    return lines
+
+
+def _by_time(trial: MeshTrial) -> float:
+    return math.inf if trial.step_time_s is None else trial.step_time_s
+
+
+def _trial_text(trial: MeshTrial) -> str:
+    name = f" ({trial.name})" if trial.name else ""
+    return (trial.status if trial.step_time_s is None else text_of_s(trial.step_time_s)) + name
 
 
 def _pins_lines(out: TextConsole, record: PlanRecord, pinned: PinsRecord) -> None:
@@ -151,41 +177,34 @@ def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) ->
     return out.text()
 
 
-def _sent_by_kind(record: PlanRecord) -> dict[str, tuple[float, float]]:
-    """Kind of collective -> (number, bytes sent) in a step, means over the devices."""
-    out: dict[str, tuple[float, float]] = {}
-    for row in record.modules:
-        share = stage_share(record, row.stage)
-        for c in row.collectives:
-            count, sent = out.get(c.kind, (0.0, 0.0))
-            out[c.kind] = (count + share * c.count, sent + share * c.sent_bytes)
-    return out
-
-
 def differences(one: PlanRecord, other: PlanRecord) -> list[tuple[str, str, str]]:
     """The differences of two plans: the name of each, and what it is in both."""
     rows: list[tuple[str, str, str]] = [
+        ("recipe", one.recipe or "none", other.recipe or "none"),
         ("mesh", _meshes(one), _meshes(other)),
         ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
-        ("peak memory", text_of_bytes(max(one.predicted.peak_bytes)), text_of_bytes(max(other.predicted.peak_bytes))),
+        ("peak memory", text_of_bytes(fullest(one).peak_bytes), text_of_bytes(fullest(other).peak_bytes)),
         (
             "host memory",
             text_of_bytes(max(one.predicted.host_bytes, default=0)),
             text_of_bytes(max(other.predicted.host_bytes, default=0)),
         ),
     ]
-    sent = [_sent_by_kind(record) for record in (one, other)]
-    this_text, other_text = (text_of_bytes(sum(nbytes for _, nbytes in kinds.values())) for kinds in sent)
+    sent = [{c.kind: c for c in collective_rows(record, record.modules, by_kind)} for record in (one, other)]
+    this_text, other_text = (text_of_bytes(sum(c.sent_bytes for c in kinds.values())) for kinds in sent)
     rows.append(("sent per device", this_text, other_text))
     for kind in dict.fromkeys((*sent[0], *sent[1])):
-        a, b = (kinds.get(kind, (0.0, 0.0)) for kinds in sent)
-        rows.append((kind, f"{a[0]:g}, {text_of_bytes(a[1])}", f"{b[0]:g}, {text_of_bytes(b[1])}"))
+        rows.append((kind, _sent_text(sent[0].get(kind)), _sent_text(sent[1].get(kind))))
     b_values = {v.path: v for v in (*other.arguments, *other.results)}
     for v in (*one.arguments, *one.results):
         w = b_values.get(v.path)
         other_place = _place(other, w) if w is not None else "absent"
         rows.append((v.path, _place(one, v), other_place))
     return [row for row in rows if row[1] != row[2]]
+
+
+def _sent_text(row: CollectiveRow | None) -> str:
+    return "none" if row is None else f"{text_of_bytes(row.sent_bytes)}, {row.count_text}{row.where_text}"
 
 
 def _meshes(record: PlanRecord) -> str:
@@ -225,14 +244,12 @@ def _modules_table(record: PlanRecord) -> Table:
         if row.collectives or row.splits:
             groups.setdefault((folded(row.module), row.splits), []).append(row)
     for (pattern, splits), rows in groups.items():
-        sent: dict[tuple[str, tuple[str, ...]], list[float]] = {}
         shares = [stage_share(record, row.stage) for row in rows]
-        for share, c in ((share, c) for share, row in zip(shares, rows, strict=True) for c in row.collectives):
-            total = sent.setdefault((c.kind, c.axes), [0.0, 0.0])
-            total[0] += share * c.count
-            total[1] += share * c.sent_bytes
-        lines = [f"{n:g} {kind} {axes_text(axes)} {text_of_bytes(b)}" for (kind, axes), (n, b) in sent.items()]
-        name = (rows[0].module if len(rows) == 1 else f"{pattern} ({len(rows)}x)") or NO_MODULE
+        lines = [
+            f"{c.count_text} {c.kind} {axes_text(c.axes)} {text_of_bytes(c.sent_bytes)}{c.where_text}"
+            for c in collective_rows(record, rows, by_axes)
+        ]
+        name = (rows[0].module or NO_MODULE) if len(rows) == 1 else f"{pattern or NO_MODULE} ({len(rows)}x)"
         cells = (
             name,
             "\n".join(splits) or "-",
@@ -247,13 +264,9 @@ def _modules_table(record: PlanRecord) -> Table:
 
 def _collectives_table(record: PlanRecord) -> Table:
     rows = Table("collective", "over", "per step", "sent per device", "time")
-    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for share, c in ((stage_share(record, row.stage), c) for row in record.modules for c in row.collectives):
-        total = totals.setdefault((c.kind, c.axes), [0.0, 0.0, 0.0])
-        for i, x in enumerate((c.count, c.sent_bytes, c.time_s)):
-            total[i] += share * x
-    for (kind, axes), (count, sent, seconds) in totals.items():
-        rows.add_row(kind, axes_text(axes), f"{count:g}", text_of_bytes(sent), text_of_s(seconds))
+    for c in collective_rows(record, record.modules, by_axes):
+        count = f"{c.count_text}{c.where_text}"
+        rows.add_row(c.kind, axes_text(c.axes), count, text_of_bytes(c.sent_bytes), text_of_s(c.time_s))
     return rows
 
 

@@ -14,18 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
-from autopar.plan import rivals, summary
+from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
 
 COLUMNS, LINES = 100, 40
-STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 8, 3
+STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 7, 2
 NAME_COLUMNS = 43
+GAP = 2  # columns between those of a table
 BATCH = "batch"  # the kind of arguments that hold examples
-SENTENCE_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 1
+SENTENCE_LINES, NUMBERS_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 1
 ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
 
 
@@ -36,9 +37,10 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *page.wrapped(
             f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES, style="bold"
         ),
-        *page.wrapped(_numbers(record), SENTENCE_LINES),
+        *page.wrapped(_numbers(record), NUMBERS_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
+        *page.wrapped(rivals.tensor_parallelism(record), TENSOR_LINES),
     ]
     lines += _stages(page, summary.stage_groups(record))
     lines += page.wrapped(_legend(record), LEGEND_LINES)
@@ -76,7 +78,7 @@ class _Page:
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         """A table without lines, one line a row where there is the width for it."""
         style = "bold" if self.text_format.color else ""
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style)
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style=style)
         is_narrow = self.columns < COLUMNS
         for name in columns:
             table.add_column(escape(name), no_wrap=not is_narrow, overflow="fold" if is_narrow else "ellipsis")
@@ -85,6 +87,12 @@ class _Page:
         console = TextConsole(COLUMNS, self.text_format)
         console.table(table)
         return console.text().splitlines()
+
+    def table_with_names(self, columns: Sequence[str], rows: Sequence[Sequence[str]], at: int) -> list[str]:
+        """A table with names in the column `at`: long ones lose their first parts where the others need the width."""
+        widths = [max(map(len, column)) + GAP for column in zip(columns, *rows, strict=True)]
+        room = min(NAME_COLUMNS, COLUMNS - sum(widths) + widths[at])
+        return self.table(columns, [(*row[:at], _shortened(row[at], room), *row[at + 1 :]) for row in rows])
 
 
 def _axes(record: PlanRecord) -> str:
@@ -101,7 +109,10 @@ def _legend(record: PlanRecord) -> str:
     axis = mesh.axis_names[0]
     layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
     if record.pipeline is not None:
-        return f"{layout.capitalize()} What stands before or behind the layers counts as one."
+        return (
+            f"Layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not. What stands before or behind "
+            "the layers counts as one. Means: over all devices. Arguments: on the device with the most."
+        )
     own = record.axis_names or mesh.axis_names
     axes = [
         f"{name}={n}" + (f" ({called})" if called != name else "")
@@ -157,19 +168,23 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
 
 
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
+    found = collective_rows.costliest(record)
+    if not found:
+        return ["No collectives."]
     rows = [
         (
-            f"{text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}",
-            _shortened(c.module or "(no module)"),
+            f"{c.count_text} {c.kind} over {axes_text(c.axes)}{c.where_text}",
+            c.module or "(no module)",
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
             "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),
         )
-        for c in summary.costliest(record)
+        for c in found
     ]
-    if not rows:
-        return ["No collectives."]
-    return page.table(("costliest collectives", "module", "sent a device", "time", "exposed"), rows)
+    numbers = ["sent a device", "time", "exposed"]
+    if record.pipeline is not None:
+        numbers = ["mean sent", "mean time", "mean exposed"]
+    return page.table_with_names(("costliest collectives", "module", *numbers), rows, 1)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
@@ -182,16 +197,16 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
     shown = [g for g in groups if g in told or g in largest]
     rows = [
         (
-            _shortened(summary.path_of(g.name)),
+            summary.path_of(g.name),
             g.kind,
-            str(g.count),
+            g.count_text,
             f"{'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}",
             g.layout + (" in host memory" if g.in_host else ""),
             text_of_bytes(g.device_bytes),
         )
         for g in shown
     ]
-    lines = page.table(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows)
+    lines = page.table_with_names(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows, 0)
     rest = sum(g.device_bytes for g in groups if g not in shown)
     return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
 
@@ -200,9 +215,9 @@ def _rest(number: int, what: str) -> list[str]:
     return [f"and {number} more {what}"] if number > 0 else []
 
 
-def _shortened(name: str) -> str:
-    """A name without its first parts, where it is long: the end is a pattern for the same arrays or module."""
+def _shortened(name: str, columns: int) -> str:
+    """A name without its first parts, where it is longer: the end is a pattern for the same arrays or module."""
     parts = name.split("/")
-    while len(parts) > 1 and len("/".join(parts)) > NAME_COLUMNS:
+    while len(parts) > 1 and len("/".join(parts)) > columns:
         parts = parts[1:]
     return "/".join(parts)

@@ -1,14 +1,22 @@
-"""The recipes that were weighed beside a plan, and how much faster it is than they are."""
+"""The ways that were weighed beside a plan: recipes, tensor parallelism, and how much faster the plan is."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from autopar.common.units import text_of_s
-from autopar.plan.schema import PlanRecord
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.hardware.cluster import Cluster
+from autopar.plan import summary
+from autopar.plan.device_limits import fullest
+from autopar.plan.schema import MeshTrial, PlanRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
+TENSOR_PARALLEL = "tensor parallelism"
+TENSOR = "tensor"  # the role of mesh axes that split the matrices
+# Devices of a tensor group in Megatron-LM's plans (Narayanan et al., 2021, section 5), those of a DGX.
+MEGATRON_GROUP = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +27,16 @@ class Rival:
     step_time_s: float | None
     why: str
 
+    @property
+    def has_own_line(self) -> bool:
+        """Whether it is compared by name, not among the others."""
+        return self.name == DATA_PARALLEL or self.name.startswith(TENSOR_PARALLEL)
+
 
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:
-    """The recipes that were weighed beside the plan, by name: data parallelism and stages of ZeRO."""
-    found = {r.text: (r.step_time_s, r.why) for r in record.rejected if r.source == BASELINES and r.text}
+    """The recipes that were weighed beside the plan, by name: data, tensor parallelism, stages of ZeRO."""
+    lost = [r for r in record.rejected if r.source == BASELINES and r.text]
+    found = {r.text.rpartition(", ")[2]: (r.step_time_s, r.why) for r in lost}  # without the mesh of a candidate
     for trial in record.tried:
         if trial.name:
             found.setdefault(trial.name, (trial.step_time_s, trial.status))
@@ -40,12 +54,14 @@ def advantage(record: PlanRecord) -> str:
     """How much faster the plan is than data parallelism, and than the best recipe, as far as they were weighed."""
     weighed, own, step_s = rivals(record), chosen_recipe(record), record.predicted.step_time_s
     if not weighed:
-        return "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
+        under = f"Planned under {record.recipe}. " if record.recipe else ""
+        none = "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
+        return f"{under}{none}"
     others = [r for r in weighed if r.name != own]
     parts = [f"The fastest found is a standard plan: {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
-    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and r.name != DATA_PARALLEL]
+    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and not r.has_own_line]
     if timed:
         best = min(timed, key=lambda item: item[0])[1]
         parts.append(f"{_against(best, step_s)}, the next best of the baselines")
@@ -61,3 +77,42 @@ def _against(rival: Rival, step_s: float) -> str:
     if rival.step_time_s < step_s:
         return f"{rival.name} would take {text_of_s(rival.step_time_s)} ({rival.why})"
     return f"{rival.step_time_s / step_s:.2f}x as fast as {rival.name} ({text_of_s(rival.step_time_s)})"
+
+
+def tensor_parallelism(record: PlanRecord) -> str:
+    """What tensor parallelism costs: that the plan has it, the fastest way with it that was weighed, in time and memory
+    beside the plan, or the call that plans one. Nothing on one device.
+    """
+    if summary.num_devices(record) == 1:
+        return ""
+    stages = range(summary.num_stages(record))
+    own = [_ways(summary.stage_mesh(record, s).axis_sizes, summary.axis_roles(record, s)) for s in stages]
+    if max(own) > 1:
+        where = "" if min(own) > 1 else f", in {summary.stages_text([s for s in stages if own[s] > 1])}"
+        return f"Tensor parallelism is part of the plan{where}."
+    ways = [trial for trial in record.tried if trial.step_time_s is not None and _ways_of(trial) > 1]
+    best = min(ways, key=lambda trial: trial.step_time_s or 0.0, default=None)
+    if best is None or best.step_time_s is None:
+        call = f"plan.why_not(autopar.recipes.tensor_parallel(size={tensor_group(record.cluster)}))"
+        return f"No way with tensor parallelism was weighed: {call} plans one."
+    step_s, peak_bytes = record.predicted.step_time_s, fullest(record).peak_bytes
+    peak = f", peak {text_of_bytes(best.peak_bytes)} ({text_of_bytes(peak_bytes)} here)" if best.peak_bytes else ""
+    return (
+        f"With tensor parallelism, {summary.splits_text(best.axis_sizes, best.axis_roles)}: "
+        f"{text_of_s(best.step_time_s)} a step ({text_of_s(step_s)} here){peak}."
+    )
+
+
+def _ways_of(trial: MeshTrial) -> int:
+    return _ways(trial.axis_sizes, trial.axis_roles)
+
+
+def _ways(sizes: tuple[int, ...], roles: tuple[str, ...]) -> int:
+    """Into how many parts tensor parallelism splits the matrices; 1 where no role is known."""
+    return math.prod(n for n, role in zip(sizes, roles, strict=False) if role == TENSOR)
+
+
+def tensor_group(cluster: Cluster) -> int:
+    """Devices of a tensor group to ask for: as Megatron's eight, or their largest part that the fastest links join."""
+    sizes = (math.gcd(cluster.domain_devices, MEGATRON_GROUP), math.gcd(cluster.num_devices, MEGATRON_GROUP))
+    return next((size for size in sizes if size > 1), cluster.num_devices)

@@ -150,7 +150,7 @@ class Predicted:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTrial:
     """One logical mesh that was tried. Without a plan, the time is None and `status` is the reason. `name` names the
-    constraints of the plan, if it had any.
+    constraints of the plan, if it had any; `axis_roles` are those of its mesh axes, none where that was not worked out.
     """
 
     axis_sizes: tuple[int, ...]
@@ -158,6 +158,7 @@ class MeshTrial:
     peak_bytes: int | None
     status: str
     name: str = ""
+    axis_roles: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +311,7 @@ class PlanRecord:
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
+    `recipe`: the call of `autopar.recipes` that asked for the plan; empty for a free search.
     """
 
     format_version: int
@@ -339,6 +341,7 @@ class PlanRecord:
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] | None = None
+    recipe: str = ""
 
     @property
     def leaves(self) -> dict[int, PlannedValue]:

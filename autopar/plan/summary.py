@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from autopar.common.paths import parts_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
-from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, PredictedCollective
+from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
 
-COSTLIEST_SHOWN = 3
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
@@ -46,27 +45,6 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CostlyCollective:
-    """Collectives of one kind over the same axes in modules that are alike; of a pipeline, means over the devices.
-
-    `exposed_s`: of `time_s`, what the step waits for; None where that is not recorded.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    module: str
-    count: float
-    sent_bytes: float
-    time_s: float
-    exposed_s: float | None = None
-
-    @property
-    def waited_s(self) -> float:
-        """What the step waits for, as far as it is known: all of it, where nothing else is recorded."""
-        return self.time_s if self.exposed_s is None else self.exposed_s
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGroup:
     """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them.
 
@@ -89,19 +67,27 @@ class StageGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateGroup:
-    """Arrays that are alike: layers, and the moments of parameters. `device_bytes`: of all of them, on the device that
-    holds the most. `shards`: the parts into which the layout splits each.
+    """Arrays that are alike: layers, and the moments of parameters, `count` in all.
+
+    The device that holds the most of them has `device_count`, in whole or in part, in `device_bytes`: others of a
+    pipeline may have none. `shards`: the parts into which the layout splits each.
     """
 
     name: str
     kind: str
     count: int
+    device_count: int
     shape: tuple[int, ...]
     dtype: str
     layout: str
     in_host: bool
     device_bytes: int
     shards: int
+
+    @property
+    def count_text(self) -> str:
+        """`96`, or `8 of 96` where the device has no more."""
+        return str(self.count) if self.device_count == self.count else f"{self.device_count} of {self.count}"
 
 
 def folded(path: str) -> str:
@@ -118,6 +104,11 @@ def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
     """The mesh of a stage, or of the whole step."""
     sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
     return LogicalMesh(axis_sizes=sizes)
+
+
+def first_device(record: PlanRecord, stage: int) -> int:
+    """The number of a stage's first device, which its group of devices is known by."""
+    return 0 if record.pipeline is None else record.pipeline.stages[stage].first_device
 
 
 def num_stages(record: PlanRecord) -> int:
@@ -169,14 +160,14 @@ def sentence(record: PlanRecord) -> str:
         inside = f"inside each, {next(iter(groups))}"
     else:
         told = list(groups.items())[:SPLITS_NAMED]
-        inside = "; ".join(f"in {_ranges(stages)}, {splits}" for splits, stages in told)
+        inside = "; ".join(f"in {stages_text(stages)}, {splits}" for splits, stages in told)
         if len(groups) > len(told):
             inside += f"; {len(groups) - len(told)} other ways in the rest"
     batches = f"{pipeline.num_microbatches} micro-batches" if pipeline.num_microbatches > 1 else "the whole batch"
     return f"{opening}; {inside}. {batches.capitalize()} in schedule {pipeline.schedule}."
 
 
-def _ranges(stages: Sequence[int]) -> str:
+def stages_text(stages: Sequence[int]) -> str:
     """Stages 0-3, 5."""
     runs = [[stage for _, stage in run] for _, run in itertools.groupby(enumerate(stages), lambda p: p[1] - p[0])]
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
@@ -193,17 +184,31 @@ def _splits(record: PlanRecord, stage: int) -> str:
     mesh = stage_mesh(record, stage)
     if not record.axis_roles:
         return f"split over the mesh {mesh}"
-    ways: dict[str, int] = {}
-    for role, size in zip(axis_roles(record, stage), mesh.axis_sizes, strict=True):
-        if size > 1 and role in _SPLITS:
-            ways[role] = ways.get(role, 1) * size
-    parts = [f"{_SPLITS[role]} split over {n}" for role, n in ways.items()]
+    sizes, roles = mesh.axis_sizes, axis_roles(record, stage)
+    ways = _ways(sizes, roles)
     if SHARDED in ways:
         held = _held_of_state(record, stage)
         if held > math.prod(ways.values()) ** -1 * ABOUT:
-            at = list(ways).index(SHARDED)
-            parts[at] = f"the batch split over {ways[SHARDED]} and the state in part ({held:.1%} of it a device)"
-    alike = mesh.num_devices // math.prod(ways.values())
+            return splits_text(sizes, roles, f"and the state in part ({held:.1%} of it a device)")
+    return splits_text(sizes, roles)
+
+
+def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
+    """Role -> over how many devices it splits."""
+    ways: dict[str, int] = {}
+    for role, size in zip(roles, sizes, strict=True):
+        if size > 1 and role in _SPLITS:
+            ways[role] = ways.get(role, 1) * size
+    return ways
+
+
+def splits_text(sizes: Sequence[int], roles: Sequence[str], in_part: str = "") -> str:
+    """What mesh axes of these sizes and roles split; `in_part`: that sharded data shard the state in part."""
+    ways = _ways(sizes, roles)
+    parts = [f"{_SPLITS[role]} split over {n}" for role, n in ways.items()]
+    if in_part:
+        parts[list(ways).index(SHARDED)] = f"the batch split over {ways[SHARDED]} {in_part}"
+    alike = math.prod(sizes) // math.prod(ways.values())
     if alike > 1:
         parts.append(f"{'groups of ' if ways else ''}{alike} devices do the same work")
     return ", ".join(parts) or "nothing is split"
@@ -261,37 +266,6 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     return tuple(part for part in parts if part.seconds > LEAST_LOSS * step_s)
 
 
-def costliest(record: PlanRecord, most: int = COSTLIEST_SHOWN) -> tuple[CostlyCollective, ...]:
-    """The collectives that the step waits for the longest, those of repeated layers together."""
-    return collectives_of(record, record.modules)[:most]
-
-
-def collectives_of(record: PlanRecord, modules: Sequence[ModuleRow]) -> tuple[CostlyCollective, ...]:
-    """The collectives of some modules, those of repeated layers together: by what the step waits for, then by time."""
-    totals: dict[tuple[str, tuple[str, ...], str], CostlyCollective] = {}
-    for row in modules:
-        share = stage_share(record, row.stage)
-        for c in row.collectives:
-            key = c.kind, c.axes, folded(row.module)
-            totals[key] = _added(totals.get(key), c, key[2], share)
-    return tuple(sorted(totals.values(), key=lambda row: (-row.waited_s, -row.time_s)))
-
-
-def _added(total: CostlyCollective | None, c: PredictedCollective, module: str, share: float) -> CostlyCollective:
-    exposed_s = None if c.exposed_s is None else share * c.exposed_s
-    if total is not None:
-        exposed_s = None if exposed_s is None or total.exposed_s is None else total.exposed_s + exposed_s
-    return CostlyCollective(
-        kind=c.kind,
-        axes=c.axes,
-        module=module,
-        count=share * c.count + (total.count if total else 0.0),
-        sent_bytes=share * c.sent_bytes + (total.sent_bytes if total else 0.0),
-        time_s=share * c.time_s + (total.time_s if total else 0.0),
-        exposed_s=exposed_s,
-    )
-
-
 def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
     """The stages of a pipeline, neighbours that are alike as one."""
     pipeline = record.pipeline
@@ -344,16 +318,18 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
         groups.setdefault((tail, v.kind, v.shape, v.dtype, lies, v.in_host), []).append(v)
     rows = []
     for (_, kind, shape, dtype, lies, in_host), values in groups.items():
+        device_count, device_bytes = _on_fullest(record, values)
         rows.append(
             StateGroup(
                 name=common_name([value.path for value in values]),
                 kind=kind,
                 count=len(values),
+                device_count=device_count,
                 shape=shape,
                 dtype=dtype,
                 layout=lies,
                 in_host=in_host,
-                device_bytes=_device_bytes(record, values),
+                device_bytes=device_bytes,
                 shards=values[0].layout.shards(stage_mesh(record, values[0].stage)),
             )
         )
@@ -374,12 +350,13 @@ def common_name(paths: Sequence[str]) -> str:
     return "/".join(names[0] if len(set(names)) == 1 else "*" for names in zip(*shortest.values(), strict=True))
 
 
-def _device_bytes(record: PlanRecord, values: Sequence[PlannedValue]) -> int:
-    """Bytes of values on the device that holds the most of them."""
-    by_group: dict[int, int] = {}
+def _on_fullest(record: PlanRecord, values: Sequence[PlannedValue]) -> tuple[int, int]:
+    """(number, bytes) of values on the device that holds the most of them."""
+    by_group: dict[int, tuple[int, int]] = {}
     for value in values:
         mesh, stages = stage_mesh(record, value.stage), value.stages or (value.stage,)
         for stage in stages:
-            first = 0 if record.pipeline is None else record.pipeline.stages[stage].first_device
-            by_group[first] = by_group.get(first, 0) + value.nbytes // (value.layout.shards(mesh) * len(stages))
-    return max(by_group.values())
+            group, nbytes = first_device(record, stage), value.nbytes // (value.layout.shards(mesh) * len(stages))
+            count, total = by_group.get(group, (0, 0))
+            by_group[group] = count + 1, total + nbytes
+    return max(by_group.values(), key=lambda held: held[1])

@@ -104,9 +104,10 @@ class WhyNot:
     def quantities(self) -> tuple[Quantity, ...]:
         """Step time, peak and bytes sent, and the parts of the step time that differ."""
         a, b = self.plan.predicted, self.other.predicted
+        peaks = [fullest(record).peak_bytes for record in (self.plan, self.other)]
         rows = [
             Quantity(name="step time", unit="s", plan=a.step_time_s, other=b.step_time_s),
-            Quantity(name="peak of a device", unit="bytes", plan=max(a.peak_bytes), other=max(b.peak_bytes)),
+            Quantity(name="peak of a device", unit="bytes", plan=peaks[0], other=peaks[1]),
             Quantity(name="sent by a device", unit="bytes", plan=_sent_bytes(self.plan), other=_sent_bytes(self.other)),
         ]
         return (*rows, *self.parts())
@@ -120,7 +121,7 @@ class WhyNot:
         )
 
     def memory(self) -> tuple[Quantity, ...]:
-        """The memory at the peak by purpose, of the device with the highest peak."""
+        """The memory at the peak by purpose, of the device that comes nearest to its limit."""
         own, others = _at_peak(self.plan), _at_peak(self.other)
         return tuple(
             Quantity(name=kind.value, unit="bytes", plan=own.get(kind, 0), other=others.get(kind, 0))
@@ -189,6 +190,7 @@ class WhyNot:
         return {
             "plan": summary.sentence(self.plan),
             "instead": summary.sentence(self.other),
+            "recipe": self.other.recipe,
             "verdict": self.verdict,
             "slower_s": self.slower_s,
             "excess_bytes": self.excess_bytes,
@@ -200,7 +202,7 @@ class WhyNot:
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The verdict, and where the two plans differ as tables."""
         console = TextConsole(COLUMNS, text_format)
-        console.line(f"Instead: {summary.sentence(self.other)}")
+        console.line(f"Instead{_under(self.other)}: {summary.sentence(self.other)}")
         console.line(self.verdict, style="bold")
         table = Table("", "plan", "instead", "more")
         for q in (*self.quantities(), *self.memory()):
@@ -227,14 +229,18 @@ class WhyNot:
     __str__ = text
 
 
+def _under(record: PlanRecord) -> str:
+    """The recipe of a plan."""
+    return f", under {record.recipe}" if record.recipe else ""
+
+
 def text_of(unit: str) -> Any:
     """What writes a quantity of a unit."""
     return text_of_s if unit == "s" else text_of_bytes
 
 
 def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
-    predicted = record.predicted
-    return predicted.memory[predicted.peak_bytes.index(max(predicted.peak_bytes))].at_peak
+    return record.predicted.memory[fullest(record).number].at_peak
 
 
 def _sent_bytes(record: PlanRecord) -> float:

@@ -47,6 +47,7 @@ def merged(pipeline: Pipeline, transfer_s: Sequence[float]) -> tuple[Pipeline, t
         transfers=tuple(Transfer(source=a, target=b, nbytes=int(n)) for (a, b), (n, _) in sent.items()),
         inputs=tuple(dict.fromkeys(groups[b] for b in pipeline.inputs)),
         outputs=tuple(dict.fromkeys(groups[b] for b in pipeline.outputs)),
+        kept=tuple(dict.fromkeys(groups[b] for b in pipeline.kept)),
     )
     return smaller, tuple(seconds for _, seconds in sent.values())
 
@@ -95,8 +96,8 @@ def _uses(pipeline: Pipeline) -> list[Hashable]:
             readers[b].append(number)
         for i in task.donated:
             donors[task.inputs[i]].append(number)
-    taken, given = set(pipeline.inputs), set(pipeline.outputs)
+    outside = [set(pipeline.inputs), set(pipeline.outputs), set(pipeline.kept)]
     return [
-        (b.mesh, b.repeats, tuple(makers[i]), tuple(readers[i]), tuple(donors[i]), i in taken, i in given)
+        (b.mesh, b.repeats, tuple(makers[i]), tuple(readers[i]), tuple(donors[i]), *(i in those for those in outside))
         for i, b in enumerate(pipeline.buffers)
     ]

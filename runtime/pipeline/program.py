@@ -74,7 +74,8 @@ class Transfer:
 class Pipeline:
     """Everything that runs in a step, without an order. `inputs` are the step's arguments, `outputs` its results.
 
-    Arguments are buffers that no task makes; results are never freed.
+    Arguments are buffers that no task makes; results are never freed. `kept` are arguments that the caller holds on to,
+    so that freeing them gives nothing back.
     """
 
     buffers: tuple[Buffer, ...]
@@ -82,6 +83,7 @@ class Pipeline:
     transfers: tuple[Transfer, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    kept: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -71,7 +71,6 @@ def simulate(
     task_s: Sequence[float],
     transfer_s: Sequence[float],
     task_bytes: Sequence[int] | None = None,
-    kept_inputs: Collection[int] = (),
 ) -> Simulation:
     """When each instruction of a correct program runs, and the memory it takes.
 
@@ -79,7 +78,6 @@ def simulate(
         task_s: Seconds of one run of each task of the pipeline, then of each `Joined` of the program.
         transfer_s: Seconds of each of its transfers, for one micro-batch; those of one Send follow each other.
         task_bytes: Bytes on one device that a run needs beside its inputs and outputs; 0 if left out.
-        kept_inputs: Buffers that the caller holds on to, so that freeing them gives nothing back.
     """
     pipeline = program.pipeline
     num_tasks = len(pipeline.tasks) + len(program.joined)
@@ -87,7 +85,7 @@ def simulate(
     assert len(transfer_s) == len(pipeline.transfers), (
         f"{len(transfer_s)} times for {len(pipeline.transfers)} transfers"
     )
-    clock = _Clock(program, task_s, transfer_s, task_bytes or [0] * num_tasks, kept_inputs)
+    clock = _Clock(program, task_s, transfer_s, task_bytes or [0] * num_tasks)
     for at, step in enumerate(program.instructions):
         if isinstance(step, Run):
             clock.run(at, step)
@@ -121,7 +119,6 @@ class _Clock:
         task_s: Sequence[float],
         transfer_s: Sequence[float],
         task_bytes: Sequence[int],
-        kept_inputs: Collection[int],
     ) -> None:
         self.program, self.task_s, self.transfer_s, self.task_bytes = program, task_s, transfer_s, task_bytes
         self.tasks, self.buffers = program.pipeline.tasks, program.pipeline.buffers
@@ -134,7 +131,7 @@ class _Clock:
         self.memory: list[list[tuple[float, int, int, int]]] = [[] for _ in range(self.num_meshes)]
         self.held: dict[int, _Array] = {}
         for b, slot in zip(program.pipeline.inputs, program.input_slots, strict=True):
-            self.take(slot, b, 0.0, 0.0, kept=b in kept_inputs)
+            self.take(slot, b, 0.0, 0.0, kept=b in program.pipeline.kept)
 
     def take(self, slot: int, buffer: int, start_s: float, end_s: float, kept: bool = False) -> None:
         nbytes, mesh = self.buffers[buffer].nbytes, self.buffers[buffer].mesh

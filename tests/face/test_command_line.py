@@ -249,8 +249,8 @@ def test_a_plan_as_json_and_with_every_row(job, capsys):
     made = json.loads(out_of(capsys, *named, "--json"))
     assert made["summary"]["devices"] == 8
     assert made["plan"]["step"] == "train_step"
-    assert "meshes tried" in out_of(capsys, *named, "--table")
-    assert "meshes tried" not in out_of(capsys, *named)
+    assert "tried on mesh" in out_of(capsys, *named, "--table")
+    assert "tried on mesh" not in out_of(capsys, *named)
 
 
 def test_a_plan_is_written_as_a_page(job, saved, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """`autopar.fit`: the largest batch that fits, by bisection over plans."""
 
 import json
+import logging
 
 import jax
 import jax.export
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar import recipes
 from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest
 from autopar.plan.report.fit_data import fit_data
+from autopar.step_views import peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None, show_progress=False)
@@ -53,6 +56,24 @@ def test_linear_memory_needs_few_plans():
     assert len(asked) <= 6
 
 
+@pytest.mark.parametrize("leaner", [0, 1, 3])
+def test_plans_whose_memory_is_known_are_few(leaner):
+    """Each full memory leads to a plan that takes a tenth less, `leaner` times."""
+    asked, plans = [], [100.5 * 1.1**k for k in range(leaner + 1)]
+
+    def fitting_plan(n):
+        return next((limit for limit in plans if n <= limit), plans[-1])
+
+    def share(n):
+        asked.append(n)
+        return n / fitting_plan(n)
+
+    assert largest(share, 10_000, lambda fitting: int(fitting_plan(fitting[-1][0])) if fitting[-1][0] else 1) == int(
+        plans[-1]
+    )
+    assert len(asked) <= 4 + 2 * leaner
+
+
 def batch_of(examples: int):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), MLP_BATCH)
 
@@ -80,6 +101,29 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
     assert not rows[size + multiple].fits
     assert rows[size + multiple].peak_bytes == caught.value.needed_bytes
     assert found.plans[cluster].predicted == own.predicted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "examples"), [(recipes.data_parallel(), 192), (recipes.pipeline(2, num_microbatches=2), 64)]
+)
+def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
+    options = OPTIONS | {"cluster": slow_cluster(4), "plan": recipe}
+    args = (MLP_STATE, batch_of(64))
+    own = autopar.parallelize(mlp_step, **options).plan(MLP_STATE, batch_of(examples))
+    step = autopar.parallelize(mlp_step, **options)
+    assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(examples))) == max(own.predicted.peak_bytes)
+    other = {name: jax.ShapeDtypeStruct((64, 2, leaf.shape[1]), leaf.dtype) for name, leaf in batch_of(64).items()}
+    assert peak_on_other_batch(step, args, (MLP_STATE, other)) is None
+
+
+def test_each_size_is_logged(caplog):
+    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    with caplog.at_level(logging.INFO, "autopar"):
+        found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=64)
+    told = [record.message for record in caplog.records if "planned in" in record.message]
+    assert len(told) == len(found.rows)
+    assert told[0].startswith("mlp_step, batch 64: ")
+    assert sum("does not fit" in line for line in told) == sum(not row.fits for row in found.rows) > 0
 
 
 def test_several_clusters_with_prices():

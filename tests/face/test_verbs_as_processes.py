@@ -79,6 +79,13 @@ def run(folder: Path, arguments: str, pipe: str = "", **variables: str) -> subpr
     )  # fmt: skip
 
 
+def test_what_takes_long_says_that_it_goes_on(folder):
+    done = run(folder, f"fit {VERBS['fit'][0]} --json")
+    sizes = [row["batch"] for row in json.loads(done.stdout)["rows"]]
+    told = [line for line in done.stderr.splitlines() if "(planned in" in line]
+    assert sorted(int(line.split("batch ")[1].split(":")[0]) for line in told) == sizes
+
+
 def test_these_are_all_verbs(folder):
     told = run(folder, "--help").stdout
     assert all(f"autopar {verb}" in told for verb in VERBS)

@@ -76,7 +76,8 @@ def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
 def test_micro_batches_make_room():
     args = arguments(layers=4, width=512, batch=65_536)
     whole = plan(cluster(hosts=1, each=1), *args)
-    limit_bytes = int(whole.predicted.peak_bytes[0] * 0.6)
+    # The batch that the caller holds and its micro-batches are 57 % of it.
+    limit_bytes = int(whole.predicted.peak_bytes[0] * 0.65)
     # On one device there is nothing to shard and nothing to cut into stages.
     memory_bytes = int(limit_bytes / (1 - MEMORY_MARGIN))
     found = plan(cluster(hosts=1, each=1, memory_bytes=memory_bytes), *args, num_microbatches=16)

@@ -6,6 +6,7 @@ import pytest
 
 import autopar
 from autopar import errors
+from autopar.common.units import text_of_s
 from autopar.plan.schema import FORMAT_VERSION
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, shapes, slow_cluster, transformer
 
@@ -65,7 +66,7 @@ def test_the_text_has_mesh_arguments_collectives_memory_and_time(plan):
         assert path in text
     for collective in plan.predicted.collectives:
         assert collective.kind in text
-    assert "meshes tried: 8 " in text
+    assert f"tried on mesh 8: {text_of_s(plan.predicted.step_time_s)} (the plan)" in text
     assert "gap 0.00%" in text
 
 

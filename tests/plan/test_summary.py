@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import render, render_summary, rivals, summary
+from autopar.plan import collective_rows, render, render_summary, rivals, summary
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import MeshTrial, RejectionRecord
 from tests.plan.records import module, pipeline, predicted, program, value
@@ -69,13 +69,32 @@ def test_a_file_without_the_time_of_products_says_less():
 
 
 def test_collectives_of_repeated_layers_are_one_row():
-    (row,) = summary.costliest(program(layers=3))
+    (row,) = collective_rows.costliest(program(layers=3))
     assert (row.module, row.count, row.sent_bytes, row.time_s) == ("layer*/mlp", 6, 24_000, 6.0)
 
 
 def test_collectives_of_stages_are_means_over_the_devices():
-    (row,) = summary.costliest(pipeline(layers=4, stages=2))
+    (row,) = collective_rows.costliest(pipeline(layers=4, stages=2))
     assert row.time_s == 4 * 0.5 / 2
+
+
+def test_collectives_are_counted_where_they_are():
+    """A mean of half a collective is one on half of the devices."""
+    one = module("embed", compute_s=1.0, send_s=1.0, stage=1)
+    (row,) = collective_rows.costliest(pipeline(modules=(one,)))
+    assert (row.count_text, row.where_text, row.count, row.time_s) == ("2", " in stage 1", 1.0, 0.5)
+    more = tuple(module("layer0/mlp", compute_s=1.0, send_s=1.0, stage=s) for s in (0, 1, 1))
+    record = pipeline(modules=more)
+    (row,) = collective_rows.costliest(record)
+    assert (row.count_text, row.where_text, row.count) == ("2 to 4", "", 3.0)
+    assert "2 to 4 all-reduce over x  layer*/mlp  12 kB      1.5 s" in str(autopar.Plan(record))
+    assert "2 to 4" in render.table(record)
+
+
+def test_collectives_that_are_hidden_rank_by_their_time():
+    """Sums leave traces of exposed time."""
+    rows = [module(name, compute_s=1.0, send_s=s, exposed_s=e) for name, s, e in (("a", 1.0, 1e-15), ("b", 2.0, 0.0))]
+    assert [row.module for row in collective_rows.costliest(program(modules=tuple(rows)))] == ["b", "a"]
 
 
 def test_layers_and_moments_are_one_row():
@@ -112,7 +131,7 @@ def test_the_screen_always_has_the_batch():
     batch = dataclasses.replace(value("batch['x']", kind="batch"), shape=(5, 2), nbytes=40)
     text = str(autopar.Plan(program(arguments=(*state, batch))))
     assert "batch/x " in text
-    assert "and 3 more groups of arguments, 12 kB" in text
+    assert "and 4 more groups of arguments, 16 kB" in text
 
 
 def test_layers_that_differ_alike_are_one_row_of_a_difference():
@@ -137,6 +156,8 @@ def test_arrays_with_another_layout_have_a_row_of_their_own():
 def test_a_device_holds_the_arguments_of_its_own_stage_only():
     groups = summary.state_groups(pipeline(layers=4, stages=2))
     assert [(g.count, g.device_bytes) for g in groups] == [(8, 4000), (1, 4000)]
+    assert [g.count_text for g in groups] == ["4 of 8", "1"]
+    assert "4 of 8  5x200 float32" in str(autopar.Plan(pipeline(layers=4, stages=2)))
 
 
 def test_stages_that_are_alike_are_one_row():
@@ -173,6 +194,50 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     )
 
 
+def test_the_cost_of_tensor_parallelism():
+    assert rivals.tensor_parallelism(program()) == "Tensor parallelism is part of the plan."
+    in_one = pipeline(axis_roles=(("data",), ("tensor",)))
+    assert rivals.tensor_parallelism(in_one) == "Tensor parallelism is part of the plan, in stage 1."
+    data = program(axis_roles=(("data",),))
+    assert rivals.tensor_parallelism(data) == (
+        "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
+    )
+    trials = [
+        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=30_000, status="optimal", axis_roles=("data", "tensor"))
+        for s in (40.0, 20.0)
+    ]
+    weighed = dataclasses.replace(data, tried=(*data.tried, *trials))
+    assert rivals.tensor_parallelism(weighed) == (
+        "With tensor parallelism, the batch split over 2, the matrices split over 4: 20 s a step (10 s here), peak "
+        "30 kB (10 kB here)."
+    )
+    assert "matrices split over 4: 20 s a step (10 s here)" in " ".join(str(autopar.Plan(weighed)).split())
+    assert rivals.tensor_parallelism(program(axis_sizes=(1,), axis_roles=(("x",),))) == ""
+
+
+def test_the_mesh_of_the_plan_has_its_time():
+    trials = [
+        MeshTrial(axis_sizes=sizes, step_time_s=s, peak_bytes=1, status=status, name=name)
+        for sizes, s, status, name in (
+            ((8,), 12.0, "optimal", ""),
+            ((2, 4), None, "not tried: slow", ""),
+            ((8,), 10.0, "optimal", "ZeRO-1"),
+        )
+    ]
+    table = render.table(program(tried=tuple(trials))).splitlines()
+    assert [line for line in table if line.startswith("tried")] == [
+        "tried on mesh 8: 10 s (ZeRO-1, the plan), 12 s",
+        "tried on mesh 2x4: not tried: slow",
+    ]
+
+
+def test_a_plan_has_the_name_of_its_recipe():
+    record = pipeline(recipe="combine(pp=2, dp=4)")
+    assert "Planned under combine(pp=2, dp=4). Neither data" in str(autopar.Plan(record))
+    assert "recipe: combine(pp=2, dp=4)" in render.table(record)
+    assert decode(encode(record), "plan.json") == record
+
+
 def assert_is_one_screen(text: str) -> None:
     lines = text.splitlines()
     assert len(lines) <= render_summary.LINES
@@ -205,8 +270,8 @@ def test_the_longest_plan_fits_a_screen():
     text = str(autopar.Plan(crowded))
     assert_is_one_screen(text)
     assert "and 7 more groups of stages" in text
-    assert "and 4 more groups of arguments" in text
-    assert "and 6 more notes" in text
+    assert "and 5 more groups of arguments" in text
+    assert "and 7 more notes" in text
 
 
 def test_a_searched_plan_says_what_it_chose_and_what_it_loses():
@@ -232,7 +297,7 @@ def test_a_searched_plan_says_what_it_chose_and_what_it_loses():
 
 def test_names_of_the_screen_are_patterns():
     assert summary.path_of("state['params']['layer*']['kernel']") == "state/params/layer*/kernel"
-    assert render_summary._shortened("state/params/params/layer*/self_attention/query/kernel") == (
+    assert render_summary._shortened("state/params/params/layer*/self_attention/query/kernel", 43) == (
         "params/layer*/self_attention/query/kernel"
     )
     assert parts_of("a['b']") == ("a", "b")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors, recipes
 from autopar.plan import summary
+from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
@@ -78,6 +79,25 @@ def test_what_modules_compute_and_wait_for_is_the_step(recipe):
     assert seconds + (predicted.bubble_fraction * predicted.step_time_s) == pytest.approx(predicted.step_time_s)
     (exposed,) = (s.seconds for s in summary.shares(made.record) if s.name == "exposed collectives")
     assert exposed == pytest.approx(waited_s)
+
+
+def test_the_batch_is_the_same_in_arguments_and_memory():
+    """The caller holds it until the step has ended: one program and stages count it."""
+    for recipe in (recipes.data_parallel(), recipes.pipeline(2, num_microbatches=4)):
+        made = planned(plan=recipe)
+        held = [use.at_peak[MemoryKind.BATCH] for use in made.predicted.memory]
+        rows = [group.device_bytes for group in summary.state_groups(made.record) if group.kind == "batch"]
+        assert sum(rows) == sum(held) > 0
+        compared = made.why_not(recipes.zero(1))
+        (batch,) = (q.plan for q in compared.memory() if q.name == "batch")
+        assert batch == held[fullest(made.record).number]
+
+
+def test_plans_are_named_after_their_recipe(plan):
+    found = plan.why_not(recipes.tensor_parallel(size=2))
+    assert found.other.recipe == "tensor_parallel(size=2)"
+    assert str(found).startswith("Instead, under tensor_parallel(size=2): One program")
+    assert plan.record.recipe == ""
 
 
 def test_modules_rank_by_what_the_step_waits_for():

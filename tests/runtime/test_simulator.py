@@ -1,5 +1,6 @@
 """The simulator: hand-made clocks, the same times as the schedule's own placement, memory, and the trace."""
 
+import dataclasses
 import itertools
 import json
 
@@ -83,8 +84,8 @@ def test_bytes_of_arguments_buffers_and_tasks():
 
 
 def test_an_argument_that_the_caller_holds_stays():
-    program = emit(two_stages(), make_schedule("inference", 2, 3))
-    simulation = simulate(program, [1.0, 1.0, 0.5], [2.0], kept_inputs=[0])
+    program = emit(dataclasses.replace(two_stages(), kept=(0,)), make_schedule("inference", 2, 3))
+    simulation = simulate(program, [1.0, 1.0, 0.5], [2.0])
     assert simulation.bytes_over_time[0][-1] == (7.0, 10)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.plan import rivals, summary
+from autopar.plan import collective_rows, rivals, summary
+from autopar.plan.collective_rows import CollectiveRow
 from autopar.plan.device_limits import fullest
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
 from autopar.plan.report.layout_tokens import Token, tokens_of
@@ -14,7 +15,7 @@ from autopar.plan.report.memory_panel import MemoryPanel, memory_panel
 from autopar.plan.report.module_tree import ModuleNode, module_tree
 from autopar.plan.report.timeline_data import TimelineData, timeline_data
 from autopar.plan.schema import MeasuredRecord, PlanRecord
-from autopar.plan.summary import CostlyCollective, Share, StageGroup, StateGroup
+from autopar.plan.summary import Share, StageGroup, StateGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,14 @@ class ReportData:
     host_bytes: int
     shares: tuple[Share, ...]
     advantage: str
+    tensor: str
     axes: tuple[AxisRow, ...]
     stages: tuple[StageGroup, ...]
     schedule: str
     drawing: Drawing
     loads: tuple[LinkLoad, ...]
     modules: tuple[ModuleNode, ...]
-    costliest: tuple[CostlyCollective, ...]
+    costliest: tuple[CollectiveRow, ...]
     arguments: tuple[ArgumentRow, ...]
     memory: MemoryPanel
     timeline: TimelineData
@@ -96,17 +98,18 @@ def report_data(record: PlanRecord) -> ReportData:
         limit_bytes=full.limit_bytes,
         flops=predicted.flops,
         mfu=predicted.mfu,
-        sent_bytes=sum(c.sent_bytes for c in summary.collectives_of(record, record.modules)),
+        sent_bytes=sum(c.sent_bytes for c in collective_rows.collectives_of(record, record.modules)),
         host_bytes=max(predicted.host_bytes, default=0),
         shares=summary.shares(record),
         advantage=rivals.advantage(record),
+        tensor=rivals.tensor_parallelism(record),
         axes=axis_rows(record),
         stages=summary.stage_groups(record),
         schedule=pipeline.schedule if pipeline is not None else "",
         drawing=drawing_of(record),
         loads=link_loads(record),
         modules=module_tree(record),
-        costliest=summary.costliest(record),
+        costliest=collective_rows.costliest(record),
         arguments=tuple(
             ArgumentRow(group=group, pattern=summary.path_of(group.name), tokens=tokens_of(group.layout))
             for group in summary.state_groups(record)
@@ -145,7 +148,7 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
             source="the plan",
             text=rivals.chosen_recipe(record) or summary.sentence(record),
             step_time_s=plan_s,
-            peak_bytes=max(record.predicted.peak_bytes),
+            peak_bytes=fullest(record).peak_bytes,
             why="",
             is_plan=True,
             relative=1.0 if plan_s else None,

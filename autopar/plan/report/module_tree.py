@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.plan import summary
+from autopar.plan import collective_rows, summary
+from autopar.plan.collective_rows import CollectiveRow
 from autopar.plan.report.layout_tokens import tokens_of
 from autopar.plan.schema import ModuleRow, PlanRecord
-from autopar.plan.summary import CostlyCollective
 
 NO_MODULE = "(no module)"
 
@@ -56,7 +56,7 @@ class ModuleNode:
     saved_bytes: float
     splits: tuple[tuple[str, ...], ...]
     axes: tuple[str, ...]
-    collectives: tuple[CostlyCollective, ...]
+    collectives: tuple[CollectiveRow, ...]
     instances: tuple[Instance, ...]
 
     @property
@@ -116,7 +116,7 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
         saved_bytes=sum(row.saved_bytes for row in within),
         splits=splits,
         axes=tuple(sorted({axis for axis in pieces if axis})),
-        collectives=summary.collectives_of(record, building.rows),
+        collectives=collective_rows.collectives_of(record, building.rows),
         instances=tuple(
             Instance(
                 name=row.module or NO_MODULE,

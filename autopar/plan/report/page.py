@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.common.units import text_of_bytes, text_of_count, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.plan.fit_row import FitRow
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.report.compare_data import CompareData, compare_data
@@ -65,7 +65,6 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
     environment.filters |= {
         "s": text_of_s,
         "b": text_of_bytes,
-        "count": text_of_count,
         "flop": text_of_flops,
         "pct": percent,
         "tokens": tokens_of,

@@ -1,0 +1,56 @@
+"""What a plan's decisions come to on a batch of another size, without a search: the peak of a device."""
+
+from __future__ import annotations
+
+from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
+from autopar.cost.cost_model import cost_model
+from autopar.errors import AutoparError
+from autopar.executables.short_batches import fitted, has_same_operations, same_stages, stages_of
+from autopar.frontend.build_graph import build_graph
+from autopar.inter_op.joined_tasks import joined_as_named
+from autopar.intra_op.spmd_candidate import memory_of
+from autopar.ir.traced_step import TracedStep
+from autopar.lowering.host_copies import with_host_copies
+from autopar.lowering.lower import lower
+from autopar.plan.codec import sharding_plan_of
+from autopar.plan.plan import Plan
+from autopar.plan.schema import PipelineRecord
+from autopar.sharding.rules import RuleBook
+
+
+def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> int | None:
+    """Bytes of a device under a plan's decisions, on the step as it is traced on another batch; None where the step has
+    other operations or layers then.
+
+    `planned` is the step for which the plan was made. On a cluster of several kinds the bytes are to be compared with
+    the memory of the smallest device.
+    """
+    planned, traced = (with_options_of(plan, t) for t in (planned, traced))
+    if plan.record.pipeline is not None:
+        return _of_stages(plan, plan.record.pipeline, planned, traced, rules)
+    planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
+    if not has_same_operations(planned_graph, graph):
+        return None
+    model = cost_model(plan.cluster, plan.mesh)
+    decisions = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
+    sharding = fitted(decisions, graph)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
+    return memory_of(graph, lowered, model).estimate.peak_bytes
+
+
+def _of_stages(
+    plan: Plan, record: PipelineRecord, planned: TracedStep, traced: TracedStep, rules: RuleBook
+) -> int | None:
+    try:
+        own, other = (stages_of(t, record, rules, plan.record.sliced) for t in (planned, traced))
+    except AutoparError:
+        return None  # the batch cannot be cut into these micro-batches
+    if own is None or other is None or not same_stages(own[1], other[1]):
+        return None
+    microbatched, graphs = other
+    shardings = [
+        fitted(sharding, stage.graph)
+        for sharding, stage in zip(stage_shardings(record, graphs.stages), graphs.stages, strict=True)
+    ]
+    staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
+    return joined_as_named(staged, record.joined, traced.name).peak_of_smallest_bytes

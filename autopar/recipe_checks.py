@@ -1,0 +1,33 @@
+"""Checks of the arguments of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import InvalidArgumentError
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+
+
+def check_number(where: str, number: object) -> int:
+    """The number. Raises: InvalidArgumentError for what is no positive whole number."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise InvalidArgumentError(
+            where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
+        )
+    return number
+
+
+def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
+    """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
+    if kind not in kinds:
+        raise InvalidArgumentError(
+            where=where, expected=" or ".join(map(repr, kinds)), got=repr(kind), hint="leave it out"
+        )
+
+
+def check_schedule(where: str, name: object) -> None:
+    """Raises: InvalidArgumentError for a name that is not known."""
+    if name not in SCHEDULES:
+        raise InvalidArgumentError(
+            where=where, expected=f"one of {', '.join(SCHEDULES)}", got=repr(name), hint="1f1b is always possible"
+        )
