@@ -427,6 +427,8 @@ def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
     assert "new memory" in fresh.table()
     assert "new memory" not in known.table()
     assert_one_number(fresh)
+    few = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+    args = args[0], {"x": few, "y": few}
     cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
     assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept
 

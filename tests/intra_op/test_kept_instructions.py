@@ -8,6 +8,7 @@ from autopar.cost.roofline import flops_of
 from autopar.intra_op.baselines import state_along_largest
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.shared_tables import SharedTables
+from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import timed_sharding
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.instructions import Compute
@@ -27,7 +28,7 @@ def shardings(graph, model):
     split = state_along_largest(graph, LogicalMesh(axis_sizes=(model.links.mesh.axis_sizes[0],)))
     fixed = IntraOp(graph, model, GivenLayouts(fixed={arguments[i]: layout for i, layout in split}))
     first = free.decode(free.solve(time_limit_s=60.0))
-    hidden = free.decode(free.solve(time_limit_s=60.0, exposed_fraction=0.1))
+    hidden = free.decode(free.solve(time_limit_s=60.0, exposure=Exposure(0.1)))
     return [first, hidden, fixed.decode(fixed.solve(time_limit_s=60.0)), first]
 
 
