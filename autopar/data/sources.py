@@ -15,6 +15,7 @@ import numpy as np
 from autopar.errors import InvalidArgumentError
 
 _WHERE = "autopar.data.shard(source)"
+_NONE = object()
 MOST_EXAMPLES = 2**32  # what Grain's index shuffle counts in
 
 
@@ -137,7 +138,10 @@ class StreamExamples:
         )  # fmt: skip
 
     def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
-        """The examples of an epoch after the first `skip`. Raises: InvalidArgumentError for an iterator at its end."""
+        """The examples of an epoch after the first `skip`.
+
+        Raises: InvalidArgumentError for an iterator at its end, and for an iterable that ends before them.
+        """
         if self._is_once and (self._is_begun or epoch):
             raise InvalidArgumentError(
                 where=_WHERE, expected="an iterable that can begin again, for another epoch or position",
@@ -145,7 +149,17 @@ class StreamExamples:
                 hint="pass the dataset itself, or an object whose __iter__ opens the data anew",
             )  # fmt: skip
         self._is_begun = True
-        return itertools.islice(iter(self._source), skip, None)
+        examples = iter(self._source)
+        skipped = sum(1 for _ in itertools.islice(examples, skip))
+        following = next(examples, _NONE)
+        if skip and following is _NONE:
+            raise InvalidArgumentError(
+                where=f"{_WHERE}, epoch {epoch}",
+                expected=f"an iterable of more than {skip} examples, as the position says",
+                got=f"{skipped} in {type(self._source).__name__}",
+                hint="restore the position of the same data: an iterable gives the same examples whenever it begins",
+            )  # fmt: skip
+        return iter(()) if following is _NONE else itertools.chain([following], examples)
 
 
 def stacked(examples: Sequence[Any]) -> Any:

@@ -156,3 +156,28 @@ def test_tokens_that_int32_does_not_hold_are_refused(tmp_path):
     assert windows[0].tolist() == [1, 2]
     with pytest.raises(InvalidArgumentError, match="2147483648"):
         windows[1]
+
+
+def test_an_iterable_that_ends_before_the_position_is_refused():
+    class Numbers:
+        def __init__(self, size):
+            self.size = size
+
+        def __iter__(self):
+            return iter(range(self.size))
+
+    def shard(size):
+        return autopar.data.shard(Numbers(size), NoPlan(), batch_size=4, seed=None)
+
+    data = shard(16)
+    for _ in range(3):
+        next(data)
+    position = data.position()
+    for size in (10, 12):
+        shorter = shard(size)
+        shorter.restore(position)
+        with pytest.raises(InvalidArgumentError, match=f"epoch 0: expected .* more than 12 examples.* got {size} in"):
+            next(shorter)
+    shorter = shard(13)
+    shorter.restore(position)
+    assert [batch.tolist() for batch in shorter] == [[12] * 4]
