@@ -16,10 +16,17 @@ from autopar.data.libraries import grain_library
 from autopar.data.order import Order, Tail
 from autopar.data.placing import evenly, from_rows, own_rows
 from autopar.data.reading import HostRows, NumberedReader, Place, StreamReader
-from autopar.data.sources import StreamExamples, is_stream, numbered
+from autopar.data.sources import StreamExamples, check_not_batched, is_stream, numbered
 from autopar.errors import InvalidArgumentError
 
 MASK = "mask"
+_HINTS = {
+    "batch_size": "it is that of the whole batch, of all processes together",
+    "seed": "it is that of the permutation; None leaves the examples in the order of the source",
+    "epoch": "it is the number of the first epoch, 0 unless a run goes on",
+    "epochs": "it says how many epochs there are; with None the batches have no end",
+    "prefetch": "it is the number of batches that are read ahead; 0 reads each when it is asked for",
+}
 _SAID = {"examples": "number of examples", "epoch": "first epoch"}  # what errors call these options
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -117,6 +124,11 @@ class ShardedData:
     def restore(self, position: dict[str, Any]) -> None:
         """Goes on from a position. Raises: InvalidArgumentError for one of other data or of batches of another size."""
         where = "autopar.data, restore(position)"
+        if not isinstance(position, dict):
+            raise InvalidArgumentError(
+                where=where, expected="a dict, as position() returns it", got=f"{position!r}"[:60],
+                hint="give what position() returned; without a position, restore nothing",
+            )  # fmt: skip
         for name, value in self._settings.items():
             if name not in position or position[name] != value:
                 raise InvalidArgumentError(
@@ -254,6 +266,7 @@ def shard(
     epochs = None if epochs is None else int(epochs)
     stop_epoch = None if epochs is None else epoch + epochs
     settings = {"seed": seed, "batch_size": batch_size, "tail": str(kind)}
+    check_not_batched(source)
     if is_stream(source):
         stream = StreamReader(StreamExamples(source), batch_size, kind, stop_epoch)
         return ShardedData(stream, step, {**settings, "seed": None, "examples": None}, (epoch, epochs), prefetch)
@@ -283,7 +296,7 @@ def _checked(batch_size: Any, seed: Any, epoch: Any, epochs: Any, tail: Any, pre
             raise InvalidArgumentError(
                 where=f"autopar.data.shard({name}=...)",
                 expected=f"a whole number from {least} on" + (", or None" if may_be_none else ""),
-                got=repr(value), hint="batch_size is the whole batch, of all processes together",
+                got=repr(value), hint=_HINTS[name],
             )  # fmt: skip
     if tail not in tuple(Tail):
         raise InvalidArgumentError(

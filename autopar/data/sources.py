@@ -93,11 +93,32 @@ def numbered(source: Any) -> NumberedExamples:
             hint="wrap what reads an example by its number in a class with __len__ and __getitem__",
         )  # fmt: skip
     if not 0 < len(examples) < MOST_EXAMPLES:
+        repeats = "leave repeat() out: epochs=... counts the epochs, None for no end"
         raise InvalidArgumentError(
             where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{len(examples)} in {type(source).__name__}",
-            hint="leave repeat() out: epochs=... counts the epochs, None for no end",
+            hint=repeats if len(examples) else "look for where the examples are read or filtered: none is left",
         )  # fmt: skip
     return examples
+
+
+# Grain's datasets that give the elements of another one as they are, by how the names of their classes begin.
+_PASSING_ON = ("Prefetch", "Repeat", "Shuffle", "Slice", "WindowShuffle")
+
+
+def check_not_batched(source: Any) -> None:
+    """Raises: InvalidArgumentError for a Grain dataset whose elements are batches, as far as its classes say."""
+    kind = type(source)
+    while kind.__module__.startswith("grain."):
+        if kind.__name__.lstrip("_").startswith("Batch"):
+            raise InvalidArgumentError(
+                where=_WHERE, expected="a dataset of examples", got=f"one of batches ({kind.__name__})",
+                hint="leave batch(...) out: shard(..., batch_size=...) makes the batches, of all processes together",
+            )  # fmt: skip
+        parents: Any = getattr(source, "parents", ())
+        if len(parents) != 1 or not kind.__name__.startswith(_PASSING_ON):
+            return
+        (source,) = parents
+        kind = type(source)
 
 
 def _is_arrays(source: Any) -> bool:
@@ -173,8 +194,17 @@ def stacked(examples: Sequence[Any]) -> Any:
             where=_WHERE, expected=f"examples of one structure, {trees[0]}", got=f"{odd}",
             hint="map the source to examples that are alike",
         )  # fmt: skip
+    columns = [[np.asarray(x) for x in column] for column in zip(*leaves_of, strict=True)]
+    for column in columns:
+        # Texts have a type for each length.
+        kinds = {x.dtype for x in column if x.dtype.kind not in "US"}
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                where=_WHERE, expected="examples of one type", got=", ".join(sorted(map(str, kinds))),
+                hint="convert them in the source: numpy.asarray(x, 'float32')",
+            )  # fmt: skip
     try:
-        leaves = [np.stack([np.asarray(x) for x in column]) for column in zip(*leaves_of, strict=True)]
+        leaves = [np.stack(column) for column in columns]
     except ValueError as error:
         shapes = sorted({str(np.shape(x)) for column in zip(*leaves_of, strict=True) for x in column})
         raise InvalidArgumentError(
