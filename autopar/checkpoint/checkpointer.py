@@ -19,7 +19,14 @@ from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
 from autopar.checkpoint.restoring import array_files, restored
-from autopar.checkpoint.save_arguments import HasPosition, checked_step_number, plan_of, position_of
+from autopar.checkpoint.save_arguments import (
+    HasPosition,
+    check_restoring,
+    checked_folder,
+    checked_step_number,
+    plan_of,
+    position_of,
+)
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, structure_of_plan
 from autopar.checkpoint.together import together
@@ -62,7 +69,7 @@ class Checkpointer:
                     got=repr(number),
                     hint=f"such as Checkpointer(folder, {name}=3)",
                 )
-        self.folder = Path(folder).absolute()
+        self.folder = checked_folder(folder)
         self.every, self.keep = every, keep
         self._writer: Any = None
         self._owner = FolderOwner(self.folder)
@@ -294,6 +301,7 @@ class Checkpointer:
         Every process calls it. Raises: CheckpointNotFoundError; CheckpointMismatchError where the state has other
         leaves, shapes or types; CheckpointFormatError and PlanFormatError for a damaged or hostile checkpoint.
         """
+        check_restoring("restore", step=step, data=data)
         number = find(self.folder, step_number, self._shared_steps("restore"))
         file = read(self.folder, number)
         where = f"restore({number}) from {self.folder}"
@@ -332,6 +340,7 @@ class Checkpointer:
         With a `step`, the state is made (`step.init`) and restored in its layouts. `data` goes to where it was.
         Raises: as `restore`.
         """
+        check_restoring("restore_or", step=step, data=data, create=create)
         steps = self._shared_steps("restore_or")
         if not steps:
             return (create(*args) if step is None else step.init(create, *args)), 0
@@ -353,6 +362,7 @@ class Checkpointer:
         process calls it. Raises: NonFiniteError where the run has gone back to this checkpoint `most` times; as
         `restore`.
         """
+        check_restoring("roll_back", step=step, data=data)
         number = find(self.folder, None, self._shared_steps("roll_back"))
         if self._times_back[number] == most:
             raise NonFiniteError(
