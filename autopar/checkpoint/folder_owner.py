@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import os
 import shutil
 import socket
@@ -32,6 +33,7 @@ BEAT_S = 5.0
 LEASE_S = 30.0  # a process that holds Python's lock for 20 s in one call is taken for dead elsewhere too
 WATCHED_S = 2 * BEAT_S
 _LOOK_S = 0.5
+LEFT_S = 3600.0
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,27 +100,32 @@ class FolderOwner:
                 hint="take another folder for another run, or end the other one: a folder is free when its run has "
                 "ended or closed its Checkpointer; what is there can be read all the while",
             )  # fmt: skip
+        if max(self._numbers(), default=0) != number:
+            return False  # while the owner was watched others came, and may have gone
         claimed = number + 1
         try:
             os.rename(probe, self._folder / f"{PREFIX}{claimed}")
-        except OSError:
-            if not (probe / _FILE).exists():  # whoever was faster removed it with what else was unfinished
-                probe.mkdir(exist_ok=True)
-                (probe / _FILE).write_bytes(msgspec.json.encode(own))
-            elif not (self._folder / f"{PREFIX}{claimed}").exists():
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             return False
-        if max(self._numbers()) != claimed:  # the folder was listed while others came and went
+        if max(self._numbers(), default=0) != claimed:  # the folder was listed while others came and went
             shutil.rmtree(self._folder / f"{PREFIX}{claimed}", ignore_errors=True)
             probe.mkdir(exist_ok=True)
             (probe / _FILE).write_bytes(msgspec.json.encode(own))
             return False
         self._own = claimed, own
         gone = [f"{PREFIX}{n}" for n in self._numbers() if n < claimed]
-        gone += [entry.name for entry in os.scandir(self._folder) if entry.name.startswith(_UNFINISHED)]
+        gone += self._unfinished(claimed)
         for name in gone:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         return True
+
+    def _unfinished(self, claimed: int) -> list[str]:
+        """What was left by who was killed before it had the folder; not that of who is at it now."""
+        found = [entry.name for entry in os.scandir(self._folder) if entry.name.startswith(_UNFINISHED)]
+        now_s = _touched_s(self._folder / f"{PREFIX}{claimed}" / _FILE) or 0.0
+        return [name for name in found if (_touched_s(self._folder / name / _FILE) or now_s) < now_s - LEFT_S]
 
     def _check_is_own(self, number: int, own: Owner) -> None:
         """Raises: CheckpointFolderInUseError where another run took the folder, since this one seemed to be gone."""

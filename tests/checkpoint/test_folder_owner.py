@@ -77,6 +77,16 @@ def test_the_number_of_an_ended_process_that_another_one_has_now_is_no_owner(tmp
     owner.give_back()
 
 
+def test_what_was_left_long_ago_by_who_did_not_get_the_folder_is_removed(tmp_path):
+    for name, age_s in (("new-a", 5000), ("new-b", 5)):
+        file = written(tmp_path, name, this_process())
+        os.utime(file, (time.time() - age_s,) * 2)
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    assert writers(tmp_path) == [".writer-1", ".writer-new-b"]
+    owner.give_back()
+
+
 def test_a_restart_of_the_same_launch_takes_the_folder(tmp_path, other, monkeypatch):
     monkeypatch.setenv("AUTOPAR_RESTART", "0")
     other.own(tmp_path)
