@@ -80,6 +80,10 @@ class CheckpointMismatchError(AutoparError):
     """A checkpoint holds another tree, other shapes or other types than the state that it is to become."""
 
 
+class CheckpointFolderInUseError(AutoparError):
+    """Another run, which is alive, writes to a folder of checkpoints."""
+
+
 class DonatedStateError(AutoparError):
     """A state was used again after a step took it over (its buffers now hold the new state)."""
 

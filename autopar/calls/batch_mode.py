@@ -193,9 +193,14 @@ def _check_equal(name: str, passed: Sequence[PassedBatch], leaves: Sequence[int]
         differing = [p for p, passed_by in enumerate(passed) if passed_by.batch[i] != first.batch[i]]
         if differing:
             shapes = " and ".join(str(passed[p].batch[i].shape) for p in (0, differing[0]))
+            rows = first.num_rows()
+            if first.batch[i].is_global:
+                why = "it is a global array, which all processes have together"
+            else:
+                why = "it has no rows" if rows is None else f"it has no dimension of {rows} examples"
             raise _mismatch(
                 name,
-                f"the same {first.batch[i].path} in all processes: it has no dimension of {first.num_rows()} examples",
+                f"the same {first.batch[i].path} in all processes: {why}",
                 f"other data in process {differing[0]} than in process 0, of shapes {shapes}",
                 "pass what is no rows (numbers, random keys, step counts) alike in all processes; rows are counted in "
                 "dimension 0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,21 +14,29 @@ from typing import Any
 import jax
 
 from autopar.calls import nnx_objects
+from autopar.checkpoint.folder_owner import FolderOwner
 from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
 from autopar.checkpoint.restoring import array_files, restored
-from autopar.checkpoint.save_arguments import HasPosition, checked_step_number, plan_of, position_of
+from autopar.checkpoint.save_arguments import (
+    HasPosition,
+    check_restoring,
+    checked_folder,
+    checked_step_number,
+    plan_of,
+    position_of,
+)
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, structure_of_plan
+from autopar.checkpoint.together import together
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
-from autopar.common.jax_distributed import shared_store
 from autopar.errors import (
+    CheckpointFolderInUseError,
     CheckpointFormatError,
     CheckpointMismatchError,
     InvalidArgumentError,
     NonFiniteError,
-    ProcessMismatchError,
 )
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
@@ -38,9 +45,8 @@ from autopar.plan.plan import Plan
 # Where checkpoints that are no longer kept go until they are removed: a removal that is cut off leaves nothing half
 # there under the name of a checkpoint.
 _DELETED = "deleted"
-# How often process 0 was asked what a folder has.
-_times_asked: collections.Counter[Path] = collections.Counter()
-AGREEMENT_S = 300.0  # for which process 0 is waited for, as jax waits for those that start
+# Who in this process writes to a folder: another one waits for it and goes on from there.
+_writing: dict[Path, Checkpointer] = {}
 
 
 class Checkpointer:
@@ -63,9 +69,10 @@ class Checkpointer:
                     got=repr(number),
                     hint=f"such as Checkpointer(folder, {name}=3)",
                 )
-        self.folder = Path(folder).absolute()
+        self.folder = checked_folder(folder)
         self.every, self.keep = every, keep
         self._writer: Any = None
+        self._owner = FolderOwner(self.folder)
         self._here: int | None = None  # the step that this run saved or restored last
         self._notice = PreemptionNotice() if on_preemption else None
         self._last_plan: tuple[Plan | None, str] | None = None
@@ -114,9 +121,10 @@ class Checkpointer:
         Every process calls it after every step. `plan` is a plan, or the step, whose latest plan is taken. What `data`
         says of its position is saved with the state.
 
-        Raises: Preempted when the program was told to end, once the state is on disk; InvalidArgumentError where the
-        folder has a later step; UnsupportedError for leaves that are neither arrays nor numbers; DonatedStateError; the
-        error of the checkpoint before, if it could not be written.
+        Raises: Preempted when the program was told to end, once the state is on disk; CheckpointFolderInUseError where
+        another run writes to the folder; InvalidArgumentError where it has a later step; ProcessMismatchError where
+        another process does not save this step, or to another folder; UnsupportedError for leaves that are neither
+        arrays nor numbers; DonatedStateError; the error of the checkpoint before, if it could not be written.
         """
         step_number = checked_step_number(step_number)
         preempted = self.preempted(step_number)
@@ -154,14 +162,26 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-                if not jax.process_index():
-                    shutil.rmtree(self.folder / _DELETED, ignore_errors=True)
-                no_wait(self)
+            self._stop_writing()
             if self._notice is not None:
                 self._notice.close()
+
+    def _stop_writing(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        if not jax.process_index():
+            shutil.rmtree(self.folder / _DELETED, ignore_errors=True)
+        self._owner.give_back()
+        no_wait(self)
+        _writing.pop(self.folder, None)
+
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._owner.give_back()
 
     def _write(self, step_number: int, state: Any, plan: Plan | PlannedStep | None, data: HasPosition | None) -> None:
         leaves, _ = named_leaves(state)
@@ -176,7 +196,7 @@ class Checkpointer:
             data=None if data is None else position_of(data),
         )
         files = array_files("Checkpointer.save")
-        with_process_lost_errors(lambda: self._open(files))
+        self._open(files, f"save of step {step_number}")
         self._check_is_later(step_number)
         self._remove_deleted()
         arrays = {
@@ -194,10 +214,25 @@ class Checkpointer:
             self._last_plan = plan, "" if plan is None else encode(plan.record).decode()
         return self._last_plan[1]
 
-    def _open(self, files: ModuleType) -> None:
-        """Begins to write to the folder: what unfinished saves and removals left in it goes."""
+    def _open(self, files: ModuleType, call: str) -> None:
+        """Begins to write to the folder: what unfinished saves and removals left in it goes.
+
+        Raises, in all processes: CheckpointFolderInUseError, ProcessMismatchError.
+        """
+        other = _writing.get(self.folder)
+        if other is not None and other is not self:
+            other.wait()
+            other._stop_writing()
+        refused: CheckpointFolderInUseError | None = None
+        if jax.process_index() == 0:
+            try:
+                self._owner.take()
+            except CheckpointFolderInUseError as error:
+                refused = error
+        fields = {} if refused is None else {k: vars(refused)[k] for k in ("where", "expected", "got", "hint")}
+        if fields := together(call, self.folder, fields)[0]:
+            raise refused or CheckpointFolderInUseError(**fields)
         if self._writer is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / _DELETED).is_symlink():  # what lies there is removed
                 raise CheckpointFormatError(
                     where=str(self.folder / _DELETED),
@@ -205,8 +240,9 @@ class Checkpointer:
                     got="a symbolic link",
                     hint="remove the link: checkpoints that are no longer kept go there, and are removed",
                 )
-            self._writer = files.manager(self.folder, self.keep, _DELETED)
-            wait_at_exit(self, self.wait)
+            self._writer = with_process_lost_errors(lambda: files.manager(self.folder, self.keep, _DELETED))
+            _writing[self.folder] = self
+            wait_at_exit(self, self._at_exit)
 
     def _check_is_later(self, step_number: int) -> None:
         latest = self._writer.latest_step()
@@ -222,7 +258,7 @@ class Checkpointer:
     def discard_after(self, step_number: int) -> list[int]:
         """Removes the checkpoints of later steps, of a run that went back to `step_number`; returns their numbers."""
         self.wait()
-        self._open(array_files("Checkpointer.discard_after"))
+        self._open(array_files("Checkpointer.discard_after"), f"discard_after({step_number})")
         later = [step for step in self._writer.all_steps() if step > step_number]
         for step in later:
             self._writer.delete(step)
@@ -265,7 +301,8 @@ class Checkpointer:
         Every process calls it. Raises: CheckpointNotFoundError; CheckpointMismatchError where the state has other
         leaves, shapes or types; CheckpointFormatError and PlanFormatError for a damaged or hostile checkpoint.
         """
-        number = find(self.folder, step_number, self._shared_steps())
+        check_restoring("restore", step=step, data=data)
+        number = find(self.folder, step_number, self._shared_steps("restore"))
         file = read(self.folder, number)
         where = f"restore({number}) from {self.folder}"
         planned = step.latest_plan if step is not None else plan
@@ -303,7 +340,8 @@ class Checkpointer:
         With a `step`, the state is made (`step.init`) and restored in its layouts. `data` goes to where it was.
         Raises: as `restore`.
         """
-        steps = self._shared_steps()
+        check_restoring("restore_or", step=step, data=data, create=create)
+        steps = self._shared_steps("restore_or")
         if not steps:
             return (create(*args) if step is None else step.init(create, *args)), 0
         shapes = jax.eval_shape(lambda: nnx_objects.split((create(*args),))[0])
@@ -324,7 +362,8 @@ class Checkpointer:
         process calls it. Raises: NonFiniteError where the run has gone back to this checkpoint `most` times; as
         `restore`.
         """
-        number = find(self.folder, None, self._shared_steps())
+        check_restoring("roll_back", step=step, data=data)
+        number = find(self.folder, None, self._shared_steps("roll_back"))
         if self._times_back[number] == most:
             raise NonFiniteError(
                 where=f"roll_back to step {number} in {self.folder}",
@@ -336,24 +375,10 @@ class Checkpointer:
         self._times_back[number] += 1
         return self.restore(number, step=step, like=like, data=data), number
 
-    def _shared_steps(self) -> list[int]:
+    def _shared_steps(self, call: str) -> list[int]:
         """The steps that are there when all is written, the same in all processes: those that process 0 sees."""
         self.wait()
-        _times_asked[self.folder] += 1
-        key, store = f"autopar/checkpoint/{self.folder}/{_times_asked[self.folder]}", shared_store()
-        if store is None or jax.process_count() == 1:
-            return self.steps()
-        if jax.process_index() == 0:
-            store.set(key, json.dumps(self.steps()))
-        text = with_process_lost_errors(lambda: store.wait_for(key, AGREEMENT_S))
-        if text is None:
-            raise ProcessMismatchError(
-                where=f"{self.folder}, in process {jax.process_index()}",
-                expected="all processes to restore together",
-                got=f"no answer of process 0 for {AGREEMENT_S:.0f} s",
-                hint="call restore and restore_or in every process, as often in each",
-            )
-        steps: list[int] = json.loads(text)
+        steps: list[int] = together(call, self.folder, self.steps() if jax.process_index() == 0 else [])[0]
         return steps
 
 

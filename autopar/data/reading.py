@@ -12,6 +12,9 @@ import numpy as np
 from autopar.data.order import Order, Tail
 from autopar.data.sources import NumberedExamples, StreamExamples, stacked
 
+# Examples that processes compare. Each is read twice: where that gives other data, nothing is said of their content.
+NUM_COMPARED = 6
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Place:
@@ -52,6 +55,12 @@ class NumberedReader:
     def example(self) -> Any:
         """An example, as a stack of one."""
         return self._examples.rows(np.arange(1), 0)
+
+    def sample(self) -> Any:
+        """A few examples, stacked: the first, the last and some by the seed, by which processes compare their data."""
+        last, seed = self._order.num_examples - 1, self._order.seed or 0
+        others = np.random.SeedSequence(seed).generate_state(NUM_COMPARED - 2, np.uint64) % (last + 1)
+        return self._examples.rows(np.unique([0, last, *others.tolist()]), 0)
 
     def num_batches(self, first: Place) -> int | None:
         """From a place at the beginning of an epoch on; None where there is no end."""
@@ -103,6 +112,10 @@ class StreamReader:
     def example(self) -> Any:
         """An example, as a stack of one. Raises: InvalidArgumentError where there is none."""
         return stacked([self._examples.first()])
+
+    def sample(self) -> Any:
+        """As `NumberedReader.sample`: the first example alone, since an iterable has no numbers."""
+        return self.example()
 
     def num_batches(self, first: Place) -> int | None:
         """Not known before the end."""

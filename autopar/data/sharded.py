@@ -11,14 +11,23 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autopar.data.alike import check_alike
 from autopar.data.libraries import grain_library
 from autopar.data.order import Order, Tail
 from autopar.data.placing import evenly, from_rows, own_rows
 from autopar.data.reading import HostRows, NumberedReader, Place, StreamReader
-from autopar.data.sources import StreamExamples, is_stream, numbered
+from autopar.data.sources import StreamExamples, check_not_batched, is_stream, numbered
 from autopar.errors import InvalidArgumentError
 
 MASK = "mask"
+_HINTS = {
+    "batch_size": "it is that of the whole batch, of all processes together",
+    "seed": "it is that of the permutation; None leaves the examples in the order of the source",
+    "epoch": "it is the number of the first epoch, 0 unless a run goes on",
+    "epochs": "it says how many epochs there are; with None the batches have no end",
+    "prefetch": "it is the number of batches that are read ahead; 0 reads each when it is asked for",
+}
+_SAID = {"examples": "number of examples", "epoch": "first epoch"}  # what errors call these options
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -45,30 +54,49 @@ class _Ahead(NamedTuple):
 
 
 class ShardedData:
-    """An iterator of batches. Made by `autopar.data.shard`."""
+    """An iterator of batches. Made by `autopar.data.shard`.
+
+    A loop goes on where the one before was left; after the last batch it begins again, with the same epochs.
+    """
 
     def __init__(
         self,
         reader: NumberedReader | StreamReader,
         step: PlansBatches,
         settings: dict[str, Any],
-        first_epoch: int,
+        epochs: tuple[int, int | None],
         prefetch: int,
     ) -> None:
+        """`epochs`: the first, and how many."""
         self._reader, self._step, self._settings, self._prefetch = reader, step, settings, prefetch
+        self._options = {**settings, "epoch": epochs[0], "epochs": epochs[1]}
+        self._is_alike = False  # in all processes, as far as is known
         self._batch_size, self._masks = settings["batch_size"], settings["tail"] == Tail.MASK
-        self._first = self._next = Place(epoch=first_epoch, batch=0)
+        self._first = self._next = Place(epoch=epochs[0], batch=0)
         self._shapes: Shapes | None = None
         self._ahead: _Ahead | None = None
         self._num_taken, self._is_over = 0, False
         self._begin(self._first)
 
     def __iter__(self) -> ShardedData:
+        """Itself. Raises: InvalidArgumentError where all batches were taken from a source that cannot begin again."""
+        if self._is_over:
+            if not self._reader.can_begin_again:
+                raise InvalidArgumentError(
+                    where="autopar.data, another pass", expected="a source that can begin again",
+                    got="an iterator, of which all examples were taken",
+                    hint="pass the dataset itself, or an object whose __iter__ opens the data anew",
+                )  # fmt: skip
+            self._begin(self._first)
         return self
 
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
+        if not self._is_alike:
+            options = {_SAID.get(name, name): value for name, value in self._options.items()}
+            check_alike(self._reader, options | {"position": [self._next.epoch, self._next.batch]})
+            self._is_alike = True
         try:
             placed = self._following()
         except BaseException:  # also of Ctrl-C, after which a notebook goes on
@@ -96,6 +124,11 @@ class ShardedData:
     def restore(self, position: dict[str, Any]) -> None:
         """Goes on from a position. Raises: InvalidArgumentError for one of other data or of batches of another size."""
         where = "autopar.data, restore(position)"
+        if not isinstance(position, dict):
+            raise InvalidArgumentError(
+                where=where, expected="a dict, as position() returns it", got=f"{position!r}"[:60],
+                hint="give what position() returned; without a position, restore nothing",
+            )  # fmt: skip
         for name, value in self._settings.items():
             if name not in position or position[name] != value:
                 raise InvalidArgumentError(
@@ -118,6 +151,7 @@ class ShardedData:
                 where=where, expected=f"one of the {per_epoch} batches of an epoch, from 0 on", got=f"batch {batch}",
                 hint="give what position() returned",
             )  # fmt: skip
+        self._is_alike = False
         self._begin(Place(epoch=epoch, batch=batch))
 
     def close(self) -> None:
@@ -229,11 +263,13 @@ def shard(
     if prefetch:
         grain_library()
     batch_size, seed, epoch = int(batch_size), None if seed is None else int(seed), int(epoch)
-    stop_epoch = None if epochs is None else epoch + int(epochs)
+    epochs = None if epochs is None else int(epochs)
+    stop_epoch = None if epochs is None else epoch + epochs
     settings = {"seed": seed, "batch_size": batch_size, "tail": str(kind)}
+    check_not_batched(source)
     if is_stream(source):
         stream = StreamReader(StreamExamples(source), batch_size, kind, stop_epoch)
-        return ShardedData(stream, step, {**settings, "seed": None, "examples": None}, epoch, prefetch)
+        return ShardedData(stream, step, {**settings, "seed": None, "examples": None}, (epoch, epochs), prefetch)
     examples = numbered(source)
     order = Order(num_examples=len(examples), batch_size=batch_size, seed=seed, tail=kind)
     if order.batches_per_epoch == 0:
@@ -242,7 +278,7 @@ def shard(
             got=f"{len(examples)}", hint="take a smaller batch_size, or tail='pad'",
         )  # fmt: skip
     reader = NumberedReader(examples, order, stop_epoch)
-    return ShardedData(reader, step, {**settings, "examples": len(examples)}, epoch, prefetch)
+    return ShardedData(reader, step, {**settings, "examples": len(examples)}, (epoch, epochs), prefetch)
 
 
 def _checked(batch_size: Any, seed: Any, epoch: Any, epochs: Any, tail: Any, prefetch: Any, step: Any) -> Tail:
@@ -260,7 +296,7 @@ def _checked(batch_size: Any, seed: Any, epoch: Any, epochs: Any, tail: Any, pre
             raise InvalidArgumentError(
                 where=f"autopar.data.shard({name}=...)",
                 expected=f"a whole number from {least} on" + (", or None" if may_be_none else ""),
-                got=repr(value), hint="batch_size is the whole batch, of all processes together",
+                got=repr(value), hint=_HINTS[name],
             )  # fmt: skip
     if tail not in tuple(Tail):
         raise InvalidArgumentError(

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.errors import InvalidArgumentError
 
 _WHERE = "autopar.data.shard(source)"
+_NONE = object()
 MOST_EXAMPLES = 2**32  # what Grain's index shuffle counts in
 
 
@@ -92,11 +93,32 @@ def numbered(source: Any) -> NumberedExamples:
             hint="wrap what reads an example by its number in a class with __len__ and __getitem__",
         )  # fmt: skip
     if not 0 < len(examples) < MOST_EXAMPLES:
+        repeats = "leave repeat() out: epochs=... counts the epochs, None for no end"
         raise InvalidArgumentError(
             where=_WHERE, expected="from 1 to 2**32 - 1 examples", got=f"{len(examples)} in {type(source).__name__}",
-            hint="leave repeat() out: epochs=... counts the epochs, None for no end",
+            hint=repeats if len(examples) else "look for where the examples are read or filtered: none is left",
         )  # fmt: skip
     return examples
+
+
+# Grain's datasets that give the elements of another one as they are, by how the names of their classes begin.
+_PASSING_ON = ("Prefetch", "Repeat", "Shuffle", "Slice", "WindowShuffle")
+
+
+def check_not_batched(source: Any) -> None:
+    """Raises: InvalidArgumentError for a Grain dataset whose elements are batches, as far as its classes say."""
+    kind = type(source)
+    while kind.__module__.startswith("grain."):
+        if kind.__name__.lstrip("_").startswith("Batch"):
+            raise InvalidArgumentError(
+                where=_WHERE, expected="a dataset of examples", got=f"one of batches ({kind.__name__})",
+                hint="leave batch(...) out: shard(..., batch_size=...) makes the batches, of all processes together",
+            )  # fmt: skip
+        parents: Any = getattr(source, "parents", ())
+        if len(parents) != 1 or not kind.__name__.startswith(_PASSING_ON):
+            return
+        (source,) = parents
+        kind = type(source)
 
 
 def _is_arrays(source: Any) -> bool:
@@ -137,7 +159,10 @@ class StreamExamples:
         )  # fmt: skip
 
     def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
-        """The examples of an epoch after the first `skip`. Raises: InvalidArgumentError for an iterator at its end."""
+        """The examples of an epoch after the first `skip`.
+
+        Raises: InvalidArgumentError for an iterator at its end, and for an iterable that ends before them.
+        """
         if self._is_once and (self._is_begun or epoch):
             raise InvalidArgumentError(
                 where=_WHERE, expected="an iterable that can begin again, for another epoch or position",
@@ -145,7 +170,17 @@ class StreamExamples:
                 hint="pass the dataset itself, or an object whose __iter__ opens the data anew",
             )  # fmt: skip
         self._is_begun = True
-        return itertools.islice(iter(self._source), skip, None)
+        examples = iter(self._source)
+        skipped = sum(1 for _ in itertools.islice(examples, skip))
+        following = next(examples, _NONE)
+        if skip and following is _NONE:
+            raise InvalidArgumentError(
+                where=f"{_WHERE}, epoch {epoch}",
+                expected=f"an iterable of more than {skip} examples, as the position says",
+                got=f"{skipped} in {type(self._source).__name__}",
+                hint="restore the position of the same data: an iterable gives the same examples whenever it begins",
+            )  # fmt: skip
+        return iter(()) if following is _NONE else itertools.chain([following], examples)
 
 
 def stacked(examples: Sequence[Any]) -> Any:
@@ -159,8 +194,17 @@ def stacked(examples: Sequence[Any]) -> Any:
             where=_WHERE, expected=f"examples of one structure, {trees[0]}", got=f"{odd}",
             hint="map the source to examples that are alike",
         )  # fmt: skip
+    columns = [[np.asarray(x) for x in column] for column in zip(*leaves_of, strict=True)]
+    for column in columns:
+        # Texts have a type for each length.
+        kinds = {x.dtype for x in column if x.dtype.kind not in "US"}
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                where=_WHERE, expected="examples of one type", got=", ".join(sorted(map(str, kinds))),
+                hint="convert them in the source: numpy.asarray(x, 'float32')",
+            )  # fmt: skip
     try:
-        leaves = [np.stack([np.asarray(x) for x in column]) for column in zip(*leaves_of, strict=True)]
+        leaves = [np.stack(column) for column in columns]
     except ValueError as error:
         shapes = sorted({str(np.shape(x)) for column in zip(*leaves_of, strict=True) for x in column})
         raise InvalidArgumentError(

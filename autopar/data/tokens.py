@@ -48,11 +48,15 @@ def tokens(
 
     Raises: InvalidArgumentError for a file that is not such tokens or has not one window; FileNotFoundError.
     """
-    where, kind = f"autopar.data.tokens({str(path)!r})", np.dtype(dtype)
+    where = f"autopar.data.tokens({str(path)!r})"
     stride = length if stride is None else stride
-    if kind.kind not in "iu":
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.kind not in "iu":
         raise InvalidArgumentError(
-            where=where, expected="an integer type of tokens", got=str(kind),
+            where=where, expected="an integer type of tokens", got=repr(dtype) if kind is None else str(kind),
             hint="give the type that the file was written in: numpy.array(tokens, 'uint16').tofile(path)",
         )  # fmt: skip
     if length < 1 or stride < 1:

@@ -70,6 +70,11 @@ def value_and_grad(
     def differentiated(*args: Any, loss_scale: LossScale | None = None, **kwargs: Any) -> Any:
         if nnx_objects.holds_objects((args, kwargs)):
             raise _holds_objects(function)
+        if loss_scale is not None and not (hasattr(loss_scale, "scale") and hasattr(loss_scale, "unscale")):
+            raise InvalidArgumentError(
+                where="value_and_grad(loss_fn)(..., loss_scale=...)", expected="a loss scale of the state, or None",
+                got=f"{loss_scale!r}"[:60], hint="keep policy.init_loss_scale(1024.0) in the state and pass it",
+            )  # fmt: skip
         _check_names(keep, names_of(len(args)), args, kwargs)
         if policy.needs_loss_scale and loss_scale is None:
             _warn_of_no_scale()

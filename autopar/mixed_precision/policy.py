@@ -23,7 +23,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.mixed_precision.finite import all_finite, select
 from autopar.mixed_precision.float8 import delayed_scaling, float8_dot_general, is_scaling
 from autopar.mixed_precision.gradients import value_and_grad
-from autopar.mixed_precision.loss_scale import LossScale
+from autopar.mixed_precision.loss_scale import FACTOR, FIRST, PERIOD, LossScale
 
 T = TypeVar("T")
 
@@ -94,9 +94,11 @@ class Policy:
         """Whether small gradients vanish in the type that is computed in: in float16."""
         return self.compute_dtype == np.float16
 
-    def init_loss_scale(self, **options: Any) -> LossScale:
-        """A dynamic loss scale, a part of the state. Options as those of `LossScale.create`."""
-        return LossScale.create(**options)
+    def init_loss_scale(
+        self, first: float = FIRST, *, period: int = PERIOD, factor: float = FACTOR, least: float = 1.0
+    ) -> LossScale:
+        """A dynamic loss scale, a part of the state. As `LossScale.create`. Raises: InvalidArgumentError."""
+        return LossScale.create(first, period=period, factor=factor, least=least)
 
     def apply_if_finite(self, gradients: Any, new: T, old: T) -> tuple[T, jax.Array]:
         """(the new state where all gradients are finite, else the old one; whether they are).

@@ -6,6 +6,7 @@ A search with a time limit can end differently in two processes. So process 0 pl
 from __future__ import annotations
 
 import base64
+import collections
 import itertools
 import json
 import zlib
@@ -21,6 +22,10 @@ from autopar.runtime.processes.heartbeat import BEAT_S, Watch, the_watch
 # Agreements are numbered: the first of each process is about the same step, and so on.
 _numbers = itertools.count()
 _meetings = itertools.count()
+_turns: collections.Counter[str] = collections.Counter()
+
+TOGETHER = "all processes to plan together, and to pass batches of new shapes in the same call"
+SAME_ROWS = "pass as many rows in all processes: drop or pad the rest of an epoch in all of them"
 
 
 def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
@@ -36,7 +41,7 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     key = f"autopar/agreed/{next(_numbers)}"
     _compare([tuple(json.loads(said)) for said in exchange(name, f"{key}/of", json.dumps([name, fingerprint]))], name)
     if jax.process_index() != 0:
-        return _received(_wait(store, watch, f"{key}/made", name), name)
+        return _received(_wait(store, watch, f"{key}/made", name, TOGETHER, SAME_ROWS), name)
     try:
         made = make()
     except Exception as error:  # whatever it is, the others must hear of it: they wait
@@ -46,8 +51,10 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     return made
 
 
-def exchange(name: str, key: str, text: str) -> list[str]:
+def exchange(name: str, key: str, text: str, *, together: str = TOGETHER, hint: str = SAME_ROWS) -> list[str]:
     """What each process has to say, in all processes, by their numbers. `key` is used once, and the same in all.
+
+    `together` and `hint` are those of the error where another process does not come: what all have to do.
 
     Raises: ProcessMismatchError where another process goes on without it, ProcessLostError, UnsupportedError where the
     processes share no store.
@@ -62,7 +69,18 @@ def exchange(name: str, key: str, text: str) -> list[str]:
         )
     watch.begin_meeting(name, key)
     store.set(f"{key}/{jax.process_index()}", text)
-    return [_wait(store, watch, f"{key}/{process}", name) for process in range(jax.process_count())]
+    return [_wait(store, watch, f"{key}/{p}", name, together, hint) for p in range(jax.process_count())]
+
+
+def exchange_in_turn(name: str, subject: str, text: str, *, together: str, hint: str) -> list[str]:
+    """As `exchange`, of a subject that all processes come to equally often; what was said before is forgotten."""
+    number = _turns[subject]
+    _turns[subject] += 1
+    said = exchange(name, f"{subject}/{number}", text, together=together, hint=hint)
+    store = jax_distributed.shared_store()
+    if store is not None and number > 0:  # all that have answered now have read what was said before
+        store.delete(f"{subject}/{number - 1}/{jax.process_index()}")
+    return said
 
 
 def meet(name: str) -> None:
@@ -90,16 +108,16 @@ def _compare(said: Sequence[tuple[str, str]], name: str) -> None:
     )
 
 
-def _wait(store: SharedStore, watch: Watch, key: str, name: str) -> str:
+def _wait(store: SharedStore, watch: Watch, key: str, name: str, together: str, hint: str) -> str:
     while (found := store.wait_for(key, BEAT_S)) is None:
         watch.check()
         ahead = watch.ahead()
         if ahead and (found := store.wait_for(key, BEAT_S)) is None:
             raise ProcessMismatchError(
                 where=f"{name}, process {jax.process_index()} of {jax.process_count()}",
-                expected="all processes to plan together, and to pass batches of new shapes in the same call",
+                expected=together,
                 got=f"process {', '.join(map(str, ahead))} has begun another step, or ended, meanwhile",
-                hint="pass as many rows in all processes: drop or pad the rest of an epoch in all of them",
+                hint=hint,
             )
     return found
 

@@ -119,6 +119,9 @@ def test_what_has_no_rows_is_the_same_in_all_processes():
     assert decide("step", [passed("a", "1"), passed("b", "1")], (), None).counts == ((8, 8), None, None)
     with pytest.raises(ProcessMismatchError, match="the same scale in all processes"):
         decide("step", [passed("a", "1"), passed("b", "2")], (), None)
+    arrays = [PassedBatch("auto", (Leaf("batch['x']", True, (size, 8), "float32", "on [0, 1]"),)) for size in (8, 16)]
+    with pytest.raises(ProcessMismatchError, match=r"it is a global array, .* of shapes \(8, 8\) and \(16, 8\)"):
+        decide("step", arrays, (), None)
 
 
 def test_processes_that_differ_in_more_than_rows_are_refused():

@@ -506,3 +506,31 @@ def test_who_writes_does_not_ask_whether_the_program_is_to_end(tmp_path, monkeyp
         for number in (1, 2):
             checkpoints.save(number, {"w": jnp.arange(4.0)})
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c: c.restore_or({"w": 1}),
+            r"restore_or\(create, \.\.\.\): expected the function that makes .* got dict",
+        ),
+        (lambda c: c.restore_or(dict, step=len), r"restore_or\(step=\.\.\.\): expected a step .* got builtin_function"),
+        (lambda c: c.restore(step=len), r"restore\(step=\.\.\.\): expected a step made by autopar.parallelize"),
+        (lambda c: c.roll_back(step=len), r"roll_back\(step=\.\.\.\): expected a step made by autopar.parallelize"),
+        (lambda c: c.restore(data={}), r"restore\(data=\.\.\.\): .* got dict, without restore"),
+        (lambda c: c.save(2, {"w": 1}, data=[]), r"save\(data=\.\.\.\): .* got list, without position"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(saved, call, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        call(checkpointer(saved))
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InvalidArgumentError, match=r"expected a folder, .* got a file, "):
+            checkpointer(folder)
+    checkpointer(tmp_path / "not yet" / "there")
+    assert not (tmp_path / "not yet").exists()

@@ -1,14 +1,17 @@
 """Two processes of two devices save together and restore onto each other's plans; one process opens what they saved."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from autopar.checkpoint import Checkpointer
 from benchmarks.zoo import CASES
-from tests.checkpoint import in_processes
-from tests.in_processes import launch
+from tests.checkpoint import in_processes, restarted
+from tests.in_processes import ROOT, launch
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +50,34 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path):
     checkpoints = Checkpointer(tmp_path / "run", on_preemption=False)
     assert 5 < checkpoints.latest() < 2000
     assert int(checkpoints.restore()["n"]) == checkpoints.latest()
+
+
+def launched(folder, what, restarts):
+    """(exit code, output) of tests/checkpoint/restarted.py in two processes."""
+    command = [sys.executable, "-m", "autopar.launch", "--processes", "2", "--devices-per-process", "1"]
+    command += ["--restarts", str(restarts), restarted.__file__, str(folder), what]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ["killed", "twice"])
+def test_a_run_that_is_restarted_or_that_another_one_disturbs_goes_on_to_its_end(tmp_path, what):
+    code, text = launched(tmp_path, what, restarts=1)
+    assert code == 0, text[-4000:]
+    ends = [json.loads((tmp_path / f"end{i}").read_text()) for i in range(2)]
+    starts = (5, 6, 7) if what == "killed" else (0,)
+    assert ends[0] == ends[1]
+    assert ends[0][0] in starts
+    assert ends[0][1] == restarted.LAST
+    names = sorted((path.name for path in (tmp_path / "run").iterdir()), key=int)
+    assert names == [str(i) for i in range(1, restarted.LAST + 1)]
+    if what == "twice":
+        assert "expected a folder that no other run writes to" in (tmp_path / "another").read_text()
+
+
+def test_a_process_that_does_not_save_is_named(tmp_path):
+    code, text = launched(tmp_path, "alone", restarts=0)
+    assert code != 0
+    assert "expected all processes to call save of step 6, got process 1 has begun another step" in text, text[-4000:]

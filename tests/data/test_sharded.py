@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.errors import InvalidArgumentError
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 EXAMPLES = {
@@ -147,10 +148,31 @@ def test_a_stream_is_read_ahead_in_order_before_and_after_there_is_a_plan(begins
     wanted = [np.arange(16), np.arange(16, 32), [*range(32, 41), *range(32, 39)]]
     for batch, numbers in zip(seen, wanted, strict=True):
         np.testing.assert_array_equal(batch["x"], EXAMPLES["x"][numbers])
-    assert list(data) == []
     if begins_again:
+        assert len(list(data)) == 3
         data.restore({**data.position(), "epoch": 0, "batch": 2})
         np.testing.assert_array_equal(next(data)["x"], seen[2]["x"])
+    else:
+        with pytest.raises(InvalidArgumentError, match="another pass: expected a source that can begin again"):
+            iter(data)
+
+
+def test_a_loop_after_the_last_batch_is_another_pass_and_one_that_was_left_goes_on():
+    data = autopar.data.shard(np.arange(32), new_step(), batch_size=8, seed=3, epochs=2)
+    first = [batch.tolist() for batch in data]
+    assert [len(first), data.position()["epoch"], data.position()["batch"]] == [8, 2, 0]
+    assert next(data, None) is None
+    end = data.position()
+    assert [batch.tolist() for batch in data] == first
+    again = iter(data)
+    assert [next(again).tolist() for _ in range(3)] == first[:3]
+    position = data.position()
+    assert [batch.tolist() for batch in data] == first[3:]
+    data.restore(position)
+    assert [batch.tolist() for batch in data] == first[3:]
+    data.restore(end)  # of a run that is done
+    assert list(data) == []
+    assert len(list(data)) == 8
 
 
 def test_reading_goes_on_after_close_but_for_an_iterator():

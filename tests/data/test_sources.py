@@ -156,3 +156,65 @@ def test_tokens_that_int32_does_not_hold_are_refused(tmp_path):
     assert windows[0].tolist() == [1, 2]
     with pytest.raises(InvalidArgumentError, match="2147483648"):
         windows[1]
+
+
+def test_an_iterable_that_ends_before_the_position_is_refused():
+    class Numbers:
+        def __init__(self, size):
+            self.size = size
+
+        def __iter__(self):
+            return iter(range(self.size))
+
+    def shard(size):
+        return autopar.data.shard(Numbers(size), NoPlan(), batch_size=4, seed=None)
+
+    data = shard(16)
+    for _ in range(3):
+        next(data)
+    position = data.position()
+    for size in (10, 12):
+        shorter = shard(size)
+        shorter.restore(position)
+        with pytest.raises(InvalidArgumentError, match=f"epoch 0: expected .* more than 12 examples.* got {size} in"):
+            next(shorter)
+    shorter = shard(13)
+    shorter.restore(position)
+    assert [batch.tolist() for batch in shorter] == [[12] * 4]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ([], {}, "got 0 in list\n  hint: look for where the examples are read or filtered"),
+        (grain.MapDataset.range(4).repeat(), {}, r"leave repeat\(\) out"),
+        (
+            grain.MapDataset.range(8).batch(2),
+            {},
+            "one of batches \\(BatchMapDataset\\)\n  hint: leave batch\\(...\\) out",
+        ),
+        (grain.MapDataset.range(8).batch(2).shuffle(seed=1).to_iter_dataset(), {}, "one of batches"),
+        (iter(grain.MapDataset.range(8).to_iter_dataset().batch(2)), {}, "one of batches"),
+        ([1, 2.5], {}, "examples of one type, got float64, int64"),
+        ([1, 2], {"seed": "a"}, "hint: it is that of the permutation"),
+        ([1, 2], {"epochs": 0}, "hint: it says how many epochs there are"),
+        ([1, 2], {"prefetch": -1}, "hint: it is the number of batches that are read ahead"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(source, options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        batches(source, **options)
+
+
+def test_batches_that_were_made_examples_again_are_examples():
+    source = grain.MapDataset.range(8).batch(2).map(lambda pair: pair.sum())
+    assert [b.tolist() for b in batches(source)] == [[1, 5], [9, 13]]
+
+
+def test_positions_and_types_of_tokens_that_are_none_are_refused(tmp_path):
+    data = autopar.data.shard([1, 2], NoPlan(), batch_size=2)
+    with pytest.raises(InvalidArgumentError, match="a dict, as position\\(\\) returns it, got None"):
+        data.restore(None)
+    np.arange(8, dtype="uint16").tofile(tmp_path / "tokens")
+    with pytest.raises(InvalidArgumentError, match="an integer type of tokens, got 'uint17'"):
+        autopar.data.tokens(tmp_path / "tokens", length=2, dtype="uint17")

@@ -1,5 +1,6 @@
 """Policies and loss scales without a mesh."""
 
+import re
 import types
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import autopar
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.mixed_precision import LossScale, all_finite, gradients
 from tests.mixed_precision.small_training import OPTIMIZER
-from tests.small_steps import mlp_batch, mlp_loss, new_mlp_state
+from tests.small_steps import ROOT, mlp_batch, mlp_loss, new_mlp_state
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,15 @@ def test_the_loss_scale_is_halved_after_an_overflow_and_doubled_after_a_period()
     assert float(largest.value) == 2.0**127
     with pytest.raises(InvalidArgumentError, match="first >= least"):
         LossScale.create(0.5)
+
+
+def test_the_loss_scales_that_the_page_makes_are_made():
+    page = (ROOT / "docs" / "precision.md").read_text()
+    calls = re.findall(r"policy\.init_loss_scale\(.*?\)", page)
+    made = [eval(call, {"policy": autopar.precision("fp16")}) for call in calls]
+    assert {(float(scale.value), scale.period) for scale in made} == {(2.0**15, 2000), (2.0**13, 500)}
+    with pytest.raises(InvalidArgumentError, match=r"a loss scale of the state, or None, got 1024\.0"):
+        autopar.precision("fp16").value_and_grad(lambda w: (w * w).sum())(jnp.ones(3), loss_scale=1024.0)
 
 
 def test_apply_if_finite_selects_the_whole_state():

@@ -1,0 +1,182 @@
+"""One run writes to a folder while it is alive; another one is refused, and takes it over when the owner is gone."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from autopar.checkpoint import Checkpointer, folder_owner
+from autopar.checkpoint.folder_owner import FolderOwner, Owner, begun, this_process
+from autopar.checkpoint.together import compare
+from autopar.errors import CheckpointFolderInUseError, ProcessMismatchError
+
+STATE = {"n": 1}
+
+
+@dataclasses.dataclass
+class OtherRun:
+    """Another process that owns a folder, as far as its file says."""
+
+    process: subprocess.Popen
+
+    def own(self, folder, number=1, **fields):
+        owner = msgspec.structs.replace(
+            this_process(), run="other", pid=self.process.pid, begun=begun(self.process.pid), **fields
+        )
+        return written(folder, number, owner)
+
+
+def written(folder, number, owner):
+    at = folder / f".writer-{number}"
+    at.mkdir(parents=True)
+    (at / "owner.json").write_bytes(msgspec.json.encode(owner))
+    return at / "owner.json"
+
+
+@pytest.fixture
+def other():
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield OtherRun(process)
+    process.kill()
+    process.communicate()
+
+
+def writers(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(".writer-"))
+
+
+def test_a_folder_of_a_live_process_is_refused_and_read_and_taken_over_when_it_is_killed(tmp_path, other):
+    with Checkpointer(tmp_path, on_preemption=False) as checkpoints:
+        checkpoints.save(1, STATE)
+    assert writers(tmp_path) == []
+    other.own(tmp_path)
+    with pytest.raises(CheckpointFolderInUseError, match=f"one that process {other.process.pid} on .* writes to"):
+        checkpoints.save(2, STATE)
+    assert checkpoints.restore() == STATE
+    assert writers(tmp_path) == [".writer-1"]
+    other.process.kill()
+    deadline = time.monotonic() + 20
+    while begun(other.process.pid) and time.monotonic() < deadline:  # it is a zombie then, which counts as gone
+        time.sleep(0.01)
+    assert checkpoints.save(2, STATE)
+    assert writers(tmp_path) == [".writer-2"]
+    checkpoints.close()
+    assert writers(tmp_path) == []
+
+
+def test_the_number_of_an_ended_process_that_another_one_has_now_is_no_owner(tmp_path):
+    written(tmp_path, 1, msgspec.structs.replace(this_process(), run="earlier", begun="12"))
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    assert writers(tmp_path) == [".writer-2"]
+    owner.give_back()
+
+
+def test_what_was_left_long_ago_by_who_did_not_get_the_folder_is_removed(tmp_path):
+    for name, age_s in (("new-a", 5000), ("new-b", 5)):
+        file = written(tmp_path, name, this_process())
+        os.utime(file, (time.time() - age_s,) * 2)
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    assert writers(tmp_path) == [".writer-1", ".writer-new-b"]
+    owner.give_back()
+
+
+def test_a_restart_of_the_same_launch_takes_the_folder(tmp_path, other, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_RESTART", "0")
+    other.own(tmp_path)
+    with pytest.raises(CheckpointFolderInUseError):
+        FolderOwner(tmp_path).take()
+    monkeypatch.setenv("AUTOPAR_RESTART", "1")
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    owner.give_back()
+
+
+def test_an_owner_on_another_machine_is_gone_when_its_file_is_not_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_owner, "WATCHED_S", 0.1)
+    monkeypatch.setattr(folder_owner, "LEASE_S", 30.0)
+    monkeypatch.setattr(folder_owner, "_LOOK_S", 0.02)
+    file = written(tmp_path, 4, msgspec.structs.replace(this_process(), run="other", machine="elsewhere"))
+    touching = threading.Thread(target=lambda: [time.sleep(0.05), os.utime(file)])
+    touching.start()
+    with pytest.raises(CheckpointFolderInUseError):
+        FolderOwner(tmp_path).take()
+    touching.join()
+    os.utime(file, (time.time() - 31, time.time() - 31))
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    assert writers(tmp_path) == [".writer-5"]
+    owner.give_back()
+
+
+def test_an_owner_touches_its_file_and_finds_out_that_it_was_taken_for_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_owner, "BEAT_S", 0.01)
+    owner = FolderOwner(tmp_path)
+    owner.take()
+    file = tmp_path / ".writer-1" / "owner.json"
+    os.utime(file, (1.0, 1.0))
+    deadline = time.monotonic() + 20
+    while file.stat().st_mtime == 1.0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert file.stat().st_mtime > 1.0
+    owner.take()  # is it still
+    written(tmp_path, 2, Owner(run="faster", host="node7", pid=5))
+    with pytest.raises(CheckpointFolderInUseError, match="one that process 5 on node7 has taken over"):
+        owner.take()
+    owner.give_back()
+    assert writers(tmp_path) == [".writer-2"]
+
+
+@pytest.mark.parametrize("left", ["nothing", "a dead owner", "a damaged file", "an empty folder"])
+def test_of_many_at_once_one_gets_the_folder(tmp_path, left, monkeypatch):
+    monkeypatch.setattr(folder_owner, "WATCHED_S", 0.05)
+    monkeypatch.setattr(folder_owner, "LEASE_S", -1.0)
+    if left == "a dead owner":
+        written(tmp_path, 3, msgspec.structs.replace(this_process(), run="earlier", begun="12"))
+    elif left != "nothing":
+        (tmp_path / ".writer-3").mkdir(parents=True)
+        if left == "a damaged file":
+            (tmp_path / ".writer-3" / "owner.json").write_bytes(b"[")
+    owners, got = [FolderOwner(tmp_path) for _ in range(8)], []
+
+    def take(owner):
+        try:
+            owner.take()
+        except CheckpointFolderInUseError:
+            return
+        got.append(owner)
+
+    threads = [threading.Thread(target=take, args=(owner,)) for owner in owners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(got) == 1
+    got[0].take()
+    assert len(writers(tmp_path)) == 1
+    got[0].give_back()
+    assert writers(tmp_path) == []
+
+
+def test_checkpointers_of_one_process_write_in_turn(tmp_path):
+    first, second = (Checkpointer(tmp_path, keep=2, on_preemption=False) for _ in range(2))
+    for step in range(1, 5):
+        (first if step % 2 else second).save(step, {"n": step})
+    first.close()
+    second.close()
+    assert Checkpointer(tmp_path, on_preemption=False).restore() == {"n": 4}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_the_error_names_folders_and_calls_that_differ():
+    compare([("save of step 10", "/a")] * 2, 1)
+    with pytest.raises(ProcessMismatchError, match="folders differ: /a in process 0, /b in process 1"):
+        compare([("restore_or", "/a"), ("restore_or", "/b")], 1)
+    with pytest.raises(ProcessMismatchError, match="save of step 10 in process 0, save of step 11 in process 2"):
+        compare([("save of step 10", "/a"), ("save of step 10", "/a"), ("save of step 11", "/a")], 1)
