@@ -82,8 +82,15 @@ def test_a_restart_is_numbered_and_ends_with_success(script):
     assert last == "autopar.launch: the restarts are used up (--restarts 1): ends with exit code 3"
 
 
-def test_what_all_raise_at_their_beginning_is_the_error_of_each(script):
-    ended = launch("--processes", "2", script("time.sleep(0.3 * who)\nraise RuntimeError('no config')"))
+def test_what_all_raise_at_their_beginning_is_the_error_of_each(script, tmp_path):
+    path = script("""
+        open(f"{sys.argv[1]}/began{who}", "w").close()
+        while not os.path.exists(f"{sys.argv[1]}/began{1 - who}"):
+            time.sleep(0.01)
+        time.sleep(0.3 * who)
+        raise RuntimeError("no config")
+    """)
+    ended = launch("--processes", "2", path, tmp_path)
     assert ended.code == 1
     assert ended.stderr.splitlines()[-1] == "autopar.launch: the others: 1 exit code 1"
 
