@@ -89,7 +89,8 @@ def parallelize(
         static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.
         batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
             two replace the defaults, or extend given argument numbers.
-        follow: Another step whose layout of the state this one adopts, stages included (for an evaluation step).
+        follow: Another step whose layout of the state this one adopts, stages included (for an evaluation step). Not
+            beside `plan`.
         batch: The batch that each process of several passes: "local", its own rows (the batch is the rows of all, in
             process order), "global", the whole batch, identical in all; None decides by the first batch.
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
@@ -151,6 +152,12 @@ def parallelize(
         raise InvalidArgumentError(
             where="parallelize(time_limit_s=...)", expected="seconds, 0 or more, or None",
             got=repr(time_limit_s), hint="leave it out to let the search end by itself",
+        )  # fmt: skip
+    if plan is not None and follow is not None:
+        raise InvalidArgumentError(
+            where="parallelize(plan=..., follow=...)", expected="a plan or recipe, or a step to follow",
+            got=f"a {type(plan).__name__.lower()}, and follow={follow!r:.60}",
+            hint="leave out plan: a step that follows has the layouts of the other one's state",
         )  # fmt: skip
     if isinstance(plan, Plan) and (num_microbatches != "auto" or schedule != "auto"):
         raise InvalidArgumentError(

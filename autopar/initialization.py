@@ -14,6 +14,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.launch.ports import LOOPBACK, address, host_and_port, is_loopback
 
 _AT = "autopar.initialize"
+_CHECKPOINT_EVENTS = ("/jax/orbax/write/", "/jax/orbax/read/")
 
 
 def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEOUT_S) -> None:
@@ -50,7 +51,22 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
         )
     elif launched.device_ids is not None:
         jax_distributed.see_only(launched.device_ids)
+    _tell_of_checkpoints()
     say_reached(Reached.JOINED)
+
+
+def _tell_of_checkpoints() -> None:
+    """Says to the launcher that the script has checkpoints, by the events of orbax, whoever calls it."""
+    has_said = False
+
+    def heard(event: str, *_: Any, **__: Any) -> None:
+        nonlocal has_said
+        if not has_said and event.startswith(_CHECKPOINT_EVENTS):
+            has_said = True
+            say_reached(Reached.CHECKPOINT)
+
+    jax.monitoring.register_event_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(heard)
 
 
 def _launched() -> Launched | None:

@@ -29,6 +29,7 @@ class Reached(enum.Enum):
 
     JOINED = "joined"  # `autopar.initialize` has returned
     STEPPED = "stepped"  # a step of all processes has ended
+    CHECKPOINT = "checkpoint"  # a checkpoint was saved or restored, by orbax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--elastic",
         type=_range,
         metavar="MIN:MAX",
-        help="processes in all, at least and at most",
+        help="processes in all, at least and at most; starts with MAX on one host",
     )
     add(
         "--size-file",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 MOST_LINES = 60  # of an error that are shown
 _WITHOUT_TRACEBACK = 8  # last lines shown of a process that printed none
+RECENT_S = 10.0  # what was printed longer before the end of a process has nothing to do with it
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINS = ("The above exception was the direct cause", "During handling of the above exception")
 _FOLLOWS = re.compile(r"ProcessLostError: .*got process (\d+) (.*)")
@@ -80,12 +81,19 @@ def first_error(ended: Sequence[Ended]) -> FirstError | None:
 def report(error: FirstError, ended: Sequence[Ended]) -> list[str]:
     """The first error, on top, and one line on the others."""
     others = sorted((e for e in ended if e.process != error.process), key=lambda e: e.process)
-    said = [f"{e.process} {'ended by the launcher' if e.by_launcher else how_it_ended(e.code)}" for e in others]
+    said = [f"{e.process} {_how_another_ended(e)}" for e in others]
     lines = [
         f"process {error.process} failed first: {error.what}",
         *(f"  [{error.printed_by}] {line}" for line in error.lines),
     ]
     return [*lines, *([f"the others: {', '.join(said)}"] if said else [])]
+
+
+def _how_another_ended(ended: Ended) -> str:
+    if not ended.by_launcher:
+        return how_it_ended(ended.code)
+    own = _error(ended) if _start_of_error(ended) is not None and not is_follower(ended) else ()
+    return f"ended by the launcher after an error of its own ({own[-1].strip()})" if own else "ended by the launcher"
 
 
 def how_it_ended(code: int) -> str:
@@ -118,25 +126,34 @@ def is_follower(ended: Ended) -> bool:
 
 
 def _time_of_error(ended: Ended) -> float:
-    start = _start_of_error([line for _, line in ended.stderr])
+    start = _start_of_error(ended)
     return ended.stderr[start][0] if start is not None else ended.time_s
 
 
 def _error(ended: Ended) -> tuple[str, ...]:
-    lines = [line for _, line in ended.stderr]
-    start = _start_of_error(lines)
+    """Its traceback, else what it printed shortly before its end."""
+    start = _start_of_error(ended)
     if start is None:
-        return tuple(lines[-_WITHOUT_TRACEBACK:])
-    error = lines[start:]
+        recent = [line for time_s, line in ended.stderr if ended.time_s - time_s <= RECENT_S]
+        if not recent and ended.stderr:
+            return (f"(it printed nothing on stderr in the {ended.time_s - ended.stderr[-1][0]:.0f} s before)",)
+        return tuple(recent[-_WITHOUT_TRACEBACK:])
+    error = [line for _, line in ended.stderr[start:]]
     if len(error) > MOST_LINES:  # the cause is at its end
         error = [error[0], "  ...", *error[-MOST_LINES:]]
-    return tuple(error)
+    age_s = ended.time_s - ended.stderr[start][0]
+    return (*([f"(printed {age_s:.0f} s before its end)"] if age_s > RECENT_S else []), *error)
 
 
-def _start_of_error(lines: Sequence[str]) -> int | None:
-    """The first line of the last traceback, with those that it came from."""
+def _start_of_error(ended: Ended) -> int | None:
+    """The number of the first line of the last traceback, with those that it came from.
+
+    What a signal killed did not end of an error that it had logged before. An exception may come long before the end of
+    its process, which waits until the others know.
+    """
+    lines = [line for _, line in ended.stderr]
     starts = [i for i, line in enumerate(lines) if line.strip() == _TRACEBACK]
-    if not starts:
+    if not starts or (ended.code < 0 and ended.time_s - ended.stderr[starts[-1]][0] > RECENT_S):
         return None
     start = starts.pop()
     while starts and any(line.startswith(_CHAINS) for line in lines[starts[-1] : start]):

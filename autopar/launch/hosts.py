@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from autopar.launch.placement import Placement, on_one_host
-from autopar.launch.restart_policy import Outcome, Policy, next_start
+from autopar.launch.restart_policy import Outcome, Policy, next_start, why_not_again
+from autopar.launch.size_file import SizeFile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,37 +36,32 @@ class Hosts(Protocol):
 
 
 class OneHost:
-    """This host alone. `size_file` has the number of processes that is wanted."""
+    """This host alone. `size_file` has the number of processes that is wanted. `say` tells the user."""
 
-    def __init__(self, processes: int, policy: Policy, size_file: Path | None) -> None:
-        self._processes, self._policy, self._size_file = processes, policy, size_file
+    def __init__(self, processes: int, policy: Policy, size_file: Path | None, say: Callable[[str], object]) -> None:
+        self._processes, self._policy, self._say = processes, policy, say
+        self._size_file = None if size_file is None else SizeFile(size_file, policy, say)
         self._outcomes: list[Outcome] = []
 
     def next(self, outcome: Outcome | None, is_interrupted: Callable[[], bool]) -> Start | int | None:
         delay_s = 0.0
         if outcome is not None:
             self._outcomes.append(outcome)
-            following = next_start(self._policy, self._outcomes, requested(self._policy, self._size_file))
+            wanted = None if self._size_file is None else self._size_file.wanted(self._processes)
+            following = next_start(self._policy, self._outcomes, None if wanted is None else wanted.processes)
             if isinstance(following, int):
+                if why := why_not_again(self._policy, outcome):
+                    self._say(why)
                 return following
             self._processes, delay_s = following.processes, following.delay_s
         return Start(placement=on_one_host(len(self._outcomes), self._processes), delay_s=delay_s)
 
     def asked_to_end(self) -> str | None:
-        wanted = requested(self._policy, self._size_file)
-        if wanted is None or wanted == self._processes:
+        wanted = None if self._size_file is None else self._size_file.wanted(self._processes)
+        if wanted is None or wanted.processes == self._processes:
             return None
-        return f"{wanted} processes are asked for instead of {self._processes}"
+        asked = f"{wanted.why_not}: {wanted.processes}" if wanted.why_not else f"{wanted.processes} are asked for"
+        return f"{asked} instead of {self._processes} processes"
 
     def close(self) -> None:
         pass
-
-
-def requested(policy: Policy, size_file: Path | None) -> int | None:
-    """The number of processes that the file asks for, as far as it is allowed; None where it asks for none."""
-    if size_file is None:
-        return None
-    try:
-        return policy.clamped(int(size_file.read_text()))
-    except (OSError, ValueError):  # not there, or just being written
-        return None

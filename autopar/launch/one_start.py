@@ -21,15 +21,22 @@ _LOOK_S = 1.0  # how often it is looked whether another number of processes is a
 # SIGTERM comes to those that have not.
 SETTLE_S = 10.0
 STOPPED_AFTER_S = 15.0  # before the others find it silent: they may not have joined yet, and would wait for minutes
+# Those that have not joined yet are told by nothing. What fails at its beginning mostly does in all of them: so long
+# they may end by themselves, with an error of their own.
+OWN_ERROR_S = 1.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What the launcher still does to end the processes, by the clock of `time.monotonic`."""
+    """What the launcher still does to end the processes, by the clock of `time.monotonic`.
+
+    SIGTERM comes at `terminate_s`, to those that have not joined the others at `terminate_unjoined_s`.
+    """
 
     stop: Stop
     terminate_s: float | None
+    terminate_unjoined_s: float | None = None
     kill_s: float
     number: int = 0  # of the signal that somebody sent
 
@@ -97,10 +104,12 @@ class OneStart:
                 say_lost(self._folder, child.process, f"has ended: {ended.why or how_it_ended(ended.code)}")
             if self._ending is not None:
                 continue
-            others = [c for c in self._running if not has_reached(self._folder, c.process, Reached.JOINED)]
-            for other in others:  # nothing tells them
-                other.end(signal.SIGTERM)
-            self._ending = Ending(stop=Stop.FAILED, terminate_s=now + SETTLE_S, kill_s=now + SETTLE_S + self._grace_s)
+            self._ending = Ending(
+                stop=Stop.FAILED,
+                terminate_unjoined_s=now + OWN_ERROR_S,
+                terminate_s=now + SETTLE_S,
+                kill_s=now + SETTLE_S + self._grace_s,
+            )
 
     def _end_stopped(self) -> None:
         for child in self._running:
@@ -125,6 +134,11 @@ class OneStart:
         ending = self._ending
         if ending is None:
             return
+        if ending.terminate_unjoined_s is not None and now > ending.terminate_unjoined_s:
+            for child in self._running:
+                if not has_reached(self._folder, child.process, Reached.JOINED):
+                    child.end(signal.SIGTERM)
+            self._ending = ending = dataclasses.replace(ending, terminate_unjoined_s=None)
         if ending.terminate_s is not None and now > ending.terminate_s:
             for child in self._running:
                 child.end(signal.SIGKILL if child.stopped_s() else signal.SIGTERM)
@@ -141,11 +155,17 @@ class OneStart:
         code = error.code if error is not None else 0
         if code == 0 and self._ending is not None and any(e.by_launcher for e in ended):
             code = 128 + self._ending.number  # the signal came, and they did not end of it
+        stepped, joined, has_checkpoint = (
+            any(has_reached(self._folder, process, reached) for process in self.ended)
+            for reached in (Reached.STEPPED, Reached.JOINED, Reached.CHECKPOINT)
+        )
         return Outcome(
             stop=stop,
             processes=count,
             code=code,
-            stepped=any(has_reached(self._folder, process, Reached.STEPPED) for process in self.ended),
+            stepped=stepped,
+            # A process that is alone does not say that a step has ended; until its number changed it made some.
+            is_lost=not has_checkpoint and (stepped or (joined and stop is Stop.RESIZE)),
             is_cause=error is not None and error.printed_by == error.process,
             not_started=sum(not has_reached(self._folder, e.process, Reached.JOINED) for e in failed),
         )

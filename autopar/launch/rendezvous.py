@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.launch.placement import Placement
 from autopar.launch.ports import address, free_ports, host_and_port, is_loopback
-from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, next_start
+from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, next_start, why_not_again
 
 JOIN_S = 300.0
 ELASTIC_JOIN_S = 20.0  # so long for more hosts than are needed
@@ -165,7 +165,8 @@ class Leader:
             requested = self._policy.clamped(total) if self._policy.elastic is not None else None
             following = next_start(self._policy, [*self._outcomes, last], requested)
             if isinstance(following, int):
-                self._tell_all({"stop": following})
+                why = why_not_again(self._policy, merged(outcomes, self._policy))
+                self._tell_all({"stop": following} | ({"why": why} if why else {}))
                 return
         leaving = [m for m in members.values() if m.outcome is not None and m.outcome.stop is Stop.SIGNAL]
         for m in leaving:  # the others go on without it

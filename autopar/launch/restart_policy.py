@@ -24,7 +24,7 @@ class Outcome:
 
     `code` is the exit code of the first that failed. `stepped`: a step has ended since the start. `not_started` counts
     processes that ended before they had joined the others, by themselves. `is_cause`: `code` is of one that failed
-    by itself, not because of another one.
+    by itself, not because of another one. `is_lost`: on this host steps have been made, and no checkpoint.
     """
 
     stop: Stop
@@ -33,6 +33,7 @@ class Outcome:
     stepped: bool = False
     not_started: int = 0
     is_cause: bool = False
+    is_lost: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,13 @@ def next_start(policy: Policy, outcomes: list[Outcome], requested: int | None) -
     if sum(outcome.stop is Stop.FAILED for outcome in outcomes) > policy.restarts:
         return last.code
     return Again(processes=processes, delay_s=backoff_s(outcomes))
+
+
+def why_not_again(policy: Policy, last: Outcome) -> str:
+    """What there is to say where `next_start` is an exit code; empty where nothing was to start again."""
+    if last.stop is not Stop.FAILED or not policy.restarts:
+        return ""
+    return f"the restarts are used up (--restarts {policy.restarts}): ends with exit code {last.code}"
 
 
 def backoff_s(outcomes: list[Outcome]) -> float:

@@ -21,6 +21,10 @@ from autopar.launch.restart_policy import Outcome, Stop
 from autopar.launch.tagged_output import Tagger
 
 WRONG_ARGUMENTS = 2
+WITHOUT_CHECKPOINT = (
+    "neither autopar nor orbax has saved or restored a checkpoint: unless the script saves by itself, it begins at its "
+    "first step again (autopar.checkpoint.Checkpointer)"
+)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -36,6 +40,7 @@ def launch(options: Options) -> int:
 
 def _launch(options: Options, hosts: Hosts, tagger: Tagger, signals: deque[signal.Signals]) -> int:
     outcome: Outcome | None = None
+    has_said = False
     while True:
         start = hosts.next(outcome, lambda: bool(signals))
         if isinstance(start, int):
@@ -43,6 +48,9 @@ def _launch(options: Options, hosts: Hosts, tagger: Tagger, signals: deque[signa
         if start is not None and outcome is not None:
             count, delay_s = start.placement.num_processes, start.delay_s
             tagger.say(f"starts {count} processes again in {delay_s:.0f} s (restart {start.placement.restart})")
+            if outcome.is_lost and not has_said:
+                has_said = True
+                tagger.say(WITHOUT_CHECKPOINT)
         if start is not None:
             _wait(start.delay_s, signals)
         if (number := _ending_signal(signals)) is not None:
@@ -57,7 +65,7 @@ def _launch(options: Options, hosts: Hosts, tagger: Tagger, signals: deque[signa
 
 def _hosts(options: Options, tagger: Tagger) -> Hosts:
     if options.nodes == 1:
-        return OneHost(options.processes, options.policy, options.size_file)
+        return OneHost(options.processes, options.policy, options.size_file, tagger.say)
     assert options.coordinator is not None, "checked with the arguments"
     return SeveralHosts(
         options.coordinator, options.nodes, options.node_rank, options.processes, options.policy, tagger.say

@@ -73,7 +73,7 @@ class Completions:
             ended_s = time.perf_counter()
             try:
                 self._ended(Completion(call=call, ended_s=ended_s, metrics=numbers_of(metrics)))
-            except Exception as error:  # of a sink, which may be the user's own: raised where the loop waits
+            except Exception as error:  # raised where the loop waits
                 self._failed = error
 
 

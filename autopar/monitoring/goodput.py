@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,46 +70,66 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
 
 
 class RunsFile:
-    """The runs of a folder, a line of JSON each; the present one is written anew at each report."""
+    """The runs of a folder, a line of JSON each; that of this run is written anew at each report.
+
+    The file is replaced as a whole, with the lines of others as they are by then: neither a kill nor another monitor on
+    the same folder loses a line. `earlier` are the runs that were there at first.
+
+    Raises: InvalidArgumentError for a file of another kind, OSError for a folder that cannot be written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RUNS_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        self.earlier, self._size = _read(self._path)
+        self._lock = threading.Lock()
+        self._line: bytes | None = None
+        lines = _whole_lines(self._path)
+        self.earlier = tuple(_record(line, number, self._path) for number, line in enumerate(lines, 1))
+        self._seen = len(lines)
+        self._replace(lines)  # what cannot be written is said now, not after hours
 
-    def write(self, run: RunRecord) -> None:
-        line = json.dumps(dataclasses.asdict(run))
-        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
-            file.seek(self._size)
-            file.write(line.encode() + b"\n")
-            file.truncate()
+    def write(self, run: RunRecord) -> bool:
+        """Whether another monitor has added a line since the last call. Raises: OSError."""
+        line = json.dumps(dataclasses.asdict(run)).encode() + b"\n"
+        with self._lock:
+            lines = _whole_lines(self._path)
+            others = [one for one in lines if one != self._line]
+            lines = [line if one == self._line else one for one in lines]
+            self._replace(lines if len(others) < len(lines) else [*lines, line])
+            self._line = line
+            is_shared, self._seen = len(others) > self._seen, len(others)
+        return is_shared
 
-
-def _read(path: Path) -> tuple[tuple[RunRecord, ...], int]:
-    """The runs, and the bytes that they take. A last line that a kill cut off is left out.
-
-    Raises: InvalidArgumentError for a file of another kind.
-    """
-    if not path.exists():
-        return (), 0
-    found, size, lines = [], 0, path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    def _replace(self, lines: Sequence[bytes]) -> None:
+        new = self._path.with_name(f".{RUNS_FILE}.{os.getpid()}.{id(self)}")
         try:
-            found.append(_record(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
-                break
-            raise InvalidArgumentError(
-                where=f"{path}, line {number}",
-                expected="a run of autopar.Monitor",
-                got=repr(line[:60]),
-                hint="give the monitor another folder, or remove the file",
-            ) from error
-        size += len(line)
-    return tuple(found), size
+            new.write_bytes(b"".join(lines))
+            os.replace(new, self._path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
-def _record(value: Any) -> RunRecord:
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file; a last one that a kill cut off is left out."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _record(line: bytes, number: int, path: Path) -> RunRecord:
+    """Raises: InvalidArgumentError."""
+    try:
+        return _run(json.loads(line))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidArgumentError(
+            where=f"{path}, line {number}",
+            expected="a run of autopar.Monitor",
+            got=repr(line[:60]),
+            hint="give the monitor another folder, or remove the file",
+        ) from error
+
+
+def _run(value: Any) -> RunRecord:
     return RunRecord(
         began_s=float(value["began_s"]),
         last_s=float(value["last_s"]),

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import operator
 import os
 import threading
 import time
@@ -19,8 +20,9 @@ from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
 from autopar.monitoring.completions import Completion, Completions, StepCall
 from autopar.monitoring.goodput import Goodput, RunRecord, RunsFile, goodput, now_s
+from autopar.monitoring.other_process import OtherProcess, say_there_is_one
 from autopar.monitoring.row import MonitorRow
-from autopar.monitoring.sinks import Callback, Sink, TensorBoard, Terminal
+from autopar.monitoring.sinks import Callback, Guard, Sink, TensorBoard, Terminal
 from autopar.monitoring.slow_steps import StepTimes, slow_lane, warning_text
 from autopar.monitoring.step_timer import SeenSteps, StepTimer
 from autopar.plan.plan import Plan
@@ -61,7 +63,10 @@ class Monitor:
         tokens_per_step: Tokens of a whole batch, for tokens/s; without them examples/s.
         terminal: Whether rows are printed to stderr.
 
-    `rows` are the latest ones. Raises: InvalidArgumentError, MissingPackageError.
+    `rows` are the latest ones. A log that cannot be written, or a callback that raises, later on ends no training: the
+    logger `autopar` warns once, and each row tries again.
+
+    Raises: InvalidArgumentError, also where the log cannot be written at first; MissingPackageError.
     """
 
     def __init__(
@@ -81,9 +86,19 @@ class Monitor:
                 got=type(step).__name__,
                 hint="decorate the function first",
             )
-        if every < 1:
+        if not isinstance(every, int) or every < 1:
             raise InvalidArgumentError(
-                where="autopar.Monitor(every=...)", expected="at least 1", got=str(every), hint="leave it out for 10"
+                where="autopar.Monitor(every=...)",
+                expected="a number of steps, at least 1",
+                got=repr(every),
+                hint="leave it out for 10",
+            )
+        if callback is not None and not callable(callback):
+            raise InvalidArgumentError(
+                where="autopar.Monitor(callback=...)",
+                expected="a function of a step and its numbers by name, or None",
+                got=f"{callback!r:.60}",
+                hint="for example lambda step, values: wandb.log(values, step=step)",
             )
         self._step, self._every, self._tokens_per_step = step, every, tokens_per_step
         self._loop = _Loop(progress=step.last_progress)
@@ -93,14 +108,17 @@ class Monitor:
         self._lock = threading.Lock()
         self._spent_s: dict[str, float] = {}
         self._runs: RunsFile | None = None
+        self._runs_guard, self._warned_of_another = Guard(f"Monitor(log={str(log)!r})"), False
         self._sinks: list[Sink] = []
         self._completions: Completions | None = None
         self.rows: collections.deque[MonitorRow] = collections.deque(maxlen=KEPT_ROWS)
-        if jax.process_index() != 0:
+        self._elsewhere = OtherProcess() if jax.process_index() else None
+        if self._elsewhere is not None:
             return
+        say_there_is_one()
         if log is not None:
-            self._runs = RunsFile(Path(log))
-            self._sinks.append(TensorBoard(Path(log)))
+            self._runs, board = _opened(log)
+            self._sinks.append(board)
         if callback is not None:
             self._sinks.append(Callback(callback))
         if terminal:
@@ -111,7 +129,21 @@ class Monitor:
     # In the loop
 
     def __call__(self, step: int, metrics: Any) -> None:
-        """Notes a step that was called, and what it returned: a tree whose scalars are logged by their paths."""
+        """Notes a step that was called, and what it returned: a tree whose scalars are logged by their paths.
+
+        Raises: InvalidArgumentError for a step that is no whole number.
+        """
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise InvalidArgumentError(
+                where="monitor(step, metrics)",
+                expected="the number of the step, an integer",
+                got=f"{step!r:.60}",
+                hint="call monitor(i, metrics) with the i of enumerate(batches)",
+            ) from None
+        if self._elsewhere is not None:
+            self._elsewhere.called(metrics)
         if self._completions is None:
             return
         loop = self._loop
@@ -148,6 +180,8 @@ class Monitor:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the steps that were called, at most `timeout_s`, writes the last row, and closes the files."""
+        if self._elsewhere is not None:
+            self._elsewhere.look()
         if self._completions is None:
             return
         completions, self._completions = self._completions, None
@@ -158,7 +192,7 @@ class Monitor:
                 self._report()
         finally:
             for sink in self._sinks:
-                sink.close(self.goodput)
+                sink.guard(sink.close, self.goodput)
 
     def __enter__(self) -> Monitor:
         return self
@@ -193,7 +227,7 @@ class Monitor:
         row = self._row(plan, self._timer.take())
         self.rows.append(row)
         for sink in self._sinks:
-            sink.write(row)
+            sink.guard(sink.write, row)
         if plan is not None and row.step_time_s is not None and row.predicted_s:
             times = StepTimes(step_s=row.step_time_s, predicted_s=row.predicted_s, data_s=row.data_s, idle_s=row.idle_s)
             lane = slow_lane(times)
@@ -234,8 +268,17 @@ class Monitor:
         )
         if self._runs is None:
             return goodput([run])
-        self._runs.write(run)
+        self._runs_guard(self._write_run, run)
         return goodput([*self._runs.earlier, run])
+
+    def _write_run(self, run: RunRecord) -> None:
+        assert self._runs is not None, "it has a log"
+        if self._runs.write(run) and not self._warned_of_another:
+            self._warned_of_another = True
+            text = (
+                "%s: another Monitor writes there too, and the goodput of the next start counts both; give each its own"
+            )
+            logger.warning(text, self._runs_guard.what)
 
 
 @dataclasses.dataclass(slots=True)
@@ -246,6 +289,20 @@ class _Loop:
     called_s: float | None = None
     data_s: float = 0.0
     other_s: float = 0.0
+
+
+def _opened(log: str | os.PathLike[str]) -> tuple[RunsFile, TensorBoard]:
+    """Raises: InvalidArgumentError where the folder cannot be written, MissingPackageError."""
+    try:
+        folder = Path(log)
+        return RunsFile(folder), TensorBoard(folder)
+    except (OSError, TypeError) as error:
+        raise InvalidArgumentError(
+            where=f"autopar.Monitor(log={log!r})",
+            expected="a folder that can be made and written",
+            got=f"{type(error).__name__}: {error}",
+            hint="name another folder, or leave it out for rows on the terminal alone",
+        ) from error
 
 
 def _batch_size(plan: Plan) -> int | None:

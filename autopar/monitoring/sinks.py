@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +15,29 @@ from autopar.errors import MissingPackageError
 from autopar.monitoring.goodput import Goodput
 from autopar.monitoring.row import MonitorRow
 
+logger = logging.getLogger("autopar")
+
+
+class Guard:
+    """Lets a log fail without the training run: says its first error, once, and tries again with the next row."""
+
+    def __init__(self, what: str, *, is_users_code: bool = False) -> None:
+        self.what, self._is_users_code, self._has_said = what, is_users_code, False
+
+    def __call__(self, write: Callable[..., object], *args: Any) -> None:
+        try:
+            write(*args)
+        except Exception as error:
+            if not self._has_said:
+                self._has_said = True
+                text = "%s has failed: %s: %s; training goes on, each row tries it again, and this is said once"
+                logger.warning(text, self.what, type(error).__name__, error, exc_info=self._is_users_code)
+
 
 class Sink(Protocol):
+    @property
+    def guard(self) -> Guard: ...
+
     def write(self, row: MonitorRow) -> None: ...
 
     def close(self, goodput: Goodput) -> None: ...
@@ -24,6 +47,7 @@ class Terminal:
     """A line for each row, on stderr."""
 
     def __init__(self) -> None:
+        self.guard = Guard("Monitor(terminal=True)")
         self._console = Console(stderr=True, highlight=False)
 
     def write(self, row: MonitorRow) -> None:
@@ -34,11 +58,17 @@ class Terminal:
 
 
 class TensorBoard:
-    """Event files for TensorBoard in a folder."""
+    """Event files for TensorBoard in a folder. Raises: MissingPackageError, OSError.
+
+    Written at once, in the thread of the caller: the queue of tensorboardX's `SummaryWriter` fills for ever once its
+    own thread has died of an error.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.summary import scalar
         except ImportError as error:
             raise MissingPackageError(
                 where="autopar.Monitor(log=...)",
@@ -46,20 +76,30 @@ class TensorBoard:
                 got=str(error),
                 hint="pip install tensorboardX",
             ) from error
-        self._writer: Any = SummaryWriter(str(folder), write_to_disk=True)
+        self.guard = Guard(f"Monitor(log={str(folder)!r})")
+        self._open = lambda: EventsWriter(str(folder / "events"))
+        self._event, self._scalar = Event, scalar
+        self._file: Any = self._open()
 
     def write(self, row: MonitorRow) -> None:
+        if self._file is None:  # the last one may end in a part of an event, behind which nothing is read
+            self._file = self._open()
+        file, self._file = self._file, None
         for name, value in row.scalars().items():
-            self._writer.add_scalar(name, value, row.step)
+            file.write_event(self._event(wall_time=time.time(), step=row.step, summary=self._scalar(name, value)))
+        file.flush()
+        self._file = file
 
     def close(self, goodput: Goodput) -> None:
-        self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class Callback:
     """Calls a function with the step and its scalars: `lambda step, values: wandb.log(values, step=step)`."""
 
     def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
+        self.guard = Guard("Monitor(callback=...)", is_users_code=True)
         self._function = function
 
     def write(self, row: MonitorRow) -> None:

@@ -447,6 +447,14 @@ def test_follow_before_there_is_a_plan_says_what_to_do():
         evaluate(new_mlp_state(), mlp_batch())
 
 
+@pytest.mark.parametrize("plan", ["plan", "recipe"])
+def test_follow_and_a_plan_are_refused_together(plan):
+    train = split_mlp()
+    given = train.plan(MLP_STATE, MLP_BATCH) if plan == "plan" else autopar.recipes.data_parallel()
+    with pytest.raises(autopar.errors.InvalidArgumentError, match=f"got a {plan}, and follow="):
+        autopar.parallelize(eval_step, follow=train, plan=given)
+
+
 # Plans given and plans used by hand
 
 

@@ -1,5 +1,7 @@
 """Which of several processes failed first, from how each ended."""
 
+import dataclasses
+
 import pytest
 
 from autopar.launch.first_error import Ended, first_error, how_it_ended, report, shell_code
@@ -39,6 +41,29 @@ def test_a_killed_process_has_its_last_lines_and_the_code_of_a_shell():
     found = first_error([ended(0, 1, 30.0, *FOLLOWER), ended(1, -9, 2.0, "step 3", "step 4")])
     assert found is not None
     assert (found.process, found.code, found.what, found.lines) == (1, 137, "killed by SIGKILL", ("step 3", "step 4"))
+
+
+def test_what_was_printed_long_before_a_kill_is_not_its_error():
+    old = ((2.0, "Very slow compile?"), *((3.0, line) for line in TRACEBACK))
+    killed = Ended(process=1, code=-9, time_s=280.0, stderr=old)
+    found = first_error([killed])
+    assert found is not None
+    assert found.lines == ("(it printed nothing on stderr in the 277 s before)",)
+    found = first_error([dataclasses.replace(killed, stderr=(*old, (279.5, "out of memory")))])
+    assert found is not None
+    assert found.lines == ("out of memory",)
+    raised = first_error([dataclasses.replace(killed, code=1)])
+    assert raised is not None
+    assert raised.lines == ("(printed 277 s before its end)", *TRACEBACK)
+
+
+def test_another_process_with_an_error_of_its_own_has_it_in_the_report():
+    both = [ended(1, 1, 2.0, *TRACEBACK), ended(0, -15, 3.5, *TRACEBACK, by_launcher=True)]
+    found = first_error(both)
+    assert found is not None
+    assert report(found, both)[-1] == (
+        "the others: 0 ended by the launcher after an error of its own (ValueError: no data)"
+    )
 
 
 def test_where_all_follow_the_process_that_they_name_is_first():

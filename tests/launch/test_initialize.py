@@ -58,6 +58,10 @@ def script(tmp_path) -> Path:
     return path
 
 
+def losses(text: str) -> list[float]:
+    return [float(line.split()[-1]) for line in steps(text)]
+
+
 def steps(text: str) -> list[str]:
     """Lines on steps, without the numbers of processes."""
     return [line.split("] ")[-1] for line in text.splitlines() if "step " in line and "Error" not in line]
@@ -114,7 +118,8 @@ def test_the_same_script_runs_alone_and_in_processes_of_several_devices(script):
         assert f"[0] devices {devices} of {processes * devices}" in ended.stdout
         for process_number in range(processes):
             own = "\n".join(line for line in ended.stdout.splitlines() if line.startswith(f"[{process_number}] step"))
-            assert steps(own) == steps(expected)
+            # Of four devices the sums are of another order: float32 differs in its last bit.
+            assert losses(own) == pytest.approx(losses(expected), rel=1e-5)
 
 
 @pytest.mark.slow

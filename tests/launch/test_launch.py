@@ -76,7 +76,40 @@ def test_a_restart_is_numbered_and_ends_with_success(script):
     assert ended.code == 0
     assert ended.stdout.splitlines() == [f"[0] restart {i}" for i in range(3)]
     assert "starts 1 processes again in 2 s (restart 2)" in ended.stderr
-    assert launch("--processes", "1", "--restarts", "1", path).code == 3
+    ended = launch("--processes", "1", "--restarts", "1", path)
+    assert ended.code == 3
+    last = ended.stderr.splitlines()[-1]
+    assert last == "autopar.launch: the restarts are used up (--restarts 1): ends with exit code 3"
+
+
+def test_what_all_raise_at_their_beginning_is_the_error_of_each(script, tmp_path):
+    path = script("""
+        open(f"{sys.argv[1]}/began{who}", "w").close()
+        while not os.path.exists(f"{sys.argv[1]}/began{1 - who}"):
+            time.sleep(0.01)
+        time.sleep(0.3 * who)
+        raise RuntimeError("no config")
+    """)
+    ended = launch("--processes", "2", path, tmp_path)
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1] == "autopar.launch: the others: 1 exit code 1"
+
+
+@pytest.mark.parametrize(("reached", "said"), [("joined", 1), ("checkpoint", 0)])
+def test_a_restart_without_a_checkpoint_is_said_once(script, tmp_path, reached, said):
+    size = tmp_path / "size"
+    path = script(f"""
+        for name in ("joined", {reached!r}):
+            open(f"{{os.environ['AUTOPAR_LAUNCH_FOLDER']}}/{{name}}.{{who}}", "w").close()
+        print("restart", os.environ["AUTOPAR_RESTART"], flush=True)
+        time.sleep(60 if os.environ["AUTOPAR_RESTART"] != "2" else 0)
+    """)
+    with Launcher("--elastic", "1:2", "--size-file", size, path) as launcher:
+        for number in (1, 2):
+            wait_for(lambda: f"restart {number - 1}" in launcher.stdout)  # noqa: B023
+            size.write_text(str(number))
+        assert launcher.wait() == 0
+    assert launcher.stderr.count("has saved or restored a checkpoint: unless") == said
 
 
 def test_elastic_leaves_out_what_did_not_start(script, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, backoff_s, next_start
+from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, backoff_s, next_start, why_not_again
 
 
 def failed(processes: int = 4, *, stepped: bool = True, not_started: int = 0, code: int = 9) -> Outcome:
@@ -20,6 +20,13 @@ def test_a_failure_without_restarts_keeps_its_code():
 def test_restarts_are_counted():
     assert next_start(Policy(restarts=2), [failed()] * 2, None) == Again(processes=4, delay_s=1.0)
     assert next_start(Policy(restarts=2), [failed()] * 3, None) == 9
+
+
+def test_the_end_of_the_restarts_is_said():
+    used_up = "the restarts are used up (--restarts 2): ends with exit code 9"
+    assert why_not_again(Policy(restarts=2), failed()) == used_up
+    assert why_not_again(Policy(), failed()) == ""
+    assert why_not_again(Policy(restarts=2), Outcome(stop=Stop.DONE, processes=4)) == ""
 
 
 def test_a_signal_ends_the_launcher_too():

@@ -154,23 +154,17 @@ def test_a_run_is_followed(tmp_path, caplog, capfd):
     assert len(said) == len(set(said)) <= 3  # once for each lane
 
 
-def test_an_error_of_a_callback_reaches_the_loop():
-    def fails(step, values):
-        raise KeyError("wandb")
-
-    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
-    monitor = autopar.Monitor(parallel, callback=fails, every=1, terminal=False)
-    _, metrics = parallel(jnp.ones((8, 8)), {"x": np.ones((8, 8), np.float32)})
-    monitor(0, metrics)
-    with pytest.raises(KeyError, match="wandb"):
-        monitor.close()
-
-
 def test_what_is_no_step_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"made by autopar.parallelize"):
         autopar.Monitor(step)
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         autopar.Monitor(autopar.parallelize(step), every=0)
+    with pytest.raises(InvalidArgumentError, match="expected a function of a step"):
+        autopar.Monitor(autopar.parallelize(step), callback="wandb")
+    monitor = autopar.Monitor(autopar.parallelize(step), terminal=False)
+    with pytest.raises(InvalidArgumentError, match="expected the number of the step, an integer, got 'x'"):
+        monitor("x", {})
+    monitor.close()
 
 
 def test_a_run_without_steps_repeats_none_and_a_later_one_all_behind_its_first():
