@@ -176,7 +176,8 @@ def verify(parsed: argparse.Namespace) -> Output:
     step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
     found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
-    return Output(found.text, {"target": found.target, "difference": found.difference, "measured": rows})
+    numbers = {"difference": found.difference, "differs": found.differs}
+    return Output(found.text, {"target": found.target, **numbers, "measured": rows})
 
 
 def tune(parsed: argparse.Namespace) -> Output:

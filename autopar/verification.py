@@ -22,7 +22,8 @@ from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.step_leaves import results_in_tree
-from autopar.kernels.check_twins import check_twins
+from autopar.kernels.check_rules import check_rules
+from autopar.kernels.check_twins import check_twins, half_of_digits
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
 from autopar.plan.plan import Plan
@@ -60,8 +61,10 @@ class Verification:
     For a pipeline both are sums over its stages, of one device of each, within the stage. `peak`: bytes of one device;
     for a pipeline, of the stage with the largest peak. `difference`: the largest difference of a result leaf from plain
     `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the numbers could not be compared
-    (shapes only, or compiled for other hardware). `per_microbatch`: the patterns of modules that the plan takes per
-    micro-batch; where there are any, the numbers are compared with a plain loop over micro-batches instead. `plan`: the
+    (shapes only, or compiled for other hardware). `rounding`: the difference up to which half of the digits agree of
+    the coarsest floating-point type that the step computes in. `unchecked`: the factors of kernels that could not be
+    run in parts here, with the reason. `per_microbatch`: the patterns of modules that the plan takes per micro-batch;
+    where there are any, the numbers are compared with a plain loop over micro-batches instead. `plan`: the
     plan, whose page shows the comparison.
     """
 
@@ -71,12 +74,19 @@ class Verification:
     peak: Compared
     difference: float | None
     worst_leaf: str
+    rounding: float
+    unchecked: tuple[str, ...]
     per_microbatch: tuple[str, ...]
     plan: Plan
 
     @property
     def total(self) -> Compared:
         return self.collectives[-1]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the numbers differ by more than rounding explains. Rounding to integers inside of a step may too."""
+        return self.difference is not None and not self.difference <= self.rounding
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The comparison as a table."""
@@ -91,9 +101,13 @@ class Verification:
         console.table(rows)
         if self.difference is not None:
             other = "a plain loop over micro-batches" if self.per_microbatch else "plain jax.jit"
-            console.line(
-                f"numbers: at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})"
-            )
+            found = f"at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})"
+            if self.differs:
+                console.line(f"numbers differ: {found}; rounding explains {self.rounding:.1e}")
+            else:
+                console.line(f"numbers: {found}")
+        for kernel in self.unchecked:
+            console.line(f"not checked in parts: {kernel}")
         return console.text()
 
     __str__ = text
@@ -109,8 +123,12 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         compile_for: Hardware that need not be here, such as "tpu:v5e:2x4" (needs the extra `autopar[tpu]`) or
             "gpu:h100:2x8", two hosts of eight (needs `autopar[gpu]`).
 
-    Raises: what planning and compiling raise; InvalidArgumentError where a kernel (`autopar.kernel`) does not compute
-    what its twin computes.
+    Results that differ are no error: the text says `numbers differ`, and `differs` is true. Kernels (`autopar.kernel`)
+    are also compared on random operands: with their twins, and, where the step is compiled for the devices here, with
+    themselves in parts along each factor that their rules let devices split, whether this plan does so or not.
+
+    Raises: what planning and compiling raise; InvalidArgumentError where a kernel does not compute what its twin
+    computes, or what its parts do.
     """
     check_is_step("autopar.verify", step)
     args = nnx_objects.split(args)
@@ -128,6 +146,7 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
     difference, worst, patterns = None, "", mixing_modules(compiled)
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     check_twins(compiled.traced.jaxpr)
+    unchecked = check_rules(compiled.traced.jaxpr) if compile_for is None else ()
     if compile_for is None and arrays:
         difference, worst = compare_numbers(step, compiled, args)
     return Verification(
@@ -137,6 +156,8 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         peak=peak,
         difference=difference,
         worst_leaf=worst,
+        rounding=rounding_of(compiled.traced.jaxpr),
+        unchecked=unchecked,
         per_microbatch=patterns,
         plan=with_measured(compiled.plan, (*collectives, peak), counts),
     )
@@ -241,6 +262,12 @@ def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> 
         if difference > worst or not where:
             worst, where = difference, path
     return worst, where
+
+
+def rounding_of(jaxpr: Any) -> float:
+    """The relative difference at which half of the digits agree of the coarsest floating-point type in a step."""
+    types = {v.aval.dtype for eqn in jax_compat.equations_in(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    return max((half_of_digits(t) for t in types), default=0.0)
 
 
 def mixing_modules(compiled: CompiledStep | LoweredWhole) -> tuple[str, ...]:

@@ -109,18 +109,20 @@ def sizes_of(rule: KernelRule, shapes: Sequence[Sequence[int]], where: str) -> d
     return sizes
 
 
+def kind_of(rule: KernelRule, name: str, results: Sequence[Any]) -> FactorKind:
+    """What becomes of the results, of these types, where a factor is split."""
+    if name in rule.whole:
+        return FactorKind.FIXED
+    if name not in rule.summed or all(name in names for names in rule.results):
+        return FactorKind.PASS  # a residual without it depends on nothing that has it
+    # Sums in any order are of floating point only.
+    return FactorKind.SUM if all(is_inexact(a.dtype) for a in results) else FactorKind.FIXED
+
+
 def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
     """The rule of the operation in a graph, for operands and results of these shapes and types."""
     number: dict[str, int] = {}
     factors: list[Factor] = []
-    integers = [names for names, aval in zip(rule.results, results, strict=True) if not is_inexact(aval.dtype)]
-
-    def kind(name: str) -> FactorKind:
-        if name in rule.whole:
-            return FactorKind.FIXED
-        if name not in rule.summed or all(name in names for names in rule.results):
-            return FactorKind.PASS  # a residual without it depends on nothing that has it
-        return FactorKind.FIXED if integers else FactorKind.SUM  # sums in any order are of floating point only
 
     def dims(names: Names, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         out: list[tuple[int, ...]] = []
@@ -130,7 +132,7 @@ def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]
                 continue
             if name == UNNAMED or name not in number:
                 number[name] = len(factors)
-                factors.append(Factor(n, kind(name)))
+                factors.append(Factor(n, kind_of(rule, name, results)))
             out.append((number[name],))
         return tuple(out)
 
