@@ -9,7 +9,7 @@ run (`autopar.frontend.callback_results`); others are refused: they would run on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,16 +36,30 @@ def guarded(eqn: Any, failures: list[BaseException]) -> Any:
         try:
             returned = callback(*args)
             results = [np.asarray(x) for x in jax.tree.leaves(returned)] if avals else []
-            for result, aval in zip(results, avals, strict=True):
-                if result.shape != aval.shape or result.dtype != aval.dtype:
-                    got = f"{result.dtype}{list(result.shape)}"
-                    raise TypeError(f"a callback said that it gives {aval.str_short()} and gave {got}")
+            got = [(x.shape, x.dtype) for x in results]
+            if got != [(a.shape, a.dtype) for a in avals]:
+                raise TypeError(
+                    f"{_place(eqn)}: expected {_text(avals)}, as the call says that it returns, got {_text(results)}"
+                )
         except BaseException as error:  # whatever it is, the other devices wait
             failures.append(error)
             return [np.zeros(aval.shape, aval.dtype) for aval in avals]
         return results
 
     return eqn.replace(params={**eqn.params, "callback": guard})
+
+
+def _place(eqn: Any) -> str:
+    """The callback's name, and the line of its call."""
+    callback = eqn.params["callback"]
+    callback = getattr(callback, "callback_func", callback)  # what jax wraps it in
+    line = jax_compat.source_line(eqn)
+    name = f"{eqn.primitive.name} of {getattr(callback, '__name__', type(callback).__name__)}"
+    return f"{name} at {line}" if line else name
+
+
+def _text(arrays: Sequence[Any]) -> str:
+    return ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays) or "nothing"
 
 
 def raise_failures(results: Any, failures: list[BaseException]) -> None:

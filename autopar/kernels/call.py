@@ -17,7 +17,7 @@ from autopar.kernels.backward import passes_of
 from autopar.kernels.factors import KernelRule, check_results, parse, sizes_of
 from autopar.kernels.operation import LocalFunction, bind, vjp_in
 from autopar.kernels.twin import agreed
-from autopar.kernels.work import KernelWork, counted_work, flops_in
+from autopar.kernels.work import KernelWork, amount_of, counted_work, flops_in
 
 _Fun = TypeVar("_Fun", bound=Callable[..., Any])
 # Of the work of an operation: a number for the shapes of the call, or a function of the operands' shapes.
@@ -118,9 +118,10 @@ class _Kernel:
             twin = _flattened(self.like, tree)
             self.check_twin(twin, structs, out, where)
             rule = agreed(rule, twin, structs)
-        function = LocalFunction(
-            name=self.name, function=flat, rule=rule, twin=twin, work_on=self.work(flat, twin, tree)
-        )
+        work_on = self.work(flat, twin, tree, where)
+        if self.flops is not None or self.nbytes is not None:
+            work_on(structs)  # so that what is no amount is said at the call
+        function = LocalFunction(name=self.name, function=flat, rule=rule, twin=twin, work_on=work_on)
         return self.differentiable(function, structs), jax.tree.structure(
             jax.eval_shape(self.fun, *_tree(tree, structs))
         )
@@ -137,7 +138,15 @@ class _Kernel:
 
     def check_twin(self, twin: Callable[..., Any], structs: Sequence[Any], out: Sequence[Any], where: str) -> None:
         """Raises: InvalidArgumentError where the twin makes other arrays."""
-        made = [(tuple(a.shape), str(a.dtype)) for a in jax.eval_shape(twin, *structs)]
+        try:
+            made = [(tuple(a.shape), str(a.dtype)) for a in jax.eval_shape(twin, *structs)]
+        except Exception as error:  # the user's own code
+            raise InvalidArgumentError(
+                where=f"{where}, like= of autopar.kernel",
+                expected="a twin that takes the arguments of the kernel",
+                got=f"{type(error).__name__}: {error}",
+                hint="let it have the same parameters as the kernel",
+            ) from error
         expected = [(tuple(a.shape), str(a.dtype)) for a in out]
         if made != expected:
             raise InvalidArgumentError(
@@ -148,7 +157,7 @@ class _Kernel:
             )
 
     def work(
-        self, flat: Callable[..., Any], twin: Callable[..., Any] | None, tree: Any
+        self, flat: Callable[..., Any], twin: Callable[..., Any] | None, tree: Any, where: str
     ) -> Callable[[Sequence[Any]], KernelWork]:
         own = LocalFunction(name=self.name, function=flat, rule=self.rule)
 
@@ -159,8 +168,11 @@ class _Kernel:
                 counted = counted_work(own.program(structs)) if self.flops is None or self.nbytes is None else None
             else:
                 counted = KernelWork(flops=flops_in(jax.make_jaxpr(twin)(*structs)))
-            flops = float(self.flops(*arguments)) if self.flops is not None else counted.flops if counted else 0.0
-            nbytes = float(self.nbytes(*arguments)) if self.nbytes is not None else counted.nbytes if counted else None
+            flops, nbytes = (counted.flops, counted.nbytes) if counted else (0.0, None)
+            if self.flops is not None:
+                flops = amount_of(self.flops, arguments, f"{where}, flops= of autopar.kernel")
+            if self.nbytes is not None:
+                nbytes = amount_of(self.nbytes, arguments, f"{where}, bytes= of autopar.kernel")
             return KernelWork(flops=flops, nbytes=nbytes)
 
         return on

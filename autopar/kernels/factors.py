@@ -1,8 +1,8 @@
 """The rule of a kernel in text: `"b h q d, b h k d -> b h q d"` names the factor of each dimension.
 
-A name stands for the same factor wherever it stands. A name in brackets (`[k]`), or among `whole`, needs a whole
-operand; so does `_`, a dimension without a name. Over a factor that is `summed` each device's result is a summand of
-the whole. Every other factor may be split, and then stands in every result.
+A name stands for the same factor wherever it stands. A name in brackets (`[k]`) in any array, or among `whole`, is
+whole in all of them; so is `_`, a dimension without a name. Over a factor that is `summed` each device's result is a
+summand of the whole. Every other factor may be split, and then stands in every result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopar.ir.primitives import is_inexact
 
 UNNAMED = "_"
 _NAME = re.compile(r"[A-Za-z]\w*|_")
+_BRACKETS = re.compile(r"\[(.*)\]|([^\[\]]*)")
 Names = tuple[str, ...]
 _HINT = 'write it as "b h q [d], b h [k] [d] -> b h q [d]": one name for each dimension, commas between arrays'
 
@@ -62,15 +63,28 @@ def parse(text: str, whole: Iterable[str], summed: Iterable[str], where: str) ->
     unknown = sorted((rule.whole | rule.summed) - rule.names - {UNNAMED})
     if unknown:
         raise _error(where, f"names of the rule {text!r}", ", ".join(unknown), "whole and summed name factors of it")
+    for name in sorted(rule.summed):
+        if name in rule.whole:
+            raise _error(where, f"factor {name!r} whole or summed", "both", "leave out one of the two")
+        if all(name in names for names in rule.results):
+            raise _error(
+                where,
+                f"a result without the factor {name!r}, as it is summed over",
+                f"the rule {text!r}",
+                "leave it out of summed= where each part makes its part of the result",
+            )
     made = frozenset(x for names in rule.results for x in names) - {x for names in rule.operands for x in names}
     return dataclasses.replace(rule, whole=rule.whole | made)
 
 
 def _names(text: str, where: str) -> Names:
-    names = tuple(part.strip("[]") for part in text.split())
+    parts = [_BRACKETS.fullmatch(part) or part for part in text.split()]
+    names = tuple(part if isinstance(part, str) else part[1] or part[2] or "" for part in parts)
     for name in names:
         if not _NAME.fullmatch(name):
-            raise _error(where, "names of letters, digits and underscores", repr(name), _HINT)
+            raise _error(
+                where, "names of letters, digits and underscores, each alone or in brackets", repr(name), _HINT
+            )
         if name != UNNAMED and names.count(name) > 1:
             raise _error(where, "each factor once in an array", f"{name!r} twice in {text.strip()!r}", _HINT)
     return names

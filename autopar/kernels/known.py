@@ -15,7 +15,7 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.kernels.factors import UNNAMED, KernelRule, check_results, parse
 from autopar.kernels.pallas_grid import Grid, grid_of, is_pallas_call, kernel_name
-from autopar.kernels.work import KernelWork
+from autopar.kernels.work import KernelWork, amount_of
 
 Amount = Callable[..., float]
 
@@ -112,8 +112,8 @@ def known_work(eqn: Any, counted: KernelWork) -> KernelWork:
         return counted
     shapes = [jax_compat.struct_of(v.aval) for v in in_blocks(eqn)]
     return KernelWork(
-        flops=float(entry.flops(*shapes)) if entry.flops is not None else counted.flops,
-        nbytes=float(entry.nbytes(*shapes)) if entry.nbytes is not None else counted.nbytes,
+        flops=amount_of(entry.flops, shapes, f"{entry.where}, flops") if entry.flops is not None else counted.flops,
+        nbytes=amount_of(entry.nbytes, shapes, f"{entry.where}, bytes") if entry.nbytes is not None else counted.nbytes,
     )
 
 

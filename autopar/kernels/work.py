@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
 from autopar.ir.primitives import multiplications
 
 
@@ -24,6 +25,26 @@ class KernelWork:
     def times(self, count: float) -> KernelWork:
         """The work of so many."""
         return KernelWork(flops=self.flops * count, nbytes=None if self.nbytes is None else self.nbytes * count)
+
+
+def amount_of(function: Callable[..., Any], arguments: Sequence[Any], where: str) -> float:
+    """What a user's function says of operands of these shapes. Raises: InvalidArgumentError where it is no amount."""
+    problem: Exception | None = None
+    try:
+        said = function(*arguments)
+        amount = math.nan if isinstance(said, str) else float(said)
+        got = repr(said)
+    except Exception as error:  # of the user's own code, or of the conversion of what it returned
+        problem, amount, got = error, math.nan, f"{type(error).__name__}: {error}"
+    if not 0 <= amount < math.inf:
+        raise InvalidArgumentError(
+            where=where,
+            expected="a function of the operands' shapes that returns a finite number, zero or more",
+            got=got,
+            hint="it takes as many arguments as the kernel, each a jax.ShapeDtypeStruct: "
+            "lambda q, k, v: 4.0 * q.size * k.shape[1]",
+        ) from problem
+    return amount
 
 
 def counted_work(closed: Any) -> KernelWork:

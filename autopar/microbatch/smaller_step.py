@@ -76,7 +76,8 @@ def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> T
             where=f"{traced.name} at {line}" if line else traced.name,
             expected="a step that can be traced on fewer examples",
             got=f"{type(error).__name__}: {text}",
-            hint="take sizes from the arrays rather than writing them into the step",
+            hint="take sizes from the arrays rather than writing them into the step; where a kernel's block is larger "
+            "than a micro-batch, use fewer micro-batches",
         ) from error
     jaxpr = jax_compat.open_jaxpr(closed)
     return dataclasses.replace(

@@ -177,8 +177,9 @@ class _StateFinder:
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint="use num_microbatches=1, take what it needs of all examples from the state or the batch, or let "
-                f"it mix those of its micro-batch, as gradient accumulation does: {_permission(cause.op)}",
+                hint=f"{_rule_of(cause.op)}use num_microbatches=1, take what it needs of all examples from the state "
+                "or the batch, or let it mix those of its micro-batch, as gradient accumulation does: "
+                f"{_permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
@@ -200,6 +201,13 @@ def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples
 def _place(op: Op) -> str:
     line = jax_compat.source_line(op.eqn)
     return f"{op.module or op.primitive} at {line}" if line else op.module or op.primitive
+
+
+def _rule_of(op: Op) -> str:
+    """What to do where an unknown kernel is only thought to mix examples."""
+    if op.primitive not in ("pallas_call", "ffi_call"):
+        return ""
+    return 'give the kernel a rule that says which factor counts examples, autopar.kernel(fun, "b [d] -> b [d]"), or '
 
 
 def _permission(op: Op) -> str:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, OpGraph, Purpose
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.sharding.constraints import LARGEST_NAMED, AxisUse, Constraints, optimizer_state
+
+_GROUPED = frozenset({GROUPED_PRODUCT, RAGGED_PRODUCT})
+# Operations whose bodies may have products, which the purposes of values do not see.
+_WITH_PRODUCTS_INSIDE = frozenset({"shard_map", "kernel", "pallas_call", "ffi_call"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +147,27 @@ def _check_matrices(graph: OpGraph, constraints: Constraints, use: AxisUse, part
         if any(n % parts == 0 and constraints.may_split(use, value, d) for d, n in enumerate(value.shape)):
             return
     largest = sorted(matrices, key=lambda value: -value.size)[:LARGEST_NAMED]
+    inside = "" if matrices else _first(graph, _WITH_PRODUCTS_INSIDE)
+    if inside:
+        raise InvalidArgumentError(
+            where=f"recipe, {use.name} axis of {parts} devices, {inside}",
+            expected=f"a step with a product of weights, a width or the heads of which {parts} divides",
+            got="products inside of kernels and shard_map islands alone, which a recipe does not split",
+            hint="leave the axis out: an island is split over the axes of its own mesh where the plan has such sizes, "
+            "a kernel by its rule; autopar.constrain pins their weights",
+        )
     raise InvalidArgumentError(
         where=f"recipe, {use.name} axis of {parts} devices",
         expected=f"a step with a product of weights, a width or the heads of which {parts} divides",
         got=", ".join(f"{value.name} {list(value.shape)}" for value in largest) or "no product of weights",
         hint="there is nothing to share: choose a size that divides the widths, or data parallelism",
     )
+
+
+def _first(graph: OpGraph, primitives: frozenset[str]) -> str:
+    """The first operation of some primitives, with its line; empty where there is none."""
+    op = next((op for op in graph.ops() if op.primitive in primitives), None)
+    return f"{op.primitive} at {jax_compat.source_line(op.eqn)}" if op is not None else ""
 
 
 def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None:
@@ -164,6 +185,16 @@ def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None
             expected=f"a number of {what.value}s that divides by {parts}",
             got=f"{sizes[odd]} in {odd}",
             hint=f"choose a size that divides the number of {what.value}s",
+        )
+    grouped = _first(graph, _GROUPED) if what is Dimension.EXPERT else ""
+    if not sizes and grouped:
+        raise InvalidArgumentError(
+            where=f"recipe, {axis} axis of {parts} devices, {grouped}",
+            expected="experts in a batched product, (number, rows, width) by (number, width, width)",
+            got="experts in a ragged product: each part of its groups makes a summand of all rows, and no rows are "
+            "sent to the devices of their experts",
+            hint=f"leave the {axis} axis out: the search without a recipe may split the groups, and autopar.constrain "
+            "pins them",
         )
     if not sizes:
         raise InvalidArgumentError(
