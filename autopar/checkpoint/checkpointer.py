@@ -148,14 +148,17 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when what was saved is complete. Raises: the error of what could not be written."""
         if self._writer is not None:
-            try:
-                with_process_lost_errors(self._writer.wait_until_finished)
-            except BaseException:
-                self._here = None  # what could not be written is not there: the same step may be saved again
-                raise
+            self._await_writer()
             self._remove_deleted()
             if self._removal is not None:
                 self._removal.join()
+
+    def _await_writer(self) -> None:
+        try:
+            with_process_lost_errors(self._writer.wait_until_finished)
+        except BaseException:
+            self._here = None  # what could not be written is not there: the same step may be saved again
+            raise
 
     def close(self) -> None:
         """Waits, and gives back the signal and the threads; `save` begins anew."""
@@ -219,6 +222,8 @@ class Checkpointer:
 
         Raises, in all processes: CheckpointFolderInUseError, ProcessMismatchError.
         """
+        if self._writer is not None:
+            self._await_writer()  # or, where a process is lost, the end of this one would wait for its part of that
         other = _writing.get(self.folder)
         if other is not None and other is not self:
             other.wait()
