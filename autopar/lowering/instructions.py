@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import made_often
+from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
 from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
@@ -113,7 +114,8 @@ class Compute(_Reading):
     def places(self) -> tuple[Place, ...]:
         """Where the results lie."""
         summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
-        state = REDUCED if summed else UNREDUCED
+        # What a callback hands on from the first device is no sum.
+        state = REDUCED if summed and not is_callback(self.op.eqn) else UNREDUCED
         return tuple([(layout, state) for layout in self.results])
 
     def _read(self) -> Iterable[Key]:

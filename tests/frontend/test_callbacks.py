@@ -257,3 +257,14 @@ def test_other_effects_are_refused_with_the_line():
 
     with pytest.raises(UnsupportedError, match=r"step, \w+ at .*frontend/test_callbacks.py:\d+"):
         parallel(step).plan(*arguments())
+
+
+def test_a_pure_callback_of_a_sum_over_all_examples():
+    def step(state, batch):
+        full = jax.pure_callback(
+            lambda x: np.full(3, x, np.float32), jax.ShapeDtypeStruct((3,), jnp.float32), batch.sum()
+        )
+        return state, full
+
+    made = autopar.parallelize(step, cluster="local:2", cache_dir=None)
+    assert made(jnp.ones(2), jnp.ones((4, 8)))[1].tolist() == [32.0] * 3
