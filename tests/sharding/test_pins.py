@@ -243,9 +243,8 @@ def test_wrong_pins_are_named(make, says):
 def test_a_step_to_follow_and_pins_exclude_each_other():
     step = made_step(None, slow_cluster(2))
     step.plan(STATE, layers_batch())
-    other = made_step(autopar.constrain(COLUMNS), slow_cluster(2), follow=step)
     with pytest.raises(InvalidArgumentError, match="or a step to follow"):
-        other.plan(STATE, layers_batch())
+        made_step(autopar.constrain(COLUMNS), slow_cluster(2), follow=step)
 
 
 @pytest.mark.slow
