@@ -222,8 +222,8 @@ def _worst(side: np.ndarray) -> np.ndarray:
     choose with s: where that excludes s, t is no worse.
     """
     turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
-    worst: np.ndarray = np.fmax.reduce(turned[:, :, None] - turned[:, None, :], axis=0, initial=-np.inf)
-    return worst
+    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
+    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -316,7 +316,7 @@ class _Rule:
         reach = self.cost
         for peer, side in zip(self.around, self.sides, strict=True):
             reach = reach + side[:, choice[peer]]
-        return int(reach.argmin())
+        return int(np.argmin(reach))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

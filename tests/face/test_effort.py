@@ -48,9 +48,9 @@ def test_a_quick_search_takes_the_best_program_and_says_what_it_left():
 
 def test_a_quick_search_takes_pipelines_where_no_program_fits():
     examples = jax.ShapeDtypeStruct((131_072, 16_384), jnp.float32)  # whose saved activations exceed the memory
-    quick = planned(effort="quick", args=(PARAMS, {"x": examples, "y": examples}), memory_limit_bytes="20GB")
+    quick = planned(effort="quick", args=(PARAMS, {"x": examples, "y": examples}), memory_limit_bytes="26GB")
     assert quick.record.pipeline is not None
-    assert max(quick.predicted.peak_bytes) <= 20 * 10**9
+    assert max(quick.predicted.peak_bytes) <= 26 * 10**9
 
 
 def test_the_gap_is_what_no_plan_can_save():
