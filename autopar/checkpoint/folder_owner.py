@@ -33,7 +33,7 @@ BEAT_S = 5.0
 LEASE_S = 30.0  # a process that holds Python's lock for 20 s in one call is taken for dead elsewhere too
 WATCHED_S = 2 * BEAT_S
 _LOOK_S = 0.5
-LEFT_S = 3600.0
+LEFT_S = 3600.0  # to take a folder lasts seconds: whoever began longer ago was killed while at it
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,7 +145,7 @@ class _Slacks:
         """The share of a value in the time before a loop that reads it."""
         sent_bytes = {v: self.graph.values[v].nbytes for v in read_by(loop) if v not in self.made_by_loops}
         share = sent_bytes.get(value, 0) / max(sum(sent_bytes.values()), 1)
-        return share * (self.plain_before_s[loop.id] - self.plain_made_s.get(value, 0.0))
+        return share * max(0.0, self.plain_before_s[loop.id] - self.plain_made_s.get(value, 0.0))
 
 
 def _is_light(op: Op) -> bool:
