@@ -7,16 +7,23 @@ lost.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import InvalidArgumentError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 RUNS_FILE = "runs.jsonl"
 REPEATED, BETWEEN_RUNS, OTHER = "repeated steps", "between runs", "other"
@@ -72,8 +79,9 @@ def goodput(runs: Sequence[RunRecord]) -> Goodput:
 class RunsFile:
     """The runs of a folder, a line of JSON each; that of this run is written anew at each report.
 
-    The file is replaced as a whole, with the lines of others as they are by then: neither a kill nor another monitor on
-    the same folder loses a line. `earlier` are the runs that were there at first.
+    The file is replaced as a whole, with the lines of others as they are by then, while the folder is locked: neither a
+    kill nor another monitor on the same folder loses a line. Where a file system has no locks, a line that another
+    monitor replaced by an older one is mended at the next report. `earlier` are the runs that were there at first.
 
     Raises: InvalidArgumentError for a file of another kind, OSError for a folder that cannot be written.
     """
@@ -82,22 +90,23 @@ class RunsFile:
         self._path = folder / RUNS_FILE
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._line: bytes | None = None
-        lines = _whole_lines(self._path)
-        self.earlier = tuple(_record(line, number, self._path) for number, line in enumerate(lines, 1))
-        self._seen = len(lines)
-        self._replace(lines)  # what cannot be written is said now, not after hours
+        self._run = uuid.uuid4().hex  # what this run's line begins with, whatever it says by now
+        with _locked(folder):
+            lines = _whole_lines(self._path)
+            self.earlier = tuple(_record(line, number, self._path) for number, line in enumerate(lines, 1))
+            self._seen = len(lines)
+            self._replace(lines)  # what cannot be written is said now, not after hours
 
     def write(self, run: RunRecord) -> bool:
         """Whether another monitor has added a line since the last call. Raises: OSError."""
-        line = json.dumps(dataclasses.asdict(run)).encode() + b"\n"
-        with self._lock:
+        line = json.dumps({"run": self._run} | dataclasses.asdict(run)).encode() + b"\n"
+        with self._lock, _locked(self._path.parent):
             lines = _whole_lines(self._path)
-            others = [one for one in lines if one != self._line]
-            lines = [line if one == self._line else one for one in lines]
-            self._replace(lines if len(others) < len(lines) else [*lines, line])
-            self._line = line
-            is_shared, self._seen = len(others) > self._seen, len(others)
+            own = [one.startswith(f'{{"run": "{self._run}"'.encode()) for one in lines]
+            lines = [line if is_own else one for one, is_own in zip(lines, own, strict=True)]
+            self._replace(lines if any(own) else [*lines, line])
+            num_others = own.count(False)
+            is_shared, self._seen = num_others > self._seen, num_others
         return is_shared
 
     def _replace(self, lines: Sequence[bytes]) -> None:
@@ -107,6 +116,33 @@ class RunsFile:
             os.replace(new, self._path)
         finally:
             new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder against other monitors; without effect where the system or the file system has no such lock, or
+    where another one, stopped as it wrote, does not let it go.
+    """
+    if fcntl is None:
+        yield
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:  # what is written says so
+        yield
+        return
+    try:
+        for _ in range(100):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _whole_lines(path: Path) -> list[bytes]:

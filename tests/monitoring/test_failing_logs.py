@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -80,6 +81,33 @@ def test_a_line_that_another_lost_is_added_again(tmp_path):
     one.write(run(6))
     assert first_steps(tmp_path) == [5, 6]
     assert [path.name for path in tmp_path.iterdir()] == [RUNS_FILE]
+
+
+def test_a_line_that_another_replaced_by_an_older_one_is_mended(tmp_path):
+    one, other = RunsFile(tmp_path), RunsFile(tmp_path)
+    one.write(run(1))
+    older = (tmp_path / RUNS_FILE).read_text()
+    one.write(run(2))
+    other.write(run(3))
+    newer = (tmp_path / RUNS_FILE).read_text().splitlines(keepends=True)[1]
+    (tmp_path / RUNS_FILE).write_text(older + newer)
+    one.write(run(4))
+    assert first_steps(tmp_path) == [4, 3]
+
+
+def test_many_monitors_at_once_lose_and_double_no_line(tmp_path):
+    files = [RunsFile(tmp_path) for _ in range(4)]
+
+    def write(i):
+        for step in range(20):
+            files[i].write(run(100 * i + step))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(len(files))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(first_steps(tmp_path)) == [19, 119, 219, 319]
 
 
 def test_the_other_processes_say_once_that_process_0_reports(monkeypatch, caplog):
