@@ -221,7 +221,8 @@ THRESHOLDS = [
         ("SCALAR_BYTES", "operands up to this size are constants of a kernel", "the largest scalar"),
     ),
     *_of(
-        "cost.stream_simulator", ("RESULTS_AHEAD", "gathered parts of state held at once", "one used, one on its way")
+        "cost.stream_simulator",
+        ("RESULTS_AHEAD", "gathered parts of state held at once", "one used, one on its way"),
     ),
     *_of(
         "microbatch.microbatch_analysis", ("_MAX_ROUNDS", "rounds in which carried values settle", "one for each form")

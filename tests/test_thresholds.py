@@ -43,6 +43,7 @@ NONE = {
     "kernels.backward._OTHER_SIZES": "sizes at which shapes are looked at: change no answer",
     "cost.attention_cost._PASSES_OF_EXCHANGE": "reads and writes of the program that runs",
     "lowering.gradient_rows._TILE": "of a TPU's tiles",
+    "cost.stream_simulator.ALL_BYTES": "more than any program has",
     "cost.xla_fusion.SEVERAL": "a mark, not a size",
     "ir.layout._PARTIAL": "a mark, not a size",
     "passes.layer_equivalence._NOWHERE": "a mark, not a size",

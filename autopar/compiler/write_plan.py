@@ -23,7 +23,7 @@ from autopar.compiler.write_record import (
     together,
 )
 from autopar.compiler.write_values import planned_values, staged_values
-from autopar.cost.compiler_options import options_of, unlike_assumed
+from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
 from autopar.cost.roofline import flops_of
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op import baselines
@@ -84,6 +84,9 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
+        exchange_options=exchange_options_of(
+            context.request.compiler_options, context.cluster.device.platform, largest_axis
+        ),
         least_step_time_s=context.least_s,
         axis_sizes=(),
         memory_limit_bytes=context.limit_bytes,

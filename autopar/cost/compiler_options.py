@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from autopar.cost.stream_simulator import overlap_of
+from autopar.cost.stream_simulator import Overlap, overlap_of, overlap_of_exchanges
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.kinds import Platform
 from autopar.plan.schema import OptionValue
@@ -31,12 +31,9 @@ def assumed_options(platform: Platform, largest_axis: int = 1) -> dict[str, Opti
     thresholds; "XLA flags guidance" (openxla.org/xla/flags_guidance), "v5e/Async", for asynchronous gathers on TPU.
     """
     if platform is Platform.GPU:
-        overlap = overlap_of(platform, largest_axis)
         return {
             "xla_gpu_enable_latency_hiding_scheduler": True,
-            "xla_gpu_all_gather_combine_threshold_bytes": overlap.combined_bytes,
-            "xla_gpu_all_reduce_combine_threshold_bytes": overlap.combined_bytes,
-            "xla_gpu_reduce_scatter_combine_threshold_bytes": overlap.scattered_bytes,
+            **_gpu_thresholds(overlap_of(platform, largest_axis)),
         }
     if platform is Platform.TPU:
         return {
@@ -46,6 +43,25 @@ def assumed_options(platform: Platform, largest_axis: int = 1) -> dict[str, Opti
             "xla_enable_async_collective_permute": True,
         }
     return {}
+
+
+def _gpu_thresholds(overlap: Overlap) -> dict[str, OptionValue]:
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": overlap.combined_bytes,
+        "xla_gpu_all_reduce_combine_threshold_bytes": overlap.combined_bytes,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": overlap.scattered_bytes,
+    }
+
+
+def exchange_options_of(requested: Requested, platform: Platform, largest_axis: int = 1) -> dict[str, OptionValue]:
+    """Options of a pipeline's programs that run once a step, in place of those of `options_of`: none that a user sets.
+
+    Source: `stream_simulator.overlap_of_exchanges`.
+    """
+    if platform is not Platform.GPU:
+        return {}
+    thresholds = _gpu_thresholds(overlap_of_exchanges(overlap_of(platform, largest_axis)))
+    return {name: value for name, value in thresholds.items() if name not in dict(requested)}
 
 
 def options_of(requested: Requested, platform: Platform, largest_axis: int = 1) -> dict[str, OptionValue]:

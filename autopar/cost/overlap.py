@@ -25,7 +25,7 @@ from autopar.cost.host_usage import host_copy_s
 from autopar.cost.ring_permutes import Moment
 from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
-from autopar.cost.stream_simulator import run
+from autopar.cost.stream_simulator import Overlap, run
 from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import OpGraph, OpKind
@@ -54,14 +54,16 @@ def timed(
     model: CostModel,
     costs: NodeCosts | None = None,
     results: Sequence[Key] | None = None,
+    overlap: Overlap | None = None,
 ) -> Ran:
     """A block on the clock of one device, all its runs in a step together.
 
     A loop runs iteration after iteration, each by the same rules; of a branch, the alternative that takes longest.
     `costs` of the same graph and model, where there are some already, save working them out again. `results`: what a
-    part of a block hands on that is a program of its own; by default what the block does.
+    part of a block hands on that is a program of its own; by default what the block does. `overlap`: by default the
+    model's.
     """
-    writer = _Writer(graph, model, costs or NodeCosts(graph, model))
+    writer = _Writer(graph, model, costs or NodeCosts(graph, model), overlap)
     return writer.timed(lowered, results_of(lowered) if results is None else results)
 
 
@@ -148,8 +150,9 @@ class _Writer:
     `made` in what follows: the value that lies in a place, by the number of the place.
     """
 
-    def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts) -> None:
+    def __init__(self, graph: OpGraph, model: CostModel, costs: NodeCosts, overlap: Overlap | None = None) -> None:
         self.graph, self.model, self.costs = graph, model, costs
+        self.overlap = overlap or model.overlap
         self.num_new = 0
         self.rounded: set[Key] = set()
 
@@ -159,7 +162,7 @@ class _Writer:
         self.rounded |= rounded_copies(self.graph, lowered.instructions, results, self.model)
         for instruction in lowered.instructions:
             self.instruction(instruction, made, works)
-        return run(works, self.model.overlap.combined_bytes, self.model.overlap.scattered_bytes)
+        return run(works, self.overlap.combined_bytes, self.overlap.scattered_bytes)
 
     def new(self) -> int:
         self.num_new += 1

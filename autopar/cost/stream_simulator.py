@@ -34,6 +34,8 @@ from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, makers_of
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 
+ALL_BYTES = 1 << 40  # a threshold that combines all collectives of a program
+
 # (2): the result that is read next, and the one on its way meanwhile.
 RESULTS_AHEAD = 2
 
@@ -75,6 +77,16 @@ def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
         return Overlap(kinds=frozenset(apart), combined_bytes=0, host_copies=True)
     return Overlap(kinds=frozenset(), combined_bytes=0)
+
+
+def overlap_of_exchanges(overlap: Overlap) -> Overlap:
+    """Of programs that run once a step beside a pipeline's micro-batches: they exchange gradients or gather parameters
+    and have nothing to hide that behind, so that one collective, with one latency, is the best. A ring of 48 hosts has
+    latencies of 0.7 ms, in which 33 MB cross a link of 400 Gb/s.
+    """
+    if not overlap.combined_bytes:
+        return overlap
+    return dataclasses.replace(overlap, combined_bytes=ALL_BYTES, scattered_bytes=ALL_BYTES)
 
 
 def run(program: Sequence[StreamWork], combined_bytes: int = 0, scattered_bytes: int | None = None) -> Ran:

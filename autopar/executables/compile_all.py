@@ -13,15 +13,15 @@ from autopar.common.progress import Progress
 MOST_AT_ONCE = 8
 
 
-def compile_all(lowered: Sequence[Any | None], options: Mapping[str, Any], progress: Progress) -> list[Any]:
-    """The executables of lowered programs, under XLA's options; None where there is none.
+def compile_all(lowered: Sequence[Any | None], options: Sequence[Mapping[str, Any]], progress: Progress) -> list[Any]:
+    """The executables of lowered programs, each under its options of XLA; None where there is none.
 
     Raises: the error of the first that cannot be compiled, when those that were begun are done.
     """
     at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
     programs = {i: program for i, program in enumerate(lowered) if program is not None}
     with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
-        compiling = {i: threads.submit(program.compile, dict(options)) for i, program in programs.items()}
+        compiling = {i: threads.submit(program.compile, dict(options[i])) for i, program in programs.items()}
         try:
             for done, future in enumerate(as_completed(compiling.values()), start=1):
                 future.result()

@@ -109,7 +109,10 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Pr
     lowered = [p.lowered for p in staged.stages]
     local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     weak = weak_results(staged, traced)
-    options = plan.compiler_options_on(meshes[0].devices.flat[0])
+    device = meshes[0].devices.flat[0]
+    options = [plan.compiler_options_on(device, exchanges=task.only_exchanges) for task in staged.staged.tasks] + [
+        plan.compiler_options_on(device) for _ in program.joined
+    ]
     programs = lower_tasks(staged.staged, lowered, local_meshes, weak)
     programs += lower_joined(staged.staged, program, lowered, local_meshes, weak)
     executables = compile_all(programs, options, progress)

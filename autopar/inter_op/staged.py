@@ -9,6 +9,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
+from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware import host_cpu
@@ -346,7 +347,10 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
 def timed_task(planned: PlannedStage, task: StageTask) -> Ran:
     """All runs of a task in a step together, on the clock of one device of its mesh."""
     block = dataclasses.replace(planned.lowered.lowered, instructions=task.instructions)
-    return timed(planned.stage.graph, block, planned.model, results=task.outputs)
+    overlap = planned.model.overlap
+    if task.only_exchanges:
+        overlap = overlap_of_exchanges(overlap)
+    return timed(planned.stage.graph, block, planned.model, results=task.outputs, overlap=overlap)
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:

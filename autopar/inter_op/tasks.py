@@ -62,6 +62,11 @@ class StageTask:
     zeros: tuple[Key, ...] = ()
 
     @property
+    def only_exchanges(self) -> bool:
+        """Whether its collectives, once a step, have nothing to hide behind: neither passes nor copies of state."""
+        return not self.kind.repeats and not any(isinstance(i, HostCopy) for i in self.instructions)
+
+    @property
     def name(self) -> str:
         once = f" {self.level}" if not self.kind.repeats else ""
         return f"{self.kind.value}{once} of stage {self.stage}"

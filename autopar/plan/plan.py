@@ -105,10 +105,19 @@ class Plan:
         """XLA's options for the cluster's devices, those on which the prediction rests and those that were given."""
         return dict(self.record.compiler_options)
 
-    def compiler_options_on(self, device: Any) -> dict[str, OptionValue]:
-        """The options that the compiler for a device gets: none for another platform than the cluster's."""
+    @property
+    def exchange_options(self) -> dict[str, OptionValue]:
+        """XLA's options for a pipeline's programs that run once a step, in place of those of `compiler_options`."""
+        return dict(self.record.exchange_options)
+
+    def compiler_options_on(self, device: Any, *, exchanges: bool = False) -> dict[str, OptionValue]:
+        """The options that the compiler for a device gets: none for another platform than the cluster's. `exchanges`:
+        for a program of a pipeline that runs once a step and only exchanges.
+        """
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-        return self.compiler_options if platform == self.cluster.device.platform else {}
+        if platform != self.cluster.device.platform:
+            return {}
+        return self.compiler_options | (self.exchange_options if exchanges else {})
 
     def with_note(self, note: str) -> Plan:
         """The plan with one more note, unless it has it."""

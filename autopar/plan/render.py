@@ -59,6 +59,11 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         out.long_line(
             "compiler options: " + ", ".join(f"{name}={value}" for name, value in record.compiler_options.items())
         )
+    if record.exchange_options:
+        out.long_line(
+            "of programs that run once a step: "
+            + ", ".join(f"{name}={value}" for name, value in record.exchange_options.items())
+        )
     if record.pipeline is not None:
         out.table(_stages_table(record.pipeline, stage_devices(record)))
     out.table(_values_table(record))

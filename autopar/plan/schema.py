@@ -311,6 +311,7 @@ class PlanRecord:
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
+    `exchange_options`: those of a pipeline's programs that run once a step, in place of some of the others.
     `recipe`: the call of `autopar.recipes` that asked for the plan; empty for a free search.
     """
 
@@ -342,6 +343,7 @@ class PlanRecord:
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] | None = None
     recipe: str = ""
+    exchange_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
 
     @property
     def leaves(self) -> dict[int, PlannedValue]:

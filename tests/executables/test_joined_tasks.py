@@ -106,7 +106,11 @@ def test_gradients_hide_behind_the_last_micro_batch_of_a_gpu(monkeypatch):
     assert apart.record.pipeline.joined == ()
     joined_s, apart_s = plan.record.predicted, apart.record.predicted
     saved_s = apart_s.step_time_s - joined_s.step_time_s
-    assert saved_s == pytest.approx(joined_s.hidden_time_s - apart_s.hidden_time_s, rel=0.02)
+    more_hidden_s = joined_s.hidden_time_s - apart_s.hidden_time_s
+    # By itself the exchange is one collective, with one latency; beside computing it is four.
+    more_latency_s = joined_s.collective_time_s - apart_s.collective_time_s
+    assert 0 < more_latency_s < 0.1 * saved_s
+    assert saved_s == pytest.approx(more_hidden_s - more_latency_s, rel=0.02)
     # Three of the four exchanges at most: the last gradient is there when nothing is left to compute.
     assert 0.4 < saved_s / apart_s.collective_time_s < 0.76
     assert joined_s.peak_bytes == apart_s.peak_bytes

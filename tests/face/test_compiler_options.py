@@ -1,18 +1,21 @@
 """XLA's options in plans: which a plan sets, what a user adds, how they are kept, applied and refused."""
 
+import functools
 import importlib.util
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import recipes
-from autopar.cost.compiler_options import assumed_options
-from autopar.cost.stream_simulator import overlap_of
+from autopar.cost.compiler_options import assumed_options, exchange_options_of
+from autopar.cost.stream_simulator import ALL_BYTES, overlap_of
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.kinds import Platform
 from autopar.verification import compile_for_target
-from autopar.xla import aot_gpu
+from autopar.xla import aot, aot_gpu
 from autopar.xla.collectives import collectives
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
@@ -58,6 +61,15 @@ def test_stages_have_them_too():
     plan = planned(H100S, plan=recipes.pipeline(2, num_microbatches=2))
     largest_axis = max(n for stage in plan.record.pipeline.stages for n in stage.axis_sizes)
     assert plan.compiler_options == assumed_options(Platform.GPU, largest_axis)
+    assert plan.exchange_options == {
+        "xla_gpu_all_gather_combine_threshold_bytes": ALL_BYTES,
+        THRESHOLD: ALL_BYTES,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": ALL_BYTES,
+    }
+    assert "of programs that run once a step: xla_gpu_all_gather_combine_threshold_bytes=" in plan.table()
+    asked = planned(H100S, plan=recipes.pipeline(2, num_microbatches=2), compiler_options={THRESHOLD: 1 << 20})
+    assert THRESHOLD not in asked.exchange_options
+    assert planned(H100S).exchange_options == {}
 
 
 def test_a_printed_plan_has_them_in_one_line():
@@ -83,6 +95,7 @@ def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     options = {"xla_cpu_enable_fast_math": False}
     step = autopar.parallelize(mlp_step, plan=recipe, compiler_options=options, cache_dir=None, show_progress=False)
     plan = step.plan(MLP_STATE, MLP_BATCH)
+    assert plan.exchange_options == {}  # thresholds are of GPUs
     compiled_with.clear()
     step(new_mlp_state(), mlp_batch())
     assert compiled_with.count(options) >= (1 if recipe is None else 4)
@@ -139,6 +152,28 @@ def test_gpu_compiler_combines_as_the_options_say():
         text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
         numbers[threshold] = sum(c.kind.value == "all-reduce" for c in collectives(text))
     assert numbers[0] > numbers[None]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs autopar[gpu]")
+def test_gpu_compiler_makes_one_of_what_is_exchanged_once_a_step():
+    mesh = aot.target_mesh("gpu:h100:8", (8,), ("x",))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()), check_vma=False)
+    def exchange(gradients, weights):
+        return (
+            [jax.lax.psum_scatter(g, "x", tiled=True) for g in gradients],
+            [jax.lax.all_gather(w, "x", tiled=True) for w in weights],
+        )
+
+    arrays = [jax.ShapeDtypeStruct((2048, 8192), jnp.float32)] * 5  # of 64 MiB each
+    lowered = jax.jit(exchange).trace(arrays, arrays).lower(lowering_platforms=("cuda",))
+    numbers = []
+    for others in ({}, exchange_options_of((), Platform.GPU, 8)):
+        text = lowered.compile(assumed_options(Platform.GPU, 8) | others).as_text()
+        kinds = [c.kind.value for c in collectives(text)]
+        numbers.append((kinds.count("reduce-scatter"), kinds.count("all-gather")))
+    assert numbers == [(5, 5), (1, 1)]
 
 
 @pytest.mark.slow
