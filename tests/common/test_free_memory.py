@@ -1,6 +1,7 @@
 """What malloc keeps of freed memory goes back to the system."""
 
 import ctypes
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +25,18 @@ def resident_bytes() -> int:
     """As counted page by page; /proc/self/statm lags behind by megabytes."""
     with open("/proc/self/smaps_rollup") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("Rss:"))
+
+
+def resident_bytes_between(start, end):
+    """Of the mappings that overlap with these addresses alone: other threads allocate too."""
+    total = 0
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) < end and start < int(bounds[2], 16)
+            elif inside and line.startswith("Rss:"):
+                total += 1024 * int(line.split()[1])
+    return total
 
 
 def allocating():
@@ -54,6 +67,7 @@ def test_freed_memory_is_given_back():
 def given_back_bytes() -> int:
     """What a thread's arena gives back of the pieces that the thread frees, while something is at work."""
     libc, touched, go = allocating(), threading.Event(), threading.Event()
+    bounds = []
     GivingBack().end()  # from here on glibc keeps up to 64 MiB at the end of each arena
     work = GivingBack()
 
@@ -61,6 +75,7 @@ def given_back_bytes() -> int:
         pieces = [libc.malloc(PIECE) for _ in range(PIECES // 4)]
         for piece in pieces:
             ctypes.memset(piece, 1, PIECE)
+        bounds[:] = min(pieces), max(pieces) + PIECE
         touched.set()
         go.wait(60)
         for piece in reversed(pieces):
@@ -69,10 +84,10 @@ def given_back_bytes() -> int:
     thread = threading.Thread(target=run)
     thread.start()
     assert touched.wait(60)
-    before = resident_bytes()  # in this thread: what it allocates does not lie behind the pieces
+    before = resident_bytes_between(*bounds)  # in this thread: what it allocates does not lie behind the pieces
     go.set()
     thread.join()
-    after = resident_bytes()
+    after = resident_bytes_between(*bounds)
     work.end()
     return before - after
 
