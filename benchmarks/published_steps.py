@@ -158,6 +158,11 @@ def options_of(row: Row) -> dict[str, Any]:
     return options
 
 
+def searched_options(row: Row) -> dict[str, Any]:
+    """The same for a search, which may cut any batch: with scales of float8 for each micro-batch."""
+    return options_of(row) | ({"per_microbatch": "*"} if row.float8 else {})
+
+
 def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan:
     step, *arguments = step_of(row)
     return autopar.plan(
@@ -230,7 +235,7 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
         step, *arguments = step_of(row)
         try:
             own = autopar.plan(
-                step, *arguments, cluster=cluster_of(row), cache_dir=None, show_progress=False, **options_of(row)
+                step, *arguments, cluster=cluster_of(row), cache_dir=None, show_progress=False, **searched_options(row)
             )
         except AutoparError as error:
             cells += ["none", _in_short(error)]

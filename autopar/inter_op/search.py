@@ -152,7 +152,9 @@ class _Search:
             )
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
-        """The step in each number of micro-batches that it admits. Raises: the reason, where it admits none."""
+        """The step in each number of micro-batches that it admits; a step that mixes its examples, as one where no
+        program fits: stages and recomputation need less memory. Raises: the reason, where it admits none.
+        """
         cuts: dict[int, MicrobatchedStep] = {}
         error_of_last: AutoparError | None = None
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
@@ -164,7 +166,9 @@ class _Search:
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
         if error_of_last is not None and not cuts:
-            raise error_of_last
+            fits = self.context.fastest_s < math.inf
+            if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
+                raise error_of_last
         return cuts
 
     def cut_in(self, step: SplitStep, m: int, cuts: dict[int, MicrobatchedStep]) -> MicrobatchedStep | None:

@@ -205,7 +205,7 @@ def _slower(context: PlanningContext, model: CostModel, least_s: float, step_tim
     if extra_s <= 0:
         why = f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes"
     elif step_time_s is None:
-        why = f"not evaluated: slower by about {text_of_s(extra_s)} or more"
+        why = f"a bound says that it is slower by about {text_of_s(extra_s)} or more"
     else:
         why = f"slower by {text_of_s(extra_s)}"
     return Rejection(

@@ -122,7 +122,8 @@ class PlanningContext:
     def why_no_gain(self) -> str:
         """What is said of what was not tried for that."""
         share = 1 - self.least_s / self.fastest_s
-        return f"no plan can take less than {text_of_s(self.least_s)}, {share:.1%} less than the best so far"
+        least = f"no plan can take less than {text_of_s(self.least_s)}"
+        return f"at most {max(share, 0.0):.1%} less than the best so far, since {least}"
 
     def after(self, results: Iterable[Candidate | Rejection]) -> PlanningContext:
         """The context for the next source, with these results added."""

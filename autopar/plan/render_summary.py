@@ -45,7 +45,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     lines += _stages(page, summary.stage_groups(record))
     lines += page.wrapped(_legend(record), LEGEND_LINES)
     lines += _collectives(page, record)
-    lines += _state(page, summary.state_groups(record))
+    lines += _state(page, summary.state_groups(record), summary.splits_batch(record))
     if record.pinned is not None:
         free_s = record.pinned.free_step_time_s
         without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
@@ -187,12 +187,14 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     return page.table_with_names(("costliest collectives", "module", *numbers), rows, 1)
 
 
-def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
+def _state(page: _Page, groups: Sequence[StateGroup], splits_batch: bool) -> list[str]:
     """The largest groups, and always the largest array of the batch and the one that is split the most: an array that
     is small beside what is done with it may be whole on every device while the batch is split.
     """
     batch = [g for g in groups if g.kind == BATCH]
     told = {batch[0], max(batch, key=lambda g: g.shards)} if batch else set()
+    # Where the state is split in part, the largest that is.
+    told |= set([g for g in groups if g.kind != BATCH and g.shards > 1][:1])
     largest = [g for g in groups if g not in told][: STATE_SHOWN - len(told)]
     shown = [g for g in groups if g in told or g in largest]
     rows = [
@@ -208,7 +210,11 @@ def _state(page: _Page, groups: Sequence[StateGroup]) -> list[str]:
     ]
     lines = page.table_with_names(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows, 0)
     rest = sum(g.device_bytes for g in groups if g not in shown)
-    return [*lines, *_rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")]
+    lines += _rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")
+    whole = [summary.path_of(g.name) for g in shown if g.kind == BATCH and g.shards == 1 and splits_batch]
+    if whole:
+        lines += page.wrapped(f"{' and '.join(whole)}: whole on every device, of which each takes its own part.", 1)
+    return lines
 
 
 def _rest(number: int, what: str) -> list[str]:

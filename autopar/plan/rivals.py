@@ -64,7 +64,7 @@ def advantage(record: PlanRecord) -> str:
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and not r.has_own_line]
     if timed:
         best = min(timed, key=lambda item: item[0])[1]
-        parts.append(f"{_against(best, step_s)}, the next best of the baselines")
+        parts.append(f"{_against(best, step_s)}, the next best without tensor parallelism")
     elif others and not parts:
         parts += [f"{_against(others[0], step_s)}: plan.why_not(recipe) does that"]
     text = "; ".join(parts)
@@ -89,7 +89,7 @@ def tensor_parallelism(record: PlanRecord) -> str:
     own = [_ways(summary.stage_mesh(record, s).axis_sizes, summary.axis_roles(record, s)) for s in stages]
     if max(own) > 1:
         where = "" if min(own) > 1 else f", in {summary.stages_text([s for s in stages if own[s] > 1])}"
-        return f"Tensor parallelism is part of the plan{where}."
+        return f"Tensor parallelism is part of the plan{where}{_waits_of_tensor(record)}."
     ways = [trial for trial in record.tried if trial.step_time_s is not None and _ways_of(trial) > 1]
     best = min(ways, key=lambda trial: trial.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
@@ -100,6 +100,25 @@ def tensor_parallelism(record: PlanRecord) -> str:
     return (
         f"With tensor parallelism, {summary.splits_text(best.axis_sizes, best.axis_roles)}: "
         f"{text_of_s(best.step_time_s)} a step ({text_of_s(step_s)} here){peak}."
+    )
+
+
+def _waits_of_tensor(record: PlanRecord) -> str:
+    """What the step waits for collectives over the axes that split matrices, the mean over the devices."""
+    time_s, waited_s = 0.0, 0.0
+    for row in record.modules:
+        mesh, roles = summary.stage_mesh(record, row.stage), summary.axis_roles(record, row.stage)
+        tensor = {name for name, role in zip(mesh.axis_names, roles, strict=True) if role == TENSOR}
+        share = summary.stage_share(record, row.stage)
+        for c in row.collectives:
+            if tensor.intersection(c.axes):
+                time_s += share * c.time_s
+                waited_s += share * (c.time_s if c.exposed_s is None else c.exposed_s)
+    if not time_s:
+        return ""
+    step_s = record.predicted.step_time_s
+    return f": its collectives take {text_of_s(time_s)}, and the step waits {text_of_s(waited_s)} for them" + (
+        f" ({waited_s / step_s:.0%})" if step_s else ""
     )
 
 

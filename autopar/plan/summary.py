@@ -26,8 +26,9 @@ SHARDED = "sharded data"
 # State counts as split where a device holds at most so many times its share: what devices do not divide is small.
 ABOUT = 1.05
 # What an axis of each role splits; an axis that splits nothing has its own name as its role.
+DATA = "data"  # the role of an axis that splits the batch alone
 _SPLITS = {
-    "data": "the batch",
+    DATA: "the batch",
     SHARDED: "the batch and the state",
     "tensor": "the matrices",
     "sequence": "the sequences",
@@ -164,7 +165,7 @@ def sentence(record: PlanRecord) -> str:
         if len(groups) > len(told):
             inside += f"; {len(groups) - len(told)} other ways in the rest"
     batches = f"{pipeline.num_microbatches} micro-batches" if pipeline.num_microbatches > 1 else "the whole batch"
-    return f"{opening}; {inside}. {batches.capitalize()} in schedule {pipeline.schedule}."
+    return f"{opening}, {batches} in schedule {pipeline.schedule}; {inside}."
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -193,6 +194,12 @@ def _splits(record: PlanRecord, stage: int) -> str:
     return splits_text(sizes, roles)
 
 
+def splits_batch(record: PlanRecord) -> bool:
+    """Whether a mesh axis splits the batch."""
+    stages = range(num_stages(record))
+    return any({DATA, SHARDED} & set(_ways(stage_mesh(record, s).axis_sizes, axis_roles(record, s))) for s in stages)
+
+
 def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
     """Role -> over how many devices it splits."""
     ways: dict[str, int] = {}
@@ -205,9 +212,16 @@ def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
 def splits_text(sizes: Sequence[int], roles: Sequence[str], in_part: str = "") -> str:
     """What mesh axes of these sizes and roles split; `in_part`: that sharded data shard the state in part."""
     ways = _ways(sizes, roles)
-    parts = [f"{_SPLITS[role]} split over {n}" for role, n in ways.items()]
-    if in_part:
-        parts[list(ways).index(SHARDED)] = f"the batch split over {ways[SHARDED]} {in_part}"
+    named = {role: f"{_SPLITS[role]} split over {n}" for role, n in ways.items()}
+    if SHARDED in ways:
+        sharded = ways[SHARDED]
+        if DATA in ways:
+            state = in_part or "and the state"
+            del named[DATA]
+            named[SHARDED] = f"the batch split over {ways[DATA] * sharded}, over {sharded} of them {state[4:]} too"
+        elif in_part:
+            named[SHARDED] = f"the batch split over {sharded} {in_part}"
+    parts = list(named.values())
     alike = math.prod(sizes) // math.prod(ways.values())
     if alike > 1:
         parts.append(f"{'groups of ' if ways else ''}{alike} devices do the same work")

@@ -86,6 +86,36 @@ def test_micro_batches_make_room():
     assert max(found.predicted.peak_bytes) <= limit_bytes
 
 
+def mixing_step(params, batch):
+    """Residual layers, each of which reads the mean over the batch."""
+
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(jnp.tanh((x - jnp.mean(x, 0)) @ w) @ w.T)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def test_a_step_that_mixes_its_examples_is_recomputed_where_it_does_not_fit():
+    examples = jax.ShapeDtypeStruct((65_536, 512), jnp.float32)
+    args = [jax.ShapeDtypeStruct((512, 2048), jnp.float32)] * 4, {"x": examples, "y": examples}
+    on = cluster(hosts=1, each=2)
+    planned = lambda **options: autopar.plan(
+        mixing_step, *args, cluster=on, cache_dir=None, show_progress=False, **options
+    )
+    free = planned()
+    assert free.record.pipeline is None
+    limit_bytes = int(0.8 * max(free.predicted.peak_bytes))
+    lean = planned(memory_limit_bytes=limit_bytes)
+    assert lean.record.pipeline.num_microbatches == 1
+    assert max(lean.predicted.peak_bytes) <= limit_bytes
+    with pytest.raises(AutoparError, match="mixes the examples"):
+        planned(memory_limit_bytes=limit_bytes, num_microbatches=2)
+
+
 @pytest.mark.slow
 def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_faster():
     """Fewer micro-batches than stages want: parameters are gathered in each of them."""

@@ -29,12 +29,12 @@ def test_the_sentence_of_a_program():
 
 def test_the_sentence_of_stages_names_those_that_differ():
     assert summary.sentence(pipeline()) == (
-        "2 stages of 4 devices; inside each, the batch and the state split over 4. 8 micro-batches in schedule 1f1b."
+        "2 stages of 4 devices, 8 micro-batches in schedule 1f1b; inside each, the batch and the state split over 4."
     )
     roles = (("data",), ("data",), ("tensor",), ("data",))
     assert summary.sentence(pipeline(stages=4, axis_roles=roles)) == (
-        "4 stages of 4 devices; in stages 0-1, 3, the batch split over 4; in stage 2, the matrices split over 4. "
-        "8 micro-batches in schedule 1f1b."
+        "4 stages of 4 devices, 8 micro-batches in schedule 1f1b; in stages 0-1, 3, the batch split over 4; in stage "
+        "2, the matrices split over 4."
     )
 
 
@@ -173,7 +173,8 @@ def test_stages_that_are_alike_are_one_row():
 
 def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert rivals.advantage(program()) == (
-        "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best of the baselines."
+        "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best without tensor "
+        "parallelism."
     )
     assert (
         rivals.advantage(pipeline())
@@ -195,9 +196,14 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
 
 
 def test_the_cost_of_tensor_parallelism():
-    assert rivals.tensor_parallelism(program()) == "Tensor parallelism is part of the plan."
+    assert rivals.tensor_parallelism(program()) == (
+        "Tensor parallelism is part of the plan: its collectives take 4 s, and the step waits 4 s for them (40%)."
+    )
     in_one = pipeline(axis_roles=(("data",), ("tensor",)))
-    assert rivals.tensor_parallelism(in_one) == "Tensor parallelism is part of the plan, in stage 1."
+    assert rivals.tensor_parallelism(in_one) == (
+        "Tensor parallelism is part of the plan, in stage 1: its collectives take 500 ms, and the step waits 500 ms "
+        "for them (5%)."
+    )
     data = program(axis_roles=(("data",),))
     assert rivals.tensor_parallelism(data) == (
         "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
@@ -327,3 +333,10 @@ def test_new_fields_are_saved_and_loaded():
 def test_a_module_in_no_stage_is_refused(tmp_path):
     with pytest.raises(autopar.errors.PlanFormatError, match=r"\$\.plan\.modules\[0\]\.stage"):
         decode(encode(program(modules=(module("a", compute_s=1.0, stage=1),))), "plan.json")
+
+
+def test_axes_of_data_and_of_sharded_data_are_one_split_of_the_batch():
+    text = summary.splits_text((2, 32), ("data", "sharded data"))
+    assert text == "the batch split over 64, over 32 of them the state too"
+    in_part = summary.splits_text((2, 32), ("data", "sharded data"), "and the state in part (4.3% of it a device)")
+    assert in_part == "the batch split over 64, over 32 of them the state in part (4.3% of it a device) too"
