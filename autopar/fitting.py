@@ -34,6 +34,9 @@ COLUMNS, BAR_COLUMNS, PRICED_BAR_COLUMNS = 100, 24, 9
 MOST_EXAMPLES = 2**24
 # Guesses that rest on a plan's own memory are all taken up to so many, then in turns with doubling or halving.
 KNOWN_TAKEN = 5
+# Binary digits of the numbers that are planned for: all of them where a user names a multiple, else about two decimal
+# ones. Near a full memory each size may have another, leaner plan, and bisection to the last device takes dozens.
+EXACT, BITS = 64, 7
 S_PER_HOUR, MILLION = 3600, 1_000_000
 
 
@@ -53,6 +56,12 @@ class Fitting:
         cluster = next(iter(self.multiples)) if cluster is None else cluster
         return max((row.batch for row in self.rows if row.cluster == cluster and row.fits), default=0)
 
+    def fastest(self, cluster: str | None = None) -> int:
+        """The batch, of those that were planned for, in which an example takes the least time; 0 where none fits."""
+        cluster = next(iter(self.multiples)) if cluster is None else cluster
+        own = [row for row in self.rows if row.cluster == cluster and row.example_s is not None]
+        return min(((row.example_s, -row.batch, row.batch) for row in own), default=(0.0, 0, 0))[-1]
+
     def report(self, path: str | Path) -> None:
         """Writes charts over batch sizes, with a line for each cluster, as one page for a browser."""
         from autopar.plan.report.page import fitting_of  # its templates are loaded where a page is wanted
@@ -70,7 +79,9 @@ class Fitting:
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
             found = f"the largest batch that fits is {largest}" if largest else "no batch fits"
-            console.line(f"{name}: {found} (of multiples of {multiple})", style="bold")
+            best = self.fastest(name)
+            least = f"; an example takes the least time in a batch of {best}" if best != largest else ""
+            console.line(f"{name}: {found} (of multiples of {multiple}){least}", style="bold")
         priced = any(row.price is not None for row in self.rows)
         table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
         bar_columns = PRICED_BAR_COLUMNS if priced else BAR_COLUMNS
@@ -112,7 +123,8 @@ def fit(
             of one variable (`jax.export.symbolic_shape`), which is the number of examples: only these change, in the
             state too. Or the batch is a function of the number of examples, which gives arrays or shapes.
         clusters: The hardware to plan for, also as text. Of each the largest batch is found.
-        multiple: Batches are multiples of this; None: of the number of devices.
+        multiple: Batches are multiples of this; None: of the number of devices, and beyond 128 times that number of
+            about a hundredth of the batch (`Fitting.multiples`), so that few plans are needed.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
 
     Raises: InvalidArgumentError; what planning raises, except for what does not fit.
@@ -133,8 +145,9 @@ def fit(
     multiples: dict[str, int] = {}
     plans: dict[str, Plan] = {}
     for name, cluster in named.items():
-        size = multiples[name] = multiple or cluster.num_devices
-        made = _weighed(on_cluster(parallel, cluster), args, argnums, size)
+        size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
+        made = _weighed(on_cluster(parallel, cluster), name, args, argnums, size, bits)
+        multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
         fitting = [plan for _, plan in made if plan is not None]
         if fitting:
@@ -162,7 +175,9 @@ def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float
             )
 
 
-def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int) -> list[tuple[FitRow, Plan | None]]:
+def _weighed(
+    step: Step, cluster: str, args: Sequence[Any], argnums: Sequence[int], size: int, bits: int
+) -> list[tuple[FitRow, Plan | None]]:
     """The batches, multiples of a size, that were planned for until the largest that fits was found, by size."""
     found: dict[int, tuple[FitRow, Plan | None]] = {}
     steps: dict[int, Step] = {}
@@ -176,7 +191,9 @@ def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int)
         fits = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else "does not fit"
         memory = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
         spent = text_of_s(time.perf_counter() - begun_s)
-        logger.info("%s, batch %d: %s, %s (planned in %s)", step.__name__, row.batch, fits, memory, spent)
+        logger.info(
+            "%s on %s, batch %d: %s, %s (planned in %s)", step.__name__, cluster, row.batch, fits, memory, spent
+        )
         return row.peak_bytes / row.limit_bytes
 
     def guess(fitting: Sequence[tuple[int, float]]) -> int:
@@ -190,7 +207,7 @@ def _weighed(step: Step, args: Sequence[Any], argnums: Sequence[int], size: int)
             return _guess(fitting)
         return _on_line((count, used), (2 * count, peak_bytes / found[count][0].limit_bytes))
 
-    largest(share, MOST_EXAMPLES // size, guess)
+    largest(share, MOST_EXAMPLES // size, guess, bits)
     return [found[count] for count in sorted(found)]
 
 
@@ -203,10 +220,19 @@ def _peak_of_twice(step: Step, args: Sequence[Any], argnums: Sequence[int], exam
         return None  # a size that the step, or a constraint of its dimensions, does not admit
 
 
+def unit_of(number: int, bits: int = BITS) -> int:
+    """What numbers of this size are multiples of, where `bits` binary digits of them count: 2 above 128 for seven."""
+    return 1 << max(0, number.bit_length() - bits)
+
+
 def largest(
-    share: Callable[[int], float], most: int, guess_of: Callable[[Sequence[tuple[int, float]]], int] | None = None
+    share: Callable[[int], float],
+    most: int,
+    guess_of: Callable[[Sequence[tuple[int, float]]], int] | None = None,
+    bits: int = EXACT,
 ) -> int:
-    """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none.
+    """The largest number up to `most` whose share of the memory is at most 1, where the share rises; 0 for none. Only
+    numbers of so many binary digits are asked for (`unit_of`): the next one does not fit.
 
     Memory is nearly linear in the number, except where a full memory leads to a leaner plan. So the first guesses are
     by a line through the last two shares that fit, or by `guess_of` the numbers that fit and their shares; then guesses
@@ -214,6 +240,13 @@ def largest(
     for at once.
     """
     guess_of = guess_of or _guess
+
+    def next_to(number: int) -> int:
+        return number + unit_of(number, bits)
+
+    def rounded(number: int) -> int:
+        return number - number % unit_of(number, bits)
+
     fitting, high, number = [(0, 0.0)], (most + 1, math.inf), 1
     num_asked, was_last = 0, False
     while True:
@@ -224,18 +257,18 @@ def largest(
         else:
             high = found
         low, is_open = fitting[-1], math.isinf(high[1])
-        if high[0] - low[0] == 1:
+        if next_to(low[0]) >= high[0]:
             return low[0]
         guess = guess_of(fitting)
         if guess >= high[0] and not is_open:
             guess = _on_line(low, high)
-        is_last = guess <= low[0]
+        is_last = guess < next_to(low[0])
         steps = 2 * low[0] if is_open else (low[0] + high[0]) // 2
         # One more than the last number of a line fitted: it is another plan's, of which a line knows nothing yet.
         is_unknown = was_last and (is_last or guess_of is _guess)
         takes_guess = is_last or num_asked <= (2 if guess_of is _guess else KNOWN_TAKEN) or num_asked % 2 == 0
         number = guess if takes_guess and not is_unknown else steps
-        number, was_last = min(max(number, low[0] + 1), high[0] - 1), is_last and not was_last
+        number, was_last = min(max(rounded(number), next_to(low[0])), rounded(high[0] - 1)), is_last and not was_last
 
 
 def _guess(fitting: Sequence[tuple[int, float]]) -> int:

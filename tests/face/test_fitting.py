@@ -12,7 +12,7 @@ import autopar
 from autopar import recipes
 from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
-from autopar.fitting import FitRow, Fitting, largest
+from autopar.fitting import FitRow, Fitting, largest, unit_of
 from autopar.plan.report.fit_data import fit_data
 from autopar.step_views import peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
@@ -43,6 +43,35 @@ def test_the_largest_number_that_fits(kind, limit, most):
     assert len(set(asked)) == len(asked)
     assert 1 <= min(asked) <= max(asked) <= most
     assert len(asked) <= 4 * max(1, min(limit, most)).bit_length() + 2
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize("limit", [0, 1, 3, 100, 127, 128, 129, 130, 5000, 99_999])
+def test_numbers_of_few_digits_need_few_plans(kind, limit):
+    """Creeping up to a full memory, one number after the other, would take as long as planning for all."""
+    asked = []
+
+    def share(n):
+        asked.append(n)
+        return SHARES[kind](n, limit)
+
+    found = largest(share, 2**24, bits=7)
+    assert found <= limit < found + unit_of(found, 7)
+    assert all(n % unit_of(n, 7) == 0 for n in asked)
+    assert len(set(asked)) == len(asked)
+    assert len(asked) <= 7 + 2 * max(1, limit).bit_length()
+
+
+def test_a_leaner_plan_for_each_size_is_not_followed_to_the_last():
+    asked = []
+
+    def share(n):
+        asked.append(n)
+        return 0.9 + 0.1 * n / 2384 if n <= 2384 else 4.0
+
+    guess = lambda fitting: max(2212, fitting[-1][0] + 1)
+    assert 2384 - 32 < largest(share, 2**24, guess, bits=7) <= 2384
+    assert len(asked) <= 12
 
 
 def test_linear_memory_needs_few_plans():
@@ -122,7 +151,7 @@ def test_each_size_is_logged(caplog):
         found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=64)
     told = [record.message for record in caplog.records if "planned in" in record.message]
     assert len(told) == len(found.rows)
-    assert told[0].startswith("mlp_step, batch 64: ")
+    assert told[0].startswith("mlp_step on flat-2, batch 64: ")
     assert sum("does not fit" in line for line in told) == sum(not row.fits for row in found.rows) > 0
 
 
