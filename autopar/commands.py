@@ -68,6 +68,9 @@ def why_not(parsed: argparse.Namespace) -> Output:
     recipe = recipe_of(parsed.recipe)
     step, arguments = shapes_only(parsed.function, parsed.arg)
     cluster = Cluster.parse(parsed.cluster)
+    request = recipe.request
+    if request.binding is not None and request.admits_one_program:
+        request.binding.on(cluster.num_devices)  # sizes that are wrong are said before the step is planned
     planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes).plan(*arguments)
     found = planned.why_not(recipe)
     return Output(found.text, found.to_dict())

@@ -17,6 +17,17 @@ def check_number(where: str, number: object) -> int:
     return number
 
 
+def check_zero_stage(where: str, stage: object) -> None:
+    """Raises: InvalidArgumentError for what is no stage of ZeRO."""
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise InvalidArgumentError(
+            where=where,
+            expected="0, 1, 2 or 3",
+            got=repr(stage),
+            hint="0 keeps the whole state on every device",
+        )
+
+
 def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
     """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
     if kind not in kinds:

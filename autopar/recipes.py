@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
-from autopar.recipe_checks import check_number, check_schedule, check_sequence
+from autopar.recipe_checks import check_number, check_schedule, check_sequence, check_zero_stage
 from autopar.recipe_names import named
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse
@@ -43,6 +43,7 @@ def zero(stage: int, *, size: int | None = None, gather: str = "after", offload:
     Rajbhandari et al., "ZeRO", 2020, section 5; Ren et al., "ZeRO-Offload", 2021; Zhao et al., "PyTorch FSDP", 2023,
     section 3.2.2. Raises: InvalidArgumentError.
     """
+    check_zero_stage("recipes.zero(stage)", stage)
     return combine(zero=stage, zero_size=size, gather=gather, offload=offload)
 
 
@@ -186,13 +187,7 @@ def combine(
             check_number(f"recipes.combine({name}=...)", number)
     check_number("recipes.combine(pp=...)", pp)
     check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
-    if zero not in (0, 1, 2, 3):
-        raise InvalidArgumentError(
-            where="recipes.combine(zero=...)",
-            expected="0, 1, 2 or 3",
-            got=repr(zero),
-            hint="0 keeps the whole state on every device",
-        )
+    check_zero_stage("recipes.combine(zero=...)", zero)
     if gather not in GATHERS or (gather == "ahead" and zero == 0):
         raise InvalidArgumentError(
             where="recipes.combine(gather=...)",

@@ -283,7 +283,11 @@ class Plan:
         `alternatives`, the first argument among them gets other layouts, around each of which the step is planned anew
         (which takes as long as planning, several times), and the best so many are shown. Raises: as `explanation`.
         """
-        return str(self.explanation(what, alternatives=alternatives))
+        found = self.explanation(what, alternatives=alternatives)
+        has_others = self.replan is not None and self.record.pipeline is None and not alternatives
+        if has_others and any(value in self.record.arguments for value in values_called(self.record, what)):
+            return f"{found}\nwhy not another layout: plan.explain({what!r}, alternatives=3) plans again for each"
+        return str(found)
 
     def explanation(self, what: str, *, alternatives: int = 0) -> Explanation:
         """What `explain` says, as values.

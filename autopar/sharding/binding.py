@@ -55,7 +55,7 @@ class Binding:
             raise InvalidArgumentError(
                 where="recipe",
                 expected=f"sizes that make up the {num_devices} devices of a stage",
-                got=names,
+                got=f"{names}, where {given} {'does not divide' if num_devices % given else 'is not'} {num_devices}",
                 hint="their product, and the number of pipeline stages, must be the number of devices",
             )
         equal = self._equal_size(num_devices // given)

@@ -164,6 +164,8 @@ def test_alternatives_cost_what_the_pinned_plan_costs():
     assert other.step_time_s == own.predicted.step_time_s
     assert other.peak_bytes == own.predicted.peak_bytes[0]
     assert other.layout != found.values[0].layout
+    hint = "why not another layout: plan.explain(\"state['second']\", alternatives=3) plans again for each"
+    assert plan.explain("state['second']").endswith(hint)
     assert f"instead {other.lies}, {other.layout}: step " in plan.explain("state['second']", alternatives=3)
     assert json.loads(json.dumps(found.to_dict()))["alternatives"][0]["step_time_s"] == other.step_time_s
 
