@@ -190,7 +190,7 @@ def _splits(record: PlanRecord, stage: int) -> str:
     if SHARDED in ways:
         held = _held_of_state(record, stage)
         if held > math.prod(ways.values()) ** -1 * ABOUT:
-            return splits_text(sizes, roles, f"and the state in part ({held:.1%} of it a device)")
+            return splits_text(sizes, roles, f"the state in part ({held:.1%} of it a device)")
     return splits_text(sizes, roles)
 
 
@@ -210,17 +210,17 @@ def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
 
 
 def splits_text(sizes: Sequence[int], roles: Sequence[str], in_part: str = "") -> str:
-    """What mesh axes of these sizes and roles split; `in_part`: that sharded data shard the state in part."""
+    """What mesh axes of these sizes and roles split; `in_part`: the state, where sharded data shard it in part."""
     ways = _ways(sizes, roles)
     named = {role: f"{_SPLITS[role]} split over {n}" for role, n in ways.items()}
     if SHARDED in ways:
         sharded = ways[SHARDED]
         if DATA in ways:
-            state = in_part or "and the state"
             del named[DATA]
-            named[SHARDED] = f"the batch split over {ways[DATA] * sharded}, over {sharded} of them {state[4:]} too"
+            state = in_part or "the state"
+            named[SHARDED] = f"the batch split over {ways[DATA] * sharded}, over {sharded} of them {state} too"
         elif in_part:
-            named[SHARDED] = f"the batch split over {sharded} {in_part}"
+            named[SHARDED] = f"the batch split over {sharded} and {in_part}"
     parts = list(named.values())
     alike = math.prod(sizes) // math.prod(ways.values())
     if alike > 1:

@@ -338,5 +338,5 @@ def test_a_module_in_no_stage_is_refused(tmp_path):
 def test_axes_of_data_and_of_sharded_data_are_one_split_of_the_batch():
     text = summary.splits_text((2, 32), ("data", "sharded data"))
     assert text == "the batch split over 64, over 32 of them the state too"
-    in_part = summary.splits_text((2, 32), ("data", "sharded data"), "and the state in part (4.3% of it a device)")
+    in_part = summary.splits_text((2, 32), ("data", "sharded data"), "the state in part (4.3% of it a device)")
     assert in_part == "the batch split over 64, over 32 of them the state in part (4.3% of it a device) too"
