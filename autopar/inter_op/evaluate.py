@@ -30,6 +30,9 @@ TIGHTENED = 3
 # The part of its time by which an estimate may be too long: layers that are decided alike for it are not where it is
 # built.
 ESTIMATE_ERROR = 0.01
+# One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
+# best: what it gathers for each of them is a part of the step.
+WALKED_WITHIN = 1.05
 
 
 class PipelineEvaluator:
@@ -59,6 +62,7 @@ class PipelineEvaluator:
         self.estimated: list[PipelineEstimate] = []
         self.short_steps: dict[int, ShortStep | None] = {}  # by the number of micro-batches
         self.kept: list[PipelineCandidate] = []
+        self.refinements: list[PipelineEstimate] = []  # in short: plans take much memory
         # For (stages, micro-batches): the best candidate, and its bytes by the tables.
         self.best_of: dict[tuple[int, int], tuple[PipelineCandidate | PipelineEstimate, int]] = {}
 
@@ -176,6 +180,7 @@ class PipelineEvaluator:
             peak_bytes=peak_bytes,
             binding=binding,
             name=name,
+            on_mesh=on_mesh,
             to_beat_s=to_beat_s,
         )
 
@@ -257,37 +262,51 @@ class PipelineEvaluator:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
     def refine_in_other_numbers(self, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]) -> None:
-        """Where one stage under ZeRO is the best, evaluates it in the next smaller and larger number of micro-batches
-        while that is faster: over all devices, and over each host alone, where parameters are gathered faster. `cut`
-        gives the step in a number of micro-batches, None where it admits none.
+        """Evaluates one stage under data parallelism, and each stage of ZeRO, that comes near the best, in smaller or
+        larger numbers of micro-batches while that is faster: each has its own number, as some gather parameters for
+        every micro-batch. `cut` gives the step in a number of micro-batches, None where it admits none.
         """
-        bindings, tried = dict(baseline_bindings(self.cluster)), set[int]()
-        while self.best is not None and self.best.name in bindings and not self.deadline.passed:
-            before = self.best
-            m, sharded = before.num_microbatches, bindings[before.name].axes[-1]
-            near = (max((n for n in numbers if n < m), default=m), min((n for n in numbers if n > m), default=m))
-            for n in sorted(set(near) - tried - {m}):
-                microbatched = cut(n)
-                if microbatched is not None and len(microbatched.layers) == len(before.choice.policies):
-                    for name, binding in bindings.items():
-                        if binding.axes[-1] == sharded:
-                            self.refined(n, before.choice, name, binding)
-            tried.update((m, *near))
-            if self.best is before:
-                return
+        for name, binding in baseline_bindings(self.cluster):
+            own = [found for found in self.refinements if found.name == name]
+            begun = min(own, key=lambda found: found.rank(self.limit_bytes), default=None)
+            if begun is None or self.best is None or begun.step_time_s > WALKED_WITHIN * self.best.step_time_s:
+                continue
+            for step in (-1, 1):
+                at, position = begun, numbers.index(begun.num_microbatches) + step
+                while 0 <= position < len(numbers):
+                    microbatched = cut(numbers[position])
+                    if microbatched is None or len(microbatched.layers) != len(at.choice.policies):
+                        break
+                    found = self.refined(numbers[position], at.choice, name, binding)
+                    if found is None or found.rank(self.limit_bytes) >= at.rank(self.limit_bytes):
+                        break
+                    at, position = found, position + step
+                if at is not begun:
+                    break
 
-    def refined(self, m: int, choice: StageChoice, name: str, binding: Binding | None = None) -> None:
-        """Evaluates another choice, before the deadline."""
+    def refined(
+        self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
+    ) -> PipelineEstimate | None:
+        """Evaluates another choice, before the deadline, and remembers in short what it came to; None where there is
+        none in time.
+        """
         if self.deadline.passed:
-            return
+            return None
         fits = self.best is not None and self.best.fits(self.limit_bytes)
         to_beat_s = self.longest_s if fits else math.inf
         try:
             candidate = self.evaluate(m, choice, binding, name, to_beat_s)
         except SolverError:  # the best stays
-            return
-        self.weighed.append(candidate.trial)
+            return None
+        trial = candidate.trial
+        self.weighed.append(trial)
         self.weigh(candidate)
+        found = PipelineEstimate(
+            num_microbatches=m, choice=choice, step_time_s=candidate.step_time_s, peak_bytes=trial.peak_bytes or 0,
+            to_beat_s=to_beat_s, binding=binding, name=name,
+        )  # fmt: skip
+        self.refinements.append(found)
+        return found
 
     def weigh(self, candidate: PipelineCandidate | PipelineEstimate) -> None:
         """Makes a candidate the best, if it is, and keeps it, if it is within the tolerance."""
@@ -370,25 +389,3 @@ def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
         turn[kind] = turn.get(kind, -1) + 1
         by_turn.append((turn[kind], number))
     return [number for _, number in sorted(by_turn, key=lambda entry: entry[0])]
-
-
-def retry_without_hoisted_casts(
-    search: Callable[[bool], tuple[Sequence[PipelineCandidate | Rejection], bool]], limit_bytes: int
-) -> Sequence[PipelineCandidate | Rejection]:
-    """The results of a search, best first, with cheap copies of the state hoisted out of the micro-batches; without
-    hoisting, where the results do not fit and the search says that this may help.
-
-    Args:
-        search: Searches with or without hoisting; returns the results, and whether a search without hoisting may help.
-    """
-    candidates, may_help = search(True)
-    best = candidates[0]
-    if not may_help or (isinstance(best, PipelineCandidate) and best.fits(limit_bytes)):
-        return candidates
-    without_casts, _ = search(False)
-    best_without = without_casts[0]
-    if isinstance(best_without, Rejection):
-        return candidates
-    if isinstance(best, Rejection):
-        return without_casts
-    return min((best, candidates), (best_without, without_casts), key=lambda pair: pair[0].rank(limit_bytes))[1]

@@ -15,10 +15,10 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import WHOLE, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts, on_part, orders, placements
-from autopar.inter_op.evaluate import PipelineEvaluator, retry_without_hoisted_casts
+from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.layer_decisions import Decisions, layer_decisions
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
-from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate
+from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import (
     finest,
     is_long,

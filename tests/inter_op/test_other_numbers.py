@@ -1,53 +1,63 @@
-"""ZeRO on one stage in other numbers of micro-batches than those of the search over layers."""
+"""One stage under ZeRO in other numbers of micro-batches than those of the search over layers."""
 
 from types import SimpleNamespace
 
-import pytest
-
 from autopar import Cluster
 from autopar.inter_op.evaluate import PipelineEvaluator
+from autopar.inter_op.pipeline_candidate import PipelineEstimate
 
-NAMES = ("ZeRO-3", "ZeRO-3 in groups of 8")
+LIMIT_BYTES = 100
+CHOICE = SimpleNamespace(policies=("nothing",) * 2)
 
 
-def candidate(m, name, step_time_s):
-    return SimpleNamespace(
-        name=name,
-        step_time_s=step_time_s,
-        num_microbatches=m,
-        choice=SimpleNamespace(policies=("nothing",) * 2),
+def estimate(m, name, step_time_s, peak_bytes=10):
+    return PipelineEstimate(
+        num_microbatches=m, choice=CHOICE, step_time_s=step_time_s, peak_bytes=peak_bytes, to_beat_s=0.0, name=name
     )
 
 
-def walked(times, name="ZeRO-3", cut=lambda n: SimpleNamespace(layers=(0, 1))):
-    """(the number of micro-batches of the best, all that was evaluated), where a number takes so many seconds."""
+def walked(times, *, best_s=4.0, cut=lambda n: SimpleNamespace(layers=(0, 1))):
+    """What is evaluated, in order, where a step under a name takes so many seconds in a number of micro-batches; all
+    were evaluated in 16 of them. Numbers of seconds below zero do not fit.
+    """
     seen = []
 
+    def found(m, name):
+        seconds = times[name][m]
+        return estimate(m, name, abs(seconds), 10 if seconds > 0 else 2 * LIMIT_BYTES)
+
     def refined(m, choice, name, binding):
-        seen.append((m, name))
-        if times[m] < fake.best.step_time_s:
-            fake.best = candidate(m, name, times[m])
+        seen.append((name, m))
+        return found(m, name)
 
     fake = SimpleNamespace(
-        cluster=Cluster.preset("dgx-h100", hosts=2),
-        best=candidate(16, name, times[16]),
+        cluster=Cluster.preset("dgx-h100"),
+        best=estimate(16, "", best_s),
+        limit_bytes=LIMIT_BYTES,
         deadline=SimpleNamespace(passed=False),
+        refinements=[found(16, name) for name in times],
         refined=refined,
     )
-    PipelineEvaluator.refine_in_other_numbers(fake, cut, sorted(times))
-    return fake.best.num_microbatches, seen
+    PipelineEvaluator.refine_in_other_numbers(fake, cut, [2, 4, 8, 16, 32])
+    return seen
 
 
-def test_it_goes_on_while_that_is_faster_and_tries_each_number_once():
-    best, seen = walked({2: 5.0, 4: 2.0, 8: 3.0, 16: 4.0, 32: 5.0})
-    assert best == 4
-    assert seen == [(m, name) for m in (8, 32, 4, 2) for name in NAMES]
+def test_each_stage_of_zero_goes_on_while_that_is_faster():
+    times = {"ZeRO-1": {8: 4.2, 16: 4.1, 32: 4.3}, "ZeRO-3": {4: 3.0, 8: 3.5, 16: 4.1, 2: 3.1}}
+    assert walked(times) == [("ZeRO-1", 8), ("ZeRO-1", 32), ("ZeRO-3", 8), ("ZeRO-3", 4), ("ZeRO-3", 2)]
 
 
-@pytest.mark.parametrize("name", ["", "data parallelism in stages"])
-def test_other_pipelines_are_left_as_they_are(name):
-    assert walked({8: 1.0, 16: 4.0}, name) == (16, [])
+def test_more_micro_batches_are_tried_where_fewer_are_slower():
+    assert walked({"ZeRO-3": {8: 4.2, 16: 4.1, 32: 3.9}}) == [("ZeRO-3", 8), ("ZeRO-3", 32)]
+
+
+def test_what_does_not_fit_ends_the_walk():
+    assert walked({"ZeRO-3": {8: 3.8, 4: -3.5, 16: 4.1}}) == [("ZeRO-3", 8), ("ZeRO-3", 4)]
+
+
+def test_what_is_far_from_the_best_is_left():
+    assert walked({"ZeRO-3": {8: 1.0, 16: 4.0}}, best_s=3.0) == []
 
 
 def test_a_number_that_the_step_does_not_admit_is_left_out():
-    assert walked({8: 1.0, 16: 4.0}, cut=lambda n: None) == (16, [])
+    assert walked({"ZeRO-3": {8: 1.0, 16: 4.0, 32: 1.0}}, cut=lambda n: None) == []
