@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
+from autopar.plan.context import Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh
@@ -85,3 +87,25 @@ class PipelineCandidate:
 def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:
     text = f"{num_microbatches} micro-batches, {choice.text}"
     return text + (f", {name}" if name else "")
+
+
+def retry_without_hoisted_casts(
+    search: Callable[[bool], tuple[Sequence[PipelineCandidate | Rejection], bool]], limit_bytes: int
+) -> Sequence[PipelineCandidate | Rejection]:
+    """The results of a search, best first, with cheap copies of the state hoisted out of the micro-batches; without
+    hoisting, where the results do not fit and the search says that this may help.
+
+    Args:
+        search: Searches with or without hoisting; returns the results, and whether a search without hoisting may help.
+    """
+    candidates, may_help = search(True)
+    best = candidates[0]
+    if not may_help or (isinstance(best, PipelineCandidate) and best.fits(limit_bytes)):
+        return candidates
+    without_casts, _ = search(False)
+    best_without = without_casts[0]
+    if isinstance(best_without, Rejection):
+        return candidates
+    if isinstance(best, Rejection):
+        return without_casts
+    return min((best, candidates), (best_without, without_casts), key=lambda pair: pair[0].rank(limit_bytes))[1]

@@ -18,10 +18,9 @@ from autopar.inter_op.build_stages import (
     cut_layers,
     layers_of_pieces,
 )
-from autopar.inter_op.evaluate import retry_without_hoisted_casts
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.followed_stages import followed_choice, schedule_beside
-from autopar.inter_op.pipeline_candidate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
