@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -19,13 +20,19 @@ from autopar.api import as_step
 from autopar.batch_sizes import check_batch, resized
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
-from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError
+from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
 from autopar.plan.fit_row import FitRow
 from autopar.plan.plan import Plan
 from autopar.step import Step
-from autopar.step_views import batch_argnums_of, on_cluster, peak_on_other_batch, with_whole_batch
+from autopar.step_views import (
+    batch_argnums_of,
+    on_cluster,
+    peak_on_more_examples,
+    peak_on_other_batch,
+    with_whole_batch,
+)
 
 logger = logging.getLogger("autopar")
 # Bars are as wide as numbers leave room for, less beside prices.
@@ -201,7 +208,8 @@ def _weighed(
         if count == 0:
             return 1
         if count not in same_layouts:
-            same_layouts[count] = _peak_of_twice(steps[count], args, argnums, count * size)
+            planned = [(n * size, steps[n]) for n in dict.fromkeys((fitting[1][0], count))]
+            same_layouts[count] = _peak_of_twice(planned, args, argnums)
         peak_bytes = same_layouts[count]
         if peak_bytes is None:
             return _guess(fitting)
@@ -211,11 +219,18 @@ def _weighed(
     return [found[count] for count in sorted(found)]
 
 
-def _peak_of_twice(step: Step, args: Sequence[Any], argnums: Sequence[int], examples: int) -> int | None:
-    """The peak of twice as many examples in the layouts that these were planned in; None where that is not known."""
+def _peak_of_twice(planned: Sequence[tuple[int, Step]], args: Sequence[Any], argnums: Sequence[int]) -> int | None:
+    """The peak of twice as many examples in the layouts that the last of some sizes was planned in; None where that is
+    not known. What the step is then follows from the traces of the first size and the last, where these are two.
+    """
+    (few, few_step), (examples, step) = planned[0], planned[-1]
     try:
-        twice = resized(args, argnums, 2 * examples)
-        return peak_on_other_batch(step, resized(args, argnums, examples), twice)
+        twice, own = resized(args, argnums, 2 * examples), resized(args, argnums, examples)
+        if few < examples:
+            with contextlib.suppress(UnsupportedError):  # a trace may tell more
+                sizes = 2 * examples, few, examples
+                return peak_on_more_examples(step, own, (few_step, resized(args, argnums, few)), sizes)
+        return peak_on_other_batch(step, own, twice)
     except AutoparError:
         return None  # a size that the step, or a constraint of its dimensions, does not admit
 

@@ -112,11 +112,12 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     request = context.request
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
-    untried = why_not_tried(context) if best is not None and not request.names_pipeline else ""
+    # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
+    untried = why_not_tried(context) if best is not None and request.admits_one_program else ""
     if untried:
         return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
-    if not request.names_pipeline and not thorough and not pipeline_may_pay(best, context.cluster):
+    if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]
     if best is not None and context.deadline.passed:
         why = f"no pipeline was searched for: {context.deadline.text}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
 from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_choice import StageChoice, choice_of
@@ -242,6 +243,9 @@ class PipelineEvaluator:
     def refine_one_stage(self, counts: Iterable[float]) -> None:
         """Decides the best pipeline of one stage again where it is as fast as the best of all: with other fractions of
         charged communication, and under data parallelism and ZeRO. Only the simulation tells which of them waits least.
+
+        In one micro-batch, what keeps all is a program without stages, of which those were weighed. Nothing is decided
+        again where no decisions fit.
         """
         one_stage = [candidate for (stages, _), (candidate, _) in self.best_of.items() if stages == 1]
         best_one_stage = min(one_stage, key=lambda candidate: candidate.rank(self.limit_bytes), default=None)
@@ -251,10 +255,16 @@ class PipelineEvaluator:
         if best_one_stage is not self.best and not is_best:
             return
         m, choice = best_one_stage.num_microbatches, best_one_stage.choice
+        if not best_one_stage.fits(self.limit_bytes):
+            with self.context.progress.pass_("least memory"):
+                needed_bytes = least_bytes(self.cuts[m], choice, self.cluster, self.deadline.solve_s())
+            if needed_bytes > self.limit_bytes:
+                return
         keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
-        for (name, binding), saving in itertools.product(
-            baseline_bindings(self.cluster), dict.fromkeys((choice, keeps_all))
-        ):
+        savings = dict.fromkeys((choice, keeps_all))
+        if m == 1 and self.context.weighed_one_program:
+            savings.pop(keeps_all)
+        for (name, binding), saving in itertools.product(baseline_bindings(self.cluster), savings):
             self.refined(m, saving, name, binding)
         for count in counts:
             terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)

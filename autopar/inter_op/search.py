@@ -11,35 +11,33 @@ from collections.abc import Iterator, Sequence
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, memory_shares
+from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts, on_part, orders, placements
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.layer_decisions import Decisions, layer_decisions
+from autopar.inter_op.layer_decisions import Decisions
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
+from autopar.inter_op.one_stage import least_in_turn_s
+from autopar.inter_op.option_tables import DecidedFor, tables
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import (
     finest,
     is_long,
-    meshes_inside,
     microbatch_numbers,
     schedules_of,
     sizes_for,
     stage_numbers,
     uneven_stages,
 )
-from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, undominated
 from autopar.inter_op.staged import default_chunks
-from autopar.inter_op.submeshes import part_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
-from autopar.passes.assign_layers import assign_layers
-from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, one_part_a_group, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import Effort
 from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
 
@@ -48,11 +46,6 @@ from autopar.solver import Schedule as SearchedSchedule
 OVERSTATED = 2.0
 _NUMBER = re.compile(r"\d+(?:,\d+)*")
 NEAR_THE_BEST = 1.15  # the error of the tables: answers up to this ratio to the best are built, unless the step is long
-
-
-# The key of decisions: mesh, operations and values, devices over which examples split, and, where saved values have a
-# price, the examples and the micro-batches in flight; then the part of the cluster.
-DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
 
 
 def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:
@@ -103,11 +96,6 @@ class _Search:
         check_parts(cluster, step)
         cuts = self.cuts(step)
         decided: dict[DecidedFor, Decisions] = {}
-        posed = self.problems(step, cuts, decided)
-        # One stage alone, plain gradient accumulation, is always built too.
-        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if step.parts == 1 and p.chunks == 1}
-        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
-        problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         builder = PipelineEvaluator(
             self.context,
             cuts,
@@ -115,6 +103,11 @@ class _Search:
                 split_scans(traced, num_stages, rules), microbatched.graph.num_microbatches
             ),
         )
+        posed = self.problems(step, cuts, decided) if self.several_may_pay(step, cuts, decided, builder) else []
+        # One stage alone, plain gradient accumulation, is always built too.
+        free_of = {(p.num_microbatches, p.schedule): (p, of) for p, of in posed if step.parts == 1 and p.chunks == 1}
+        one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
+        problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
         answers = builder.search(problems, of_problem, len(posed), within)
         if not self.context.deadline.passed:
@@ -138,6 +131,31 @@ class _Search:
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answers)}", is_note=True)
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+
+    def several_may_pay(
+        self,
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
+        decided: dict[DecidedFor, Decisions],
+        builder: PipelineEvaluator,
+    ) -> bool:
+        """Whether several stages may be faster than one. Where the whole batch is asked for as one micro-batch they
+        wait for one another; then one is built first, and is enough if it fits and sends little (`least_in_turn_s`).
+        On devices that share processors none waits in vain, for the others run faster then.
+        """
+        request, cluster = self.context.request, self.context.cluster
+        are_alike = not cluster.parts and cluster.device.shared_by == 1
+        in_turn = request.num_microbatches == 1 and request.admits_one_program and are_alike
+        wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
+        smaller = [size for size in self.sizes(cuts[1], True)[WHOLE] if size < cluster.num_devices] if in_turn else []
+        if not smaller or wants_others:
+            return True
+        self.one_stage_s(step, 1, cuts, decided, builder, self.context.limit_bytes)
+        builder.settle()
+        found = builder.best_built
+        if found is None or not found.fits(self.context.limit_bytes):
+            return True
+        return found.step_time_s > least_in_turn_s(found.staged, max(smaller))
 
     def microbatched(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
         return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
@@ -334,55 +352,6 @@ def _tried(builder: PipelineEvaluator, m: int, step_time_s: float) -> Tried:
 def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
     """The options of stages on this number of devices."""
     return tuple(o for o in options if o.mesh.num_devices == num_devices)
-
-
-def tables(
-    microbatched: MicrobatchedStep,
-    cluster: Cluster,
-    sizes: Sequence[int],
-    limit_bytes: int,
-    time_limit_s: float,
-    decided: dict[DecidedFor, Decisions],
-    *,
-    prices_saved: bool = True,
-    number: int = WHOLE,
-) -> tuple[PricedOption, ...]:
-    """The options of every submesh of these sizes, in the part of the cluster with this number. Adds new decisions to
-    `decided`.
-
-    `decided` holds the decisions for smaller micro-batches. They are reused, and only priced again, where operations
-    and values have the same numbers and connections, examples split over as many of the devices, and saved values have
-    no price that depends on the number of examples (`prices_saved`, which is off for long steps).
-    """
-    assignment = assign_layers(microbatched.graph, microbatched.layers)
-    folded = fold_layers(microbatched.graph, assignment, len(microbatched.layers))
-    wiring, remat = hash(wiring_of(folded.graph)), remat_ops(folded)
-    options: list[PricedOption] = []
-    at = cluster if number == WHOLE else cluster.parts[number]
-    room = limit_bytes * (1.0 if number == WHOLE else memory_shares(cluster)[number])
-    models = [cost_model(part, mesh) for part in (part_of(at, n) for n in sizes) for mesh in meshes_inside(part)]
-    examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
-    # Some boundary lies between hosts, and the slowest stage sets the pace.
-    link = at.between_hosts if at.num_domains > 1 else at.inside_host
-    for model in models:
-        mesh = model.links.mesh
-        stages = cluster.num_devices / mesh.num_devices
-        in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches) if prices_saved else 0
-        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight, number
-        if key not in decided:
-            # A stage on this mesh holds about its share of the layers.
-            room_bytes, equal = room * stages, microbatched.step.parts > 1
-            decided[key] = layer_decisions(folded, model, room_bytes, in_flight, equal, time_limit_s)
-        options += stage_options(folded, remat, microbatched.layers, model, link, decided[key])
-    return tuple(options)
-
-
-def wiring_of(graph: OpGraph) -> tuple:
-    """The operations and values of a graph by number, without sizes: the key of decisions that apply to it."""
-    return tuple(
-        (op.id, op.kind, op.section, op.primitive, tuple(a for a in op.inputs if isinstance(a, int)), op.outputs)
-        for op in graph.ops()
-    )
 
 
 def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:

@@ -51,9 +51,20 @@ def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
     if examples > 1:
         return traced_at(traced, smaller_avals(traced, examples))
     two, three = (traced_at(traced, smaller_avals(traced, n)) for n in (2, 3))
-    jaxpr = extrapolated(two.jaxpr, three.jaxpr, traced.name)
+    return step_on(1, two, three, (2, 3))
+
+
+def step_on(wanted: int, few: TracedStep, more: TracedStep, examples: tuple[int, int]) -> TracedStep:
+    """The step on a number of examples, from traces on two other numbers: `few`, then `more`; literals are those of
+    `few`. Raises: UnsupportedError where the sizes do not grow evenly.
+    """
+    jaxpr = extrapolated(few.jaxpr, more.jaxpr, more.name, (wanted, *examples))
+    in_avals = tuple(
+        jax.ShapeDtypeStruct(v.aval.shape, a.dtype, weak_type=a.weak_type)
+        for v, a in zip(jaxpr.invars, few.in_avals, strict=True)
+    )
     out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
-    return dataclasses.replace(two, jaxpr=jaxpr, in_avals=smaller_avals(traced, 1), out_avals=out_avals)
+    return dataclasses.replace(few, jaxpr=jaxpr, in_avals=in_avals, out_avals=out_avals)
 
 
 def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -118,11 +129,9 @@ class SmallerSteps:
             return None
         base = self._known[id(traced.jaxpr), few][1]
         try:
-            jaxpr = extrapolated(base.jaxpr, traced.jaxpr, traced.name, (examples, few, num_examples(traced)))
+            return step_on(examples, base, traced, (few, num_examples(traced)))
         except UnsupportedError:  # a trace is asked, which may tell more
             return None
-        out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
-        return dataclasses.replace(base, jaxpr=jaxpr, in_avals=smaller_avals(traced, examples), out_avals=out_avals)
 
     def confirm(self, traced: TracedStep, examples: int) -> bool:
         """Whether the step on so many examples is what a trace gives. Where it is not, all are traced from now on.

@@ -10,7 +10,7 @@ from typing import Protocol
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_s
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
@@ -106,6 +106,12 @@ class PlanningContext:
     @property
     def rejections(self) -> tuple[Rejection, ...]:
         return tuple(result for result in self.results if isinstance(result, Rejection))
+
+    @property
+    def weighed_one_program(self) -> bool:
+        """Whether the step was searched for as one program without stages, or is known to need too much memory so."""
+        refused = any(isinstance(rejection.error, MemoryLimitError) for rejection in self.rejections)
+        return refused or bool(self.candidates)
 
     @property
     def fastest_s(self) -> float:

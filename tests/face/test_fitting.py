@@ -14,7 +14,7 @@ from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest, unit_of
 from autopar.plan.report.fit_data import fit_data
-from autopar.step_views import peak_on_other_batch
+from autopar.step_views import peak_on_more_examples, peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None, show_progress=False)
@@ -141,6 +141,8 @@ def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
     own = autopar.parallelize(mlp_step, **options).plan(MLP_STATE, batch_of(examples))
     step = autopar.parallelize(mlp_step, **options)
     assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(examples))) == max(own.predicted.peak_bytes)
+    few = autopar.parallelize(mlp_step, **options), (MLP_STATE, batch_of(32))
+    assert peak_on_more_examples(step, args, few, (examples, 32, 64)) == max(own.predicted.peak_bytes)
     other = {name: jax.ShapeDtypeStruct((64, 2, leaf.shape[1]), leaf.dtype) for name, leaf in batch_of(64).items()}
     assert peak_on_other_batch(step, args, (MLP_STATE, other)) is None
 

@@ -17,7 +17,7 @@ from autopar.inter_op import decide_stages
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
-from autopar.inter_op.search import tables
+from autopar.inter_op.option_tables import tables
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights

@@ -1,0 +1,90 @@
+"""What is known of a step in one stage, and what is left out of a search for that."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.frontend.tracing import trace
+from autopar.hardware.cluster import Cluster
+from autopar.inter_op import search
+from autopar.inter_op.build_stages import build, cut_layers
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.ir.mesh import LogicalMesh
+from autopar.passes.split_scan import split_scans
+from autopar.sharding.rules import RuleBook
+from tests.small_steps import chain_step, slow_cluster
+
+ON = slow_cluster(4)
+ROW, GRID = LogicalMesh(axis_sizes=(4,)), LogicalMesh(axis_sizes=(2, 2))
+LIMITS = BuildLimits(limit_bytes=10**12, time_limit_s=10.0)
+
+
+def chain(layers=4, width=64, batch=4096):
+    examples = jax.ShapeDtypeStruct((batch, width), "float32")
+    return [jax.ShapeDtypeStruct((width, width), "float32")] * layers, {"x": examples, "y": examples}
+
+
+@pytest.fixture(scope="module")
+def step():
+    rules = RuleBook()
+    traced = trace(chain_step, chain(), names=("params", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(split_scans(traced, 1, rules), 1, rules)
+
+
+def one_stage(step, policy, mesh=ROW):
+    policies = (policy,) * len(step.layers)
+    return StageChoice(schedule="1f1b", chunks=1, first_layers=(0,), group_meshes=(mesh,), policies=policies)
+
+
+@pytest.mark.parametrize("policy", ["nothing", "input"])
+def test_no_decisions_need_less_than_the_least_memory(step, policy):
+    least = least_bytes(step, one_stage(step, policy), ON, 10.0)
+    built = [build(step, one_stage(step, policy, mesh), ON, LIMITS).peak_bytes[0] for mesh in (ROW, GRID)]
+    assert 0.5 * min(built) < least <= min(built)
+
+
+def test_several_stages_run_their_forward_passes_one_after_another(step):
+    staged = build(step, one_stage(step, "nothing"), ON, LIMITS)
+    shared_s, of_two_s, of_one_s = (least_in_turn_s(staged, most) for most in (4, 2, 1))
+    forward_s = of_two_s - shared_s
+    assert shared_s / 4 < forward_s < shared_s / 2
+    assert of_one_s == pytest.approx(shared_s + 3 * forward_s)
+    assert shared_s <= staged.step_time_s
+
+
+def wide_step(params, batch):
+    """Layers that save much more than they read."""
+
+    def loss(params):
+        x = batch["x"]
+        for w in params:
+            x = x + jnp.tanh(x @ w["in"]) @ w["out"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def planned(**options):
+    width, examples = 512, jax.ShapeDtypeStruct((131_072, 512), "float32")
+    shapes = {"in": (width, 8 * width), "out": (8 * width, width)}
+    params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}] * 4
+    on = Cluster.preset("dgx-h100").submesh(1, 4)
+    step = autopar.parallelize(wide_step, cluster=on, cache_dir=None, show_progress=False, **options)
+    return step.plan(params, {"x": examples, "y": examples})
+
+
+def test_in_one_micro_batch_one_stage_that_sends_little_is_enough(monkeypatch):
+    whole = planned(num_microbatches=1)
+    limit_bytes = int(0.8 * max(whole.predicted.peak_bytes))
+    options = {"num_microbatches": 1, "memory_limit_bytes": limit_bytes}
+    with monkeypatch.context() as patched:
+        patched.setattr(search._Search, "several_may_pay", lambda *_: True)
+        searched = planned(**options)
+    monkeypatch.setattr(search._Search, "problems", lambda *_: pytest.fail("several stages were searched for"))
+    found = planned(**options)
+    assert [len(plan.record.pipeline.stages) for plan in (searched, found)] == [1, 1]
+    assert found.predicted.step_time_s <= searched.predicted.step_time_s * (1 + 1e-9)
