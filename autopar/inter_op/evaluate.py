@@ -297,9 +297,7 @@ class PipelineEvaluator:
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
     ) -> PipelineEstimate | None:
-        """Evaluates another choice, before the deadline, and remembers in short what it came to; None where there is
-        none in time.
-        """
+        """Evaluates another choice, before the deadline, and remembers what it came to; None: no solution in time."""
         if self.deadline.passed:
             return None
         fits = self.best is not None and self.best.fits(self.limit_bytes)
