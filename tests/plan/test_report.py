@@ -91,7 +91,9 @@ def test_a_page_is_well_formed_and_loads_nothing(record, tmp_path):
 def test_a_page_has_every_panel():
     parsed = checked(page.page_of(pipeline()))
     assert {"time", "cluster", "modules", "arguments", "memory", "steps", "candidates"} <= set(parsed.ids())
-    assert "2 stages of 4 devices; inside each, the batch and the state split over 4." in parsed.text_in("p")
+    opening = "2 stages of 4 devices, 8 micro-batches in schedule 1f1b"
+    sentence = f"{opening}; inside each, the batch and the state split over 4."
+    assert sentence in parsed.text_in("p")
 
 
 def test_names_of_the_program_are_text():
