@@ -190,7 +190,8 @@ def _splits(record: PlanRecord, stage: int) -> str:
     if SHARDED in ways:
         held = _held_of_state(record, stage)
         if held > math.prod(ways.values()) ** -1 * ABOUT:
-            return splits_text(sizes, roles, f"the state in part ({held:.1%} of it a device)")
+            part = f"{held:.0%}" if held >= 0.1 else f"{held:.1%}"
+            return splits_text(sizes, roles, f"the state in part ({part} of it a device)")
     return splits_text(sizes, roles)
 
 
