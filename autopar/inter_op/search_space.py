@@ -24,6 +24,7 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
+MOST_ODD = 9  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
@@ -129,9 +130,10 @@ def schedules_of(request: PlanRequest) -> tuple[str, ...]:
 
 
 def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> list[int]:
-    """Powers of two inside a host, then whole hosts by powers of two, and all devices. Sizes that would need more
-    stages than there are layers are left out, except where devices would be left over. If this would cut many hosts
-    into small parts, each size divides the next larger one instead.
+    """Powers of two inside a host, then whole hosts by powers of two, and all devices; where a small odd number divides
+    the hosts, that number of hosts by powers of two as well, as data parallelism over 48 devices needs it. Sizes that
+    would need more stages than there are layers are left out, except where devices would be left over. If this would
+    cut many hosts into small parts, each size divides the next larger one instead.
     """
     n, total = cluster.domain_devices, cluster.num_devices
     if request.num_stages is not None:
@@ -153,7 +155,9 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
             break
         enough.insert(0, size)
     if total // enough[0] <= MOST_PARTS:
-        return enough
+        odd = next((d for d in divisors(cluster.num_domains) if d % 2 and 1 < d <= MOST_ODD), 0)
+        of_odd = [n * d for d in divisors(cluster.num_domains) if odd and _odd(d) == odd]
+        return sorted({*enough, *(size for size in of_odd if size * num_layers >= total)})
     chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_domains))]
     return sorted({size for size in chain if size * num_layers >= total})
 

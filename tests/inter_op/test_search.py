@@ -230,6 +230,9 @@ def test_what_cannot_be_is_refused(recipe, kind, names):
         (7, 3, [8, 16, 32, 56]),  # 56 is no multiple of 32 or 16
         (315, 107, [24, 72, 360, 2520]),  # 2,520 is no multiple of 32 or 16, and too many parts of 8
         (8, 16, [4, 8, 16, 32, 64]),
+        (6, 100, [1, 2, 4, 8, 16, 24, 32, 48]),  # three hosts hold half of the layers
+        (96, 84, [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768]),
+        (22, 100, [2, 4, 8, 16, 32, 64, 128, 176]),  # eleven hosts are no size by themselves
     ],
 )
 def test_stages_may_have_sizes_that_cover_all_devices(hosts, num_layers, sizes):
