@@ -281,7 +281,7 @@ class PipelineEvaluator:
             begun = min(own, key=lambda found: found.rank(self.limit_bytes), default=None)
             if begun is None or self.best is None or begun.step_time_s > WALKED_WITHIN * self.best.step_time_s:
                 continue
-            for step in (-1, 1):
+            for step in (-1, 1) if begun.fits(self.limit_bytes) else (1,):
                 at, position = begun, numbers.index(begun.num_microbatches) + step
                 while 0 <= position < len(numbers):
                     microbatched = cut(numbers[position])

@@ -24,7 +24,7 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
-MOST_ODD = 9  # the largest odd number of hosts of which, and of powers of two of it, stages are made
+MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 

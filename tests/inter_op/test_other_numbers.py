@@ -55,6 +55,10 @@ def test_what_does_not_fit_ends_the_walk():
     assert walked({"ZeRO-3": {8: 3.8, 4: -3.5, 16: 4.1}}) == [("ZeRO-3", 8), ("ZeRO-3", 4)]
 
 
+def test_what_does_not_fit_is_tried_in_more_micro_batches_only():
+    assert walked({"ZeRO-3": {8: -3.5, 16: -4.1, 32: 4.15}}) == [("ZeRO-3", 32)]
+
+
 def test_what_is_far_from_the_best_is_left():
     assert walked({"ZeRO-3": {8: 1.0, 16: 4.0}}, best_s=3.0) == []
 
