@@ -88,8 +88,19 @@ THRESHOLDS = [
         ),
     ),
     *_of(
-        "intra_op.spmd_search",
+        "intra_op.mesh_choice",
         ("GAIN_OF_AN_AXIS", "gain of a second mesh axis from which three are tried", "planning time"),
+    ),
+    *_of(
+        "intra_op.overlapped_axes",
+        (
+            "LEAST_GAIN",
+            "part of a program's time that products in pieces must gain",
+            "what the model of pieces errs by; time to compile them",
+        ),
+    ),
+    *_of(
+        "intra_op.spmd_search",
         ("MEMORY_ROUNDS", "prices of a byte that are tried until a plan fits", PRICES),
         ("FIRST_PRICE", "the first of these prices, as a part of step time / peak", PRICES),
         ("PRICE_RISE", "factor from one price to the next", PRICES),
@@ -161,6 +172,14 @@ THRESHOLDS = [
         ("MOST_PARTS", "parts of the devices in the search over stages", "planning time"),
         ("MOST_ODD", "odd numbers of hosts that stages may have", "3 for Megatron's 48 copies of a model"),
         ("FINEST_PARTS", "parts in which a scan over layers is priced", "deepest published models"),
+    ),
+    *_of(
+        "inter_op.microbatch_walk",
+        (
+            "APART",
+            "least factor between numbers of micro-batches for stages",
+            "planning time: a table is made for each",
+        ),
     ),
     *_of(
         "inter_op.evaluate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
@@ -13,6 +13,7 @@ from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
+from autopar.inter_op.stage_answers import in_turn
 from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.baselines import baseline_bindings
@@ -336,6 +337,12 @@ class PipelineEvaluator:
             self.kept = [near for near in self.kept if near.fits(self.limit_bytes) and near.step_time_s <= longest_s]
 
     @property
+    def best_of_several_stages(self) -> PipelineCandidate | PipelineEstimate | None:
+        """The fastest of those that fit."""
+        several = (c for (stages, _), (c, _) in self.best_of.items() if stages > 1 and c.fits(self.limit_bytes))
+        return min(several, key=lambda candidate: candidate.step_time_s, default=None)
+
+    @property
     def longest_s(self) -> float:
         """The longest step time within the tolerance."""
         best_s = self.best.step_time_s if self.best is not None and self.best.fits(self.limit_bytes) else math.inf
@@ -385,15 +392,3 @@ class PipelineEvaluator:
         others = sorted((kept for kept in self.kept if kept is not best), key=lambda kept: kept.step_time_s)
         candidates = (dataclasses.replace(candidate, weighed=tuple(self.weighed)) for candidate in (best, *others))
         return (*candidates, *self.not_built)
-
-
-def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
-    """The numbers of plans given as (kind, seconds, number): the fastest of each kind, fastest first, then each second,
-    and so on.
-    """
-    turn: dict[Hashable, int] = {}
-    by_turn: list[tuple[int, int]] = []
-    for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
-        turn[kind] = turn.get(kind, -1) + 1
-        by_turn.append((turn[kind], number))
-    return [number for _, number in sorted(by_turn, key=lambda entry: entry[0])]

@@ -1,10 +1,13 @@
-"""In which numbers of micro-batches one stage is tried next, by what it came to in others."""
+"""In which numbers of micro-batches one stage, or several, are tried next, by what they came to in others."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+# Numbers of micro-batches for several stages differ by this factor at least: a table is made for each.
+APART = 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +66,23 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
     of_other = alike[other]
     assert of_other is not None, "it was built"
     return peak_bytes + (of_other - peak_bytes) * (1 / m - 1 / best) / (1 / other - 1 / best)
+
+
+def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
+    """The numbers in which several stages are tried next: those midway between the fastest so far and the next ones on
+    either side, by their ratio; where there are none below, half of it.
+
+    Args:
+        numbers: All that the batch admits, in rising order.
+        tried: Those tried; the largest of them is the most that is searched.
+        best: The fastest of them.
+    """
+    below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
+    found = []
+    if below is None:
+        found += [m for m in numbers if 2 * m <= best][-1:]
+    for low, high in ((below, best), (best, above)):
+        if low is not None and high is not None:
+            between = [m for m in numbers if APART * low <= m <= high / APART]
+            found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
@@ -16,7 +15,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts, on_part, orders, placements
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.layer_decisions import Decisions
-from autopar.inter_op.microbatch_walk import Tried, next_numbers
+from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers
 from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.option_tables import DecidedFor, tables
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
@@ -29,6 +28,7 @@ from autopar.inter_op.search_space import (
     stage_numbers,
     uneven_stages,
 )
+from autopar.inter_op.stage_answers import why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption, undominated
 from autopar.inter_op.staged import default_chunks
 from autopar.ir.graph import OpGraph
@@ -38,13 +38,12 @@ from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, one_part_a_group, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.solver import NoStages, StagePlan, StageProblem
 from autopar.solver import Schedule as SearchedSchedule
+from autopar.solver import StagePlan, StageProblem
 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
 OVERSTATED = 2.0
-_NUMBER = re.compile(r"\d+(?:,\d+)*")
 NEAR_THE_BEST = 1.15  # the error of the tables: answers up to this ratio to the best are built, unless the step is long
 
 
@@ -109,9 +108,13 @@ class _Search:
         one_stage = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
         problems, of_problem = [p for p, _ in posed + one_stage], [of for _, of in posed + one_stage]
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
-        answers = builder.search(problems, of_problem, len(posed), within)
+        answers = list(builder.search(problems, of_problem, len(posed), within))
+        requested = self.context.request.num_microbatches
+        if requested is None:
+            for more in self.stages_in_other_numbers(step, cuts, decided, builder):
+                answers += builder.search([p for p, _ in more], [of for _, of in more], len(more), within)
+                problems, of_problem = [*problems, *(p for p, _ in more)], [*of_problem, *(of for _, of in more)]
         if not self.context.deadline.passed:
-            requested = self.context.request.num_microbatches
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
                 self.one_stage_s(step, requested, cuts, decided, builder, limit_bytes)
@@ -199,6 +202,30 @@ class _Search:
                 return None  # as in `cuts`
         return cuts[m]
 
+    def stages_in_other_numbers(
+        self,
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
+        decided: dict[DecidedFor, Decisions],
+        builder: PipelineEvaluator,
+    ) -> Iterator[list[_Posed]]:
+        """The problems of several stages in numbers of micro-batches beside the fastest (`next_for_stages`), one number
+        at a time, on submeshes of about the sizes of its stages. Adds to the dictionaries.
+        """
+        numbers, tried = divisors(num_examples(self.context.traced)), set(cuts)
+        while not self.context.deadline.passed:
+            best = builder.best_of_several_stages
+            if best is None or builder.best is None or best.step_time_s > NEAR_THE_BEST * builder.best.step_time_s:
+                return
+            untried = [m for m in next_for_stages(numbers, tried, best.num_microbatches) if m not in tried]
+            if not untried:
+                return
+            tried.add(untried[0])
+            if self.cut_in(step, untried[0], cuts) is not None:
+                sizes = [mesh.num_devices for mesh in best.choice.group_meshes]
+                near = min(sizes, key=lambda size: (-sizes.count(size), size))
+                yield self.problems(step, {untried[0]: cuts[untried[0]]}, decided, (near // 2, 2 * near))
+
     def one_stage_in_other_numbers(
         self,
         step: SplitStep,
@@ -255,18 +282,28 @@ class _Search:
         return math.inf
 
     def problems(
-        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], decided: dict[DecidedFor, Decisions]
+        self,
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
+        decided: dict[DecidedFor, Decisions],
+        sizes_between: tuple[float, float] = (0, math.inf),
     ) -> list[_Posed]:
-        """The problems for each number of micro-batches, each schedule and, for scans, each number of stages."""
+        """The problems for each number of micro-batches, each schedule and, for scans, each number of stages, on
+        submeshes of these sizes.
+        """
         posed: list[_Posed] = []
         long = is_long(self.context.traced)
         equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
         for m, step_of_m in cuts.items():
             numbers = equal or (None,)
             with self.context.progress.pass_("layer costs"):
-                priced = self.priced(step_of_m, self.sizes(step_of_m, m == min(cuts)), decided)
+                sizes = self.sizes(step_of_m, m == min(cuts))
+                least, most = sizes_between
+                priced = self.priced(
+                    step_of_m, {n: [s for s in of if least <= s <= most] for n, of in sizes.items()}, decided
+                )
                 if long:  # options dominated in small micro-batches are not priced for large ones
-                    better = {(o.mesh, o.part, o.terms) for o in priced}
+                    better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
                     for key, of in decided.items():
                         decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
             for name in schedules_of(self.context.request):
@@ -352,14 +389,3 @@ def _tried(builder: PipelineEvaluator, m: int, step_time_s: float) -> Tried:
 def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
     """The options of stages on this number of devices."""
     return tuple(o for o in options if o.mesh.num_devices == num_devices)
-
-
-def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
-    """The reasons of the problems that have no plan."""
-    reasons: dict[str, tuple[list[int], str]] = {}
-    for answer in answers:
-        if isinstance(answer, NoStages):  # of reasons that differ in numbers alone that with the smallest
-            numbers = [int(n.replace(",", "")) for n in _NUMBER.findall(answer.reason)]
-            kind = _NUMBER.sub("", answer.reason)
-            reasons[kind] = min(reasons.get(kind, (numbers, answer.reason)), (numbers, answer.reason))
-    return "; ".join(reason for _, reason in reasons.values()) or "no pipeline was near the plan without stages"

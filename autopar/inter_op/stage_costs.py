@@ -21,12 +21,12 @@ from autopar.hardware.cluster_parts import WHOLE
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
+from autopar.intra_op.overlapped_axes import with_overlapped_axes
+from autopar.intra_op.spmd_candidate import timed_sharding
 from autopar.ir.graph import OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import HOST
-from autopar.lowering.decisions import ShardingPlan
-from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -34,13 +34,13 @@ from autopar.lowering.instructions import (
     Instruction,
     Key,
     Loop,
+    LoweredBlock,
     Move,
     Split,
     Stack,
     host_copies_in,
     section_of,
 )
-from autopar.lowering.lower import lower
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, recomputed_ops
@@ -113,7 +113,10 @@ def stage_options(
     options: list[PricedOption] = []
     costs = NodeCosts(folded.graph, model)
     for decided in decisions:
-        rows = _Pricing(folded, remat, model, decided.sharding, costs).run()
+        found = timed_sharding(folded.graph, model, decided.sharding, costs)
+        found = with_overlapped_axes(folded.graph, model, found)
+        terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
+        rows = _Pricing(folded, remat, model, found.lowered, costs).run()
         table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
         options += [
             PricedOption(
@@ -121,7 +124,7 @@ def stage_options(
                 mesh=model.links.mesh,
                 given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
                 policy=policy.value,
-                terms=decided.terms,
+                terms=terms,
                 over_limit=decided.over_limit,
             )
             for policy in Recompute
@@ -169,10 +172,10 @@ class _Pricing:
     """The costs of the layers of a folded graph under decisions."""
 
     def __init__(
-        self, folded: FoldedGraph, remat: RematOps, model: CostModel, sharding: ShardingPlan, costs: NodeCosts
+        self, folded: FoldedGraph, remat: RematOps, model: CostModel, lowered: LoweredBlock, costs: NodeCosts
     ) -> None:
         self.folded, self.graph, self.model, self.remat = folded, folded.graph, model, remat
-        self.lowered = with_host_copies(self.graph, lower(self.graph, sharding, model.links), sharding)
+        self.lowered = lowered
         self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
         self.compute_s = compute_times_s(self.graph, self.lowered, model, self.costs)

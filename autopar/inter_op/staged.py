@@ -219,7 +219,8 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
             got=f"{solution.status.value} after {solution.wall_s:.1f} s",
             hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else NO_SOLUTION,
         )
-    return problem.decode(solution)
+    sharding = problem.decode(solution)
+    return dataclasses.replace(sharding, overlapped_axes=sharding.overlapped_axes or terms.overlapped_axes)
 
 
 def planned_stage(

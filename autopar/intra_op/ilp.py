@@ -47,12 +47,14 @@ RELATIVE_GAP = 5e-6
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveWeights:
     """The weights of an objective: the price of a byte of state, and the charged fraction of communication that
-    computation can hide. The price also applies to values saved by `in_flight` micro-batches.
+    computation can hide. The price also applies to values saved by `in_flight` micro-batches. What is decided under
+    them has products in pieces over the `overlapped_axes`.
     """
 
     s_per_byte: float
     exposed_fraction: float
     in_flight: int = 0
+    overlapped_axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

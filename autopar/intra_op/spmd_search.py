@@ -10,12 +10,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.common.units import text_of_s
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
+from autopar.intra_op.mesh_choice import (
+    GAIN_OF_AN_AXIS,
+    SOURCE,
+    extra_s_of,
+    longest_s,
+    not_tried,
+    slower,
+    worth_trying,
+)
+from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure
 from autopar.intra_op.spmd_candidate import (
@@ -28,15 +37,12 @@ from autopar.intra_op.spmd_candidate import (
 from autopar.intra_op.symmetry import SMALL, whole_nodes
 from autopar.intra_op.unfold import unfold
 from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import LogicalMesh
 from autopar.passes.fold_step import ONE_EACH, FoldedStep
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import NEARLY_EQUAL, Effort
+from autopar.plan.options import Effort
 from autopar.sharding.pins import PinsOnMesh
 from autopar.solver import Solution, Status
 
-SOURCE = "logical meshes"
-GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
 # Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
 # peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
 MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
@@ -87,60 +93,6 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         context = context.after([outcome])
 
 
-def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
-    return Rejection(source=SOURCE, text=f"mesh {mesh}", why=f"not tried: {why}", axis_sizes=mesh.axis_sizes)
-
-
-def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
-    """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
-
-    The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
-    """
-    num_axes = len(mesh.axis_sizes)
-    if num_axes < 3 or context.request.effort is Effort.THOROUGH:
-        return True
-    times_s: dict[int, float] = {}
-    for outcome in context.results:
-        if isinstance(outcome, SpmdCandidate) and outcome.peak_bytes <= context.limit_bytes:
-            axes, time_s = len(outcome.model.links.mesh.axis_sizes), outcome.step_time_s
-        elif isinstance(outcome, Rejection) and outcome.least_s is not None:
-            axes, time_s = len(outcome.axis_sizes), outcome.least_s
-        else:
-            continue
-        times_s[axes] = min(times_s.get(axes, math.inf), time_s)
-    one_axis_less_s, most_axes_s = times_s.get(num_axes - 2, math.inf), times_s.get(num_axes - 1, math.inf)
-    return (
-        math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - GAIN_OF_AN_AXIS)
-    )
-
-
-def fastest_fitting(context: PlanningContext) -> SpmdCandidate | None:
-    """The fastest program so far that fits."""
-    fitting = (c for c in context.candidates if isinstance(c, SpmdCandidate) and c.peak_bytes <= context.limit_bytes)
-    return min(fitting, key=lambda c: c.step_time_s, default=None)
-
-
-def longest_s(context: PlanningContext, num_axes: int) -> float:
-    """Step time from which on a program on so many mesh axes is neither the plan nor wanted beside it: of nearly equal
-    ones that on the fewest axes is taken. Infinite as long as none fits.
-    """
-    best = fastest_fitting(context)
-    if best is None:
-        return math.inf
-    if context.keep_tolerance > 1:
-        return best.step_time_s * max(1 + NEARLY_EQUAL, context.keep_tolerance)
-    has_more_axes = num_axes > len(best.sharding.mesh.axis_sizes)
-    return best.step_time_s / (1 + NEARLY_EQUAL) if has_more_axes else best.step_time_s * (1 + NEARLY_EQUAL)
-
-
-def _extra_s(context: PlanningContext) -> float:
-    """What the objective has beyond the step's time (the batch read in, layouts that two readers share), taken to be on
-    every mesh what it is for the fastest program that fits.
-    """
-    best = fastest_fitting(context)
-    return max(0.0, best.sharding.report.objective_s - best.step_time_s) if best is not None else 0.0
-
-
 def search_mesh(
     context: PlanningContext,
     model: CostModel,
@@ -167,7 +119,7 @@ def search_mesh(
     until_s = time.perf_counter() + time_limit_s
     mesh = model.links.mesh
     intra_op, step = _problem(context, model, pins, folds=folds)
-    slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), _extra_s(context)
+    slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), extra_s_of(context)
     # Without overlap the objective is nearly the step's time, and its bound one of that.
     is_time = not model.overlap.kinds
     free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
@@ -186,36 +138,18 @@ def search_mesh(
         until_s=until_s,
     )
     if is_time and free.bound - extra_s >= slow_s:
-        return _slower(context, model, free.bound - extra_s)
+        return slower(context, model, free.bound - extra_s)
     fastest = search.fastest(slow_s)
     if isinstance(fastest, float):
-        return _slower(context, model, fastest)
+        return slower(context, model, fastest)
     found, exposure = fastest
+    found = search.in_pieces(found)
     if found.ran.end_s >= slow_s:
-        return _slower(context, model, found.ran.end_s, found.ran.end_s)
+        return slower(context, model, found.ran.end_s, found.ran.end_s)
     best = search.candidate(found)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, exposure)
-
-
-def _slower(context: PlanningContext, model: CostModel, least_s: float, step_time_s: float | None = None) -> Rejection:
-    """Of what takes longer than a candidate that fits, before its memory is computed, or its time (None)."""
-    extra_s = least_s - context.fastest_s
-    if extra_s <= 0:
-        why = f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes"
-    elif step_time_s is None:
-        why = f"a bound says that it is slower by about {text_of_s(extra_s)} or more"
-    else:
-        why = f"slower by {text_of_s(extra_s)}"
-    return Rejection(
-        source=SOURCE,
-        text=f"mesh {model.links.mesh}",
-        why=why,
-        axis_sizes=model.links.mesh.axis_sizes,
-        step_time_s=step_time_s,
-        least_s=least_s,
-    )
 
 
 def _problem(
@@ -337,6 +271,12 @@ class _MeshSearch:
             sharding = unfold(sharding, self.context.views.partials, self.context.graph, self.step)
         return timed_sharding(self.context.graph, self.intra_op.model, sharding, self.costs)
 
+    def in_pieces(self, found: TimedSharding) -> TimedSharding:
+        """The same with products in pieces where that is faster; a recipe says itself where they are."""
+        if self.context.request.binding is not None:
+            return found
+        return with_overlapped_axes(self.context.graph, self.intra_op.model, found)
+
     def candidate(self, found: TimedSharding) -> SpmdCandidate:
         """The candidate of a timed sharding, with its memory."""
         return dataclasses.replace(with_memory(self.context.graph, self.intra_op.model, found), pins=self.pins)
@@ -379,7 +319,7 @@ class _MeshSearch:
             choice = tuple(solution.choice)
             if choice in fitted:
                 return fitted[choice]
-            candidate = self.candidate(self.timed(self.at_full_cost(solution)))
+            candidate = self.candidate(self.in_pieces(self.timed(self.at_full_cost(solution))))
             fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.inter_op.microbatch_walk import Tried, largest_peak_bytes, next_numbers
+from autopar.inter_op.microbatch_walk import APART, Tried, largest_peak_bytes, next_for_stages, next_numbers
 
 NUMBERS = [1, 2, 4, 8, 16, 32, 64]
 KEEPS = ("nothing",) * 2
@@ -59,3 +59,25 @@ def test_the_fewest_that_fit_are_found_where_fewer_are_faster(stays, grows, limi
     best = min(tried, key=lambda m: tried[m].step_time_s)
     assert best == min(m for m in NUMBERS if peak[m] <= limit)
     assert count <= 4
+
+
+BATCH_1152 = [1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 144, 192, 288, 384, 576, 1152]
+
+
+def test_between_numbers_for_stages_the_middle_is_tried():
+    assert next_for_stages(BATCH_1152, {64, 288}, 288) == [144]  # 136 is in the middle; more than 288 are not searched
+    assert next_for_stages(BATCH_1152, {64, 144, 288}, 144) == [96]  # 144 to 288 are near enough
+
+
+def test_below_the_smallest_number_for_stages_half_is_tried():
+    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [32, 144]
+    assert next_for_stages([1, 3, 9], {1}, 1) == []
+
+
+@given(st.sets(st.integers(1, 500), min_size=1), st.data())
+def test_what_is_tried_for_stages_is_new_and_apart_from_all(numbers, data):
+    tried = data.draw(st.sets(st.sampled_from(sorted(numbers)), min_size=1))
+    best = data.draw(st.sampled_from(sorted(tried)))
+    for m in next_for_stages(sorted(numbers), tried, best):
+        assert m < max(tried) or m < best
+        assert all(max(m, n) >= APART * min(m, n) for n in tried)

@@ -1,0 +1,91 @@
+"""Which products of a program run in pieces, by the search: the fastest of all ways on the clock."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import Cluster, recipes
+from autopar.common.progress import Progress
+from autopar.compiler.planner import planning_context
+from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.frontend.tracing import trace
+from autopar.intra_op.overlapped_axes import LEAST_GAIN, with_overlapped_axes
+from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
+from autopar.intra_op.spmd_search import search_mesh
+from autopar.ir.mesh import LogicalMesh
+from autopar.plan.options import PlanRequest
+from tests.sections import BOOK
+
+WIDTH, HIDDEN = 2048, 8192
+
+
+def step(state, batch):
+    def loss(p):
+        x = batch["x"]
+        x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+        return ((x - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def context_on(cluster, request=None, examples=8):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    arguments = {"up": of(WIDTH, HIDDEN), "down": of(HIDDEN, WIDTH)}, {n: of(examples, 2048, WIDTH) for n in "xy"}
+    traced = trace(step, arguments, names=("state", "batch"), donate=(0,), batch=(1,))
+    return planning_context(traced, cluster, request or PlanRequest(), BOOK, Progress("", show=False))
+
+
+def under_sequence_parallelism(cluster):
+    """The program of Megatron's sequence parallelism on one axis: what it gathers, it gathers whole."""
+    context = context_on(cluster, recipes.sequence_parallel("megatron").request)
+    mesh, _ = context.request.binding.on(cluster.num_devices)
+    model = cost_model(cluster, mesh)
+    found = search_mesh(context, model, time_limit_s=60.0)
+    costs = NodeCosts(context.graph, model)
+    timed = timed_sharding(context.graph, model, found.sharding, costs)
+    return (
+        context.graph,
+        model,
+        TimedSharding(sharding=timed.sharding, lowered=timed.lowered, ran=timed.ran, costs=costs),
+    )
+
+
+def test_the_fastest_axes_are_taken():
+    graph, model, whole = under_sequence_parallelism(Cluster.preset("tpu-v5e", topology="2x4"))
+    axes = range(len(model.links.mesh.axis_sizes))
+    every = [(), *((a,) for a in axes), tuple(axes)]
+    times_s = {
+        each: timed_sharding(
+            graph, model, dataclasses.replace(whole.sharding, overlapped_axes=each), whole.costs
+        ).ran.end_s
+        for each in every
+    }
+    found = with_overlapped_axes(graph, model, whole)
+    assert found.sharding.overlapped_axes
+    assert found.ran.end_s == min(times_s.values()) < (1 - LEAST_GAIN) * times_s[()]
+
+
+def test_axes_that_a_recipe_has_set_stay():
+    graph, model, whole = under_sequence_parallelism(Cluster.preset("tpu-v5e", topology="2x4"))
+    sharding = dataclasses.replace(whole.sharding, overlapped_axes=(0,))
+    set_before = timed_sharding(graph, model, sharding, whole.costs)
+    assert with_overlapped_axes(graph, model, set_before) is set_before
+
+
+@pytest.mark.parametrize("cluster", [Cluster.flat(8), Cluster.preset("dgx-h100")], ids=["no overlap", "dear pieces"])
+def test_where_pieces_gain_nothing_all_is_gathered_whole(cluster):
+    graph, model, whole = under_sequence_parallelism(cluster)
+    assert with_overlapped_axes(graph, model, whole) is whole
+
+
+def test_the_search_takes_them_where_one_example_leaves_sequences_alone():
+    """One example of 2,048 positions on 8 TPUs: its plan without pieces takes longer."""
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    context = context_on(cluster, examples=1)
+    found = search_mesh(context, cost_model(cluster, LogicalMesh(axis_sizes=(8,))), time_limit_s=60.0)
+    whole = timed_sharding(context.graph, found.model, dataclasses.replace(found.sharding, overlapped_axes=()))
+    assert found.sharding.overlapped_axes == (0,)
+    assert found.ran.end_s < (1 - LEAST_GAIN) * whole.ran.end_s
