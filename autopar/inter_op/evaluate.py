@@ -74,18 +74,19 @@ class PipelineEvaluator:
         of_problem: Sequence[tuple[int, tuple[PricedOption, ...]]],
         first_alone: int,
         within: float,
+        under_s: float = math.inf,
     ) -> Sequence[StagePlan | NoStages]:
         """Solves the problems and builds the best answers; the problems from `first_alone` on have one fixed number of
         stages. Where the fastest pipeline exceeds the memory, all problems are solved again, with a lower limit for the
         schedules that exceeded it. `of_problem` holds the number of micro-batches and the options of each problem.
-        Returns the answers under the limit itself.
+        Returns the answers under the limit itself, of several stages those that take less than `under_s`.
         """
         first_answers: Sequence[StagePlan | NoStages] = ()
         searched = list(problems)
         for tightened in range(1 + TIGHTENED):
             with self.context.progress.pass_("stages"):
                 several, alone = searched[:first_alone], searched[first_alone:]
-                answers = [*best_stages(several, within), *best_stages(alone, 1.0)]
+                answers = [*best_stages(several, within, under_s), *best_stages(alone, 1.0)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}

@@ -20,6 +20,7 @@ from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.option_tables import DecidedFor, tables
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import (
+    chunk_numbers,
     finest,
     is_long,
     microbatch_numbers,
@@ -30,7 +31,6 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.stage_answers import why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption, undominated
-from autopar.inter_op.staged import default_chunks
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -112,7 +112,8 @@ class _Search:
         requested = self.context.request.num_microbatches
         if requested is None:
             for more in self.stages_in_other_numbers(step, cuts, decided, builder):
-                answers += builder.search([p for p, _ in more], [of for _, of in more], len(more), within)
+                under_s = within * builder.longest_s
+                answers += builder.search([p for p, _ in more], [of for _, of in more], len(more), within, under_s)
                 problems, of_problem = [*problems, *(p for p, _ in more)], [*of_problem, *(of for _, of in more)]
         if not self.context.deadline.passed:
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
@@ -346,17 +347,17 @@ class _Search:
         priced: tuple[PricedOption, ...],
         numbers: Sequence[int | None],
     ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
-        """The problems of one schedule, one for each number of stages; None: any number."""
+        """The problems of one schedule, one for each number of chunks of a group, and of stages; None: any number."""
         request, cluster = self.context.request, self.context.cluster
-        chunks = request.chunks or default_chunks(name)
-        if step.parts > 1 and chunks > 1:
+        chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
+        if step.parts > 1 and chunks_of_group[0] > 1:
             if request.schedule is not None or request.chunks is not None:
-                raise one_part_a_group(step, name, chunks)
+                raise one_part_a_group(step, name, chunks_of_group[0])
             return []
-        if cluster.parts and chunks > 1:
+        if cluster.parts and chunks_of_group[0] > 1:
             return []  # all chunks have one option: none lies on two kinds of devices
         problems = []
-        for num_stages, order in itertools.product(numbers, orders(cluster)):
+        for num_stages, chunks, order in itertools.product(numbers, chunks_of_group, orders(cluster)):
             options = priced if step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
             if step.parts > 1 and not options:
                 continue  # more devices than examples

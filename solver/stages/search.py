@@ -40,8 +40,10 @@ def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
     return best_stages((problem,))[0]
 
 
-def best_stages(problems: Sequence[StageProblem], within: float = 1.0) -> tuple[StagePlan | NoStages, ...]:
-    """An answer for each problem; the best of them is proven the least over all.
+def best_stages(
+    problems: Sequence[StageProblem], within: float = 1.0, under_s: float = math.inf
+) -> tuple[StagePlan | NoStages, ...]:
+    """An answer for each problem; the best of them is proven the least over all, if it takes less than `under_s`.
 
     A problem whose plans all take more than `within` times the best so far is not searched through: its answer is the
     best plan seen on the way, or NoStages, with the bound proven. Problems should share their options' arrays where
@@ -53,7 +55,7 @@ def best_stages(problems: Sequence[StageProblem], within: float = 1.0) -> tuple[
         validate(problem)
     shared = SharedSums()
     first: dict[int, _First] = {}
-    best_s = math.inf
+    best_s = under_s / within
     for number in sorted(range(len(problems)), key=lambda number: _guess_s(problems[number])):
         first[number] = _first(problems[number], shared, best_s * within)
         best_s = min(best_s, first[number].step_time_s)

@@ -68,6 +68,14 @@ def test_stages_meet_where_links_are_slow():
     assert found.predicted.step_time_s == min(t.step_time_s for t in found.record.weighed)
 
 
+def test_several_stages_are_tried_in_numbers_between_those_of_the_tables():
+    found = plan(cluster(), *arguments()).record
+    two_stages = {t.text.split(" micro")[0] for t in found.weighed if "2 stages" in t.text}
+    assert two_stages == {"16", "4", "8"}  # the tables have 16, 4 and 1
+    assert found.pipeline is not None
+    assert found.pipeline.num_microbatches == 8
+
+
 def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
     # Gradients of 8 x 16384 x 16384 floats over 5 GB/s take longer than all of the pipeline's step.
     seconds_of_gradients = 8 * 16_384 * 16_384 * 4 / SLOW.bytes_per_s

@@ -1,9 +1,10 @@
-"""Which numbers of stages a scan over layers is searched in, and what is said of the others."""
+"""Which numbers of stages a scan over layers is searched in, and what is said of the others; numbers of chunks."""
 
 from types import SimpleNamespace
 
 from autopar import Cluster
-from autopar.inter_op.search_space import stage_numbers, uneven_stages
+from autopar.inter_op.search_space import chunk_numbers, stage_numbers, uneven_stages
+from autopar.plan.options import PlanRequest
 
 
 def test_stages_divide_the_layers_of_a_scan():
@@ -20,3 +21,12 @@ def test_nothing_is_said_where_all_divide_or_nothing_is_scanned():
     cluster = Cluster.preset("dgx-h100")
     assert uneven_stages(SimpleNamespace(parts=8, trips=8), cluster) == []
     assert uneven_stages(SimpleNamespace(parts=1, trips=0), cluster) == []
+
+
+def test_chunks_are_powers_of_two_as_far_as_two_groups_have_layers():
+    free = PlanRequest()
+    assert chunk_numbers(free, "interleaved", 128) == (2, 4, 8)
+    assert chunk_numbers(free, "interleaved", 9) == (2, 4)
+    assert chunk_numbers(free, "interleaved", 3) == (2,)
+    assert chunk_numbers(PlanRequest(chunks=3), "interleaved", 128) == (3,)
+    assert chunk_numbers(free, "1f1b", 128) == (1,)

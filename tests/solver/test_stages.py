@@ -304,6 +304,24 @@ def test_all_that_are_near_the_best_are_found():
     assert near > 80
 
 
+def test_only_what_takes_less_than_a_known_plan_is_found():
+    found_some = 0
+    for seed in range(60):
+        asked = [random_problem(number) for number in range(5 * seed, 5 * seed + 5)]
+        times = [a.step_time_s if isinstance(a, StagePlan) else math.inf for a in map(brute_force_stages, asked)]
+        under_s = float(np.random.default_rng(seed).uniform(0.5, 2.0)) * min(min(times), 1e9)
+        answers = best_stages(asked, 1.0, under_s)
+        found = [a.step_time_s if isinstance(a, StagePlan) else math.inf for a in answers]
+        if min(times) < under_s * (1 - CLOSE):
+            assert min(found) == pytest.approx(min(times), rel=CLOSE, abs=CLOSE)
+            found_some += 1
+        elif min(times) > under_s * (1 + CLOSE):
+            assert min(found) == math.inf
+        for answer, time_s in zip(answers, times, strict=True):
+            assert answer.bound_s <= time_s * (1 + CLOSE) + CLOSE
+    assert 20 < found_some < 60
+
+
 # Devices of several kinds
 
 
