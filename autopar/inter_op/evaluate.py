@@ -29,9 +29,9 @@ MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-# The part of its time by which an estimate may be too long: layers that are decided alike for it are not where it is
-# built.
-ESTIMATE_ERROR = 0.01
+# The parts by which an estimate's time may be too long, for layers that are decided alike for it are not where it is
+# built, and its peak too large: BERT of 340M under data parallelism, its layers recomputed.
+ESTIMATE_ERROR, PEAK_ERROR = 0.01, 0.06
 # One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
 # best: what it gathers for each of them is a part of the step.
 WALKED_WITHIN = 1.05
@@ -191,7 +191,7 @@ class PipelineEvaluator:
         """The step in m micro-batches with fewer of its equal layers."""
         if m not in self.short_steps:
             with self.context.progress.pass_("estimate stages"):
-                self.short_steps[m] = short_step(self.cuts[m], self.cluster)
+                self.short_steps[m] = short_step(self.cuts[m], self.cluster, self.context.least_s)
         return self.short_steps[m]
 
     def under(self, choice: StageChoice, binding: Binding | None) -> tuple[StageChoice, Constraints | None]:
@@ -222,12 +222,10 @@ class PipelineEvaluator:
 
     def settle(self) -> None:
         """Builds estimates, the best first, until no other can be better than the best that is built, as far off as
-        estimates may be (`ESTIMATE_ERROR`).
+        estimates may be (`ESTIMATE_ERROR`, `PEAK_ERROR`).
         """
-        while self.estimated:
-            found = min(self.estimated, key=lambda candidate: candidate.rank(self.limit_bytes))
-            if self.best_built is not None and not self.may_be_better(found, self.best_built):
-                break
+        while left := [e for e in self.estimated if self.may_be_better(e)]:
+            found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
             self.estimated.remove(found)
             row = self.weighed.index(found.trial)
             try:
@@ -238,9 +236,10 @@ class PipelineEvaluator:
             self.weigh(built)
         self.best = self.best_built
 
-    def may_be_better(self, estimate: PipelineEstimate, built: PipelineCandidate) -> bool:
-        fits, time_s = estimate.fits(self.limit_bytes), (1 - ESTIMATE_ERROR) * estimate.step_time_s
-        return (not fits, time_s) < built.rank(self.limit_bytes)
+    def may_be_better(self, estimate: PipelineEstimate) -> bool:
+        fits = estimate.peak_bytes <= (1 + PEAK_ERROR) * self.limit_bytes
+        time_s = (1 - ESTIMATE_ERROR) * estimate.step_time_s
+        return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
         """Decides the best pipeline of one stage again where it is as fast as the best of all: with other fractions of

@@ -27,7 +27,7 @@ from autopar.inter_op.staged import default_chunks
 from autopar.inter_op.submeshes import part_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
-from autopar.passes.remat_cheap import copies_state
+from autopar.passes.remat_cheap import copied_bytes, copies_state
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import one_part_a_group, split_scans
@@ -67,25 +67,44 @@ def one_stage_candidates(context: PlanningContext) -> Iterator[PipelineCandidate
         yield Rejection(source=source, why=f"{error.where}: {error.got}", error=error)
 
 
-def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
-    """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead)"""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AskedStep:
+    """The step in the micro-batches that a request names, with its schedule and its number of stages."""
+
+    microbatched: MicrobatchedStep
+    schedule: str
+    chunks: int
+    num_stages: int
+
+
+def asked_step(context: PlanningContext, hoist_casts: bool) -> AskedStep:
+    """The step in the micro-batches of a request. Raises: errors of the split; InvalidArgumentError."""
     request, cluster, traced, rules = context.request, context.cluster, context.traced, context.rules
     binding, followed = request.binding, request.followed_stages
     name = request.schedule or ("1f1b" if followed is None else schedule_beside(followed, context.graph))
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
+    sliced = followed.sliced if followed is not None else frozenset()
+    step = split_scans(traced, num_stages, rules, sliced)
+    if step.parts > 1 and chunks > 1:
+        raise one_part_a_group(step, name, chunks)
+    parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
+    num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
+    microbatched = context.graphs.of(
+        traced,
+        ("micro-batches", step.parts, num_microbatches, hoist_casts),
+        lambda: cut_layers(step, num_microbatches, rules, context.graph, hoist_casts=hoist_casts),
+    )
+    return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages)
+
+
+def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
+    """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead)"""
+    request, cluster, traced = context.request, context.cluster, context.traced
+    binding, followed = request.binding, request.followed_stages
     with context.progress.pass_("micro-batches"):
-        sliced = followed.sliced if followed is not None else frozenset()
-        step = split_scans(traced, num_stages, rules, sliced)
-        if step.parts > 1 and chunks > 1:
-            raise one_part_a_group(step, name, chunks)
-        parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
-        num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
-        microbatched = context.graphs.of(
-            traced,
-            ("micro-batches", step.parts, num_microbatches, hoist_casts),
-            lambda: cut_layers(step, num_microbatches, rules, context.graph, hoist_casts=hoist_casts),
-        )
+        asked = asked_step(context, hoist_casts)
+        microbatched, name, chunks, num_stages = asked.microbatched, asked.schedule, asked.chunks, asked.num_stages
         if binding is not None:
             microbatched = microbatched.annotated
             binding.check(microbatched.graph, cluster.num_devices * chunks // num_stages)
@@ -121,7 +140,13 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
         )
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
     best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
-    return (best,), copies_state(microbatched.graph)
+    return (best,), casts_may_not_fit(microbatched, best.peak_bytes, context.limit_bytes)
+
+
+def casts_may_not_fit(microbatched: MicrobatchedStep, peak_bytes: int, limit_bytes: int) -> bool:
+    """Whether what needs this peak may fit if copies of the state are made in each micro-batch."""
+    graph = microbatched.graph
+    return copies_state(graph) and peak_bytes - copied_bytes(graph) <= limit_bytes
 
 
 def equal_choice(

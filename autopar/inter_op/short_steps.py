@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import CollectiveKind, time_s
 from autopar.inter_op.build_stages import MicrobatchedStep, stage_graphs
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
+from autopar.inter_op.joined_tasks import LEAST_GAIN, join_where_it_pays
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
 from autopar.inter_op.submeshes import model_of, place
@@ -31,6 +33,12 @@ from autopar.sharding.partial_sums import Partials, find_partials
 # The layers of a run that a short step has, and a shorter one: two apart, since a
 # collective may sum gradients of two layers. Runs of at most so many are built as they are.
 SHORT, SHORTER, WHOLE_UP_TO = 6, 4, 12
+# Where a collective may sum gradients of more layers, two of them may take one collective more or less than two others:
+# the part of the least time of the step that this may come to, for all that are left out.
+UNEVEN_COLLECTIVES = 0.005
+# Short steps are joined to fewer programs (`join_where_it_pays`) where that saves this part of what it must in the
+# whole one, of which their update is another part.
+JOINED_FROM = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +63,22 @@ class Estimate:
     peak_bytes: tuple[int]
 
 
-def short_step(microbatched: MicrobatchedStep, cluster: Cluster) -> ShortStep | None:
+def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float = 0.0) -> ShortStep | None:
     """The step with `SHORT` layers of each long run; None where it has no such run, or a run cannot be made shorter, or
-    where the gradients of more than two layers may be summed by one collective: then no two layers are like the others.
+    where the gradients of more than two layers may be summed by one collective, which then takes longer than a small
+    part of `least_s`, the least time of the whole step: no two layers are like the others.
     """
     graph, layers = microbatched.graph, microbatched.layers
     if microbatched.step.parts > 1 or len(layers) <= WHOLE_UP_TO:
         return None
     assignment = assign_layers(graph, layers)
     long = [tuple(run) for run in runs_of_layers(graph, assignment, len(layers)) if len(run) > WHOLE_UP_TO]
-    least_bytes = overlap_of(cluster.device.platform).combined_bytes * cluster.num_devices / (SHORT - SHORTER)
+    combined_bytes = overlap_of(cluster.device.platform).combined_bytes
+    least_bytes = combined_bytes * cluster.num_devices / (SHORT - SHORTER)
     summed = _summed_bytes(graph, assignment)
-    if not long or any(summed.get(run[0], 0) < least_bytes for run in long):
+    uneven = [run for run in long if summed.get(run[0], 0) < least_bytes]
+    uneven_s = sum(map(_more_layers, map(len, uneven))) * _summing_s(cluster, combined_bytes)
+    if not long or uneven_s > UNEVEN_COLLECTIVES * least_s:
         return None
     dropped = drop_layers(graph, assignment, len(layers), dict.fromkeys(long, SHORT))
     if dropped is None:
@@ -90,6 +102,17 @@ def _summed_bytes(graph: OpGraph, assignment: LayerAssignment) -> dict[int | Non
         if op.kind is OpKind.ACCUMULATE:
             summed[layer] = summed.get(layer, 0) + sum(graph.values[v].nbytes for v in op.outputs)
     return summed
+
+
+def _more_layers(num_layers: int) -> float:
+    """How many times a run of so many layers has more than a short one what the short one has more than the shorter."""
+    return (num_layers - SHORT) / (SHORT - SHORTER)
+
+
+def _summing_s(cluster: Cluster, nbytes: int) -> float:
+    """Seconds in which all devices of a cluster sum an array."""
+    (link,) = cluster.axis_links((cluster.num_devices,))
+    return float(time_s(CollectiveKind.ALL_REDUCE, nbytes, cluster.num_devices, link))
 
 
 def _of_layers(layers: Layers, kept: Sequence[int], number: Mapping[int, int]) -> Layers:
@@ -140,18 +163,31 @@ def estimate(
         planned = planned_stage(0, at, models[0], sharding, graphs.schedule.mesh_of_stage[0], 0)
         return stage_program(step, graphs.graph, microbatched.layers, [planned], submeshes, graphs.schedule, cluster)
 
+    def joined_early(staged: StagedStep) -> StagedStep:
+        return join_where_it_pays(staged, limits.limit_bytes, JOINED_FROM * LEAST_GAIN)
+
     def of_whole(decisions: StageDecisions) -> Estimate:
         ((_, sharding),) = decisions
         at_short = simulated(stage, sharding)
-        step_time_s, peak_bytes = at_short.step_time_s, float(at_short.peak_bytes[0])
-        for each in shorter:
-            at_shorter = simulated(each.stage, dataclasses.replace(sharding, partials=each.partials))
-            step_time_s += each.more * (at_short.step_time_s - at_shorter.step_time_s)
-            peak_bytes += each.more * (at_short.peak_bytes[0] - at_shorter.peak_bytes[0])
-        return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
+        at_shorter = [simulated(e.stage, dataclasses.replace(sharding, partials=e.partials)) for e in shorter]
+        more = [each.more for each in shorter]
+        apart = _extended(at_short, at_shorter, more)
+        joined = _extended(joined_early(at_short), [joined_early(each) for each in at_shorter], more)
+        # As `join_where_it_pays` decides for the whole step.
+        pays = joined.step_time_s <= (1 - LEAST_GAIN) * apart.step_time_s
+        return joined if pays and joined.peak_bytes[0] <= max(limits.limit_bytes, apart.peak_bytes[0]) else apart
 
     terms = first_terms(choice, models, constraints)
     return fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole)
+
+
+def _extended(short: StagedStep, shorter: Sequence[StagedStep], more: Sequence[float]) -> Estimate:
+    """What a step comes to that has so many times more of what a short one has more than each shorter one."""
+    step_time_s, peak_bytes = short.step_time_s, float(short.peak_bytes[0])
+    for times, each in zip(more, shorter, strict=True):
+        step_time_s += times * (short.step_time_s - each.step_time_s)
+        peak_bytes += times * (short.peak_bytes[0] - each.peak_bytes[0])
+    return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +227,7 @@ def _shorter_stages(
             _Shorter(
                 stage=_with_graph(stage, dropped.graph),
                 partials=find_partials(dropped.graph),
-                more=(num_layers - len(run)) / (SHORT - SHORTER),
+                more=_more_layers(num_layers),
                 paired_ops=tuple(pair for pairs in neighbours for pair in pairs),
             )
         )

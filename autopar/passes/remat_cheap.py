@@ -57,10 +57,16 @@ def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
 
 def copies_state(graph: OpGraph) -> bool:
     """Whether much is made of the state once that could be made in each micro-batch, in which it is read."""
-    state = _state(graph)
-    copies = _cheap(graph, state).keys()
+    return copied_bytes(graph) > WORTH_MAKING * sum(graph.values[v].nbytes for v in _state(graph))
+
+
+def copied_bytes(graph: OpGraph) -> int:
+    """Bytes of what is made of the state once and could be made in each micro-batch: so much less memory at most is
+    needed where it is, by the same decisions.
+    """
+    copies = _cheap(graph, _state(graph)).keys()
     read = {v for op in graph.block.ops if op.section.repeats for v in copies & read_by(op)}
-    return sum(graph.values[v].nbytes for v in read) > WORTH_MAKING * sum(graph.values[v].nbytes for v in state)
+    return sum(graph.values[v].nbytes for v in read)
 
 
 def _state(graph: OpGraph) -> frozenset[int]:

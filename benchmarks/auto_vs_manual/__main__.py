@@ -6,10 +6,11 @@
     python -m benchmarks.auto_vs_manual --models gpt-2.6B llama --clusters dgx-h100 dgx-h100x4 --recipes auto "zero*"
     python -m benchmarks.auto_vs_manual                                 everything, which takes days
 
-Models are named by family, by family and size, or by a pattern; `--list` shows them, the clusters and the recipes. Each
-row (one model, cluster and recipe: the best of all that the recipe leaves open) is made in a fresh process, and kept as
-soon as it is there: a run that was interrupted goes on where it stopped. Rows are kept in the user's cache directory,
-with --keep in results/auto_vs_manual, where tables and plots are written too (`pip install "autopar[plots]"`).
+Models are named by family, by family and size, or by a pattern; `--list` shows them, the clusters and the recipes. The
+rows of one model on one cluster (each the best of all that its recipe leaves open) are made in a fresh process, and
+kept as soon as they are there: a run that was interrupted goes on where it stopped. Rows are kept in the user's cache
+directory, with --keep in results/auto_vs_manual, where tables and plots are written too
+(`pip install "autopar[plots]"`).
 The exit status tells whether a recipe was faster than the search anywhere.
 """
 
@@ -44,8 +45,10 @@ DEVICE_FLAG = "--xla_force_host_platform_device_count"
 LAST_LINES = 3  # of what a process that failed wrote
 
 
-def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], None]) -> str:
-    """Runs a process and hands on its lines as they come; why it did not end well, or nothing."""
+def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], object]) -> str:
+    """Runs a process and hands on its lines as they come; why it did not end well, or nothing. The time begins anew
+    with a line for which `each` returns True.
+    """
     environment = dict(os.environ)
     if DEVICE_FLAG not in environment.get("XLA_FLAGS", ""):
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8".strip()
@@ -60,12 +63,18 @@ def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], Non
             late.set()
             process.kill()
 
-        timer = threading.Timer(timeout_s, stop)
+        def started() -> threading.Timer:
+            timer = threading.Timer(timeout_s, stop)
+            timer.start()
+            return timer
+
         reader.start()
-        timer.start()
+        timer = started()
         try:
             for line in process.stdout:
-                each(line)
+                if each(line) is True:
+                    timer.cancel()
+                    timer = started()
             process.wait()
         finally:
             timer.cancel()
@@ -78,17 +87,30 @@ def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], Non
     return " ".join("".join(errors).strip().splitlines()[-LAST_LINES:]) if process.returncode else ""
 
 
-def planned(job: Job, timeout_s: float, most_attempts: int, told: Callable[[Row], None]) -> Row:
-    """A row that is only predicted."""
-    seen: list[Row] = []
+def planned(
+    jobs: Sequence[Job], timeout_s: float, most_attempts: int, told: Callable[[Row], None], done: Callable[[Row], None]
+) -> None:
+    """The rows of one model on one cluster that are only predicted. `told` gets each as far as it has come, `done` as
+    it ends; where one ends the process, another makes those that are left.
+    """
+    left = {job.recipe: job for job in jobs}
+    while left:
+        seen: Row | None = None
 
-    def each(line: str) -> None:
-        seen.append(row_of(json.loads(line)))
-        told(seen[-1])
+        def each(line: str) -> bool:
+            nonlocal seen
+            row, before = row_of(json.loads(line)), seen
+            if before is not None and before.recipe != row.recipe:
+                done(finished(left.pop(before.recipe), before, ""))
+            seen = row
+            told(row)
+            return before is not None and before.recipe != row.recipe
 
-    command = [sys.executable, "-m", "benchmarks.auto_vs_manual.planning", *job.key, str(most_attempts)]
-    wrong = lines_of(command, timeout_s, each)
-    return finished(job, seen[-1] if seen else None, wrong)
+        (model, cluster, _), recipes = next(iter(left.values())).key, list(left)
+        command = [sys.executable, "-m", "benchmarks.auto_vs_manual.planning", model, cluster, str(most_attempts)]
+        wrong = lines_of([*command, *recipes], timeout_s, each)
+        last = recipes[0] if seen is None else seen.recipe
+        done(finished(left.pop(last), seen, wrong))
 
 
 def measured(jobs: Sequence[Job], timeout_s: float) -> list[Row]:
@@ -117,11 +139,19 @@ def finished(job: Job, row: Row | None, wrong: str) -> Row:
 
 
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs that are made together: those of one small model on one cluster, all others alone."""
+    """Jobs that are made together: those of one model on one cluster."""
     found: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
-        found.setdefault(job.key[:2] if job.model.small else job.key, []).append(job)
+        found.setdefault(job.key[:2], []).append(job)
     return list(found.values())
+
+
+def to_make(group: Sequence[Job], rows: Rows, again: bool) -> list[Job]:
+    """Those of one model on one cluster that are not there. What is run in turns is made together: a row that was made
+    alone would have nothing beside it.
+    """
+    missing = [job for job in group if again or rows.get(*job.key) is None]
+    return list(group) if missing and group[0].model.small else missing
 
 
 def show_names(console: Console) -> None:
@@ -157,35 +187,34 @@ def main() -> int:
     directory = RESULTS if arguments.keep else (default_directory() or Path(tempfile.gettempdir())) / "auto_vs_manual"
     rows, machine = Rows(directory), description()
     jobs = selected(arguments.suite, arguments.models, arguments.clusters, arguments.recipes)
-    # What is run in turns is made together: a row that was made alone would have nothing beside it.
-    missing = [
-        job
-        for group in groups(jobs)
-        if any(arguments.again or rows.get(*j.key) is None for j in group)
-        for job in group
-    ]
+    missing = [job for group in groups(jobs) for job in to_make(group, rows, arguments.again)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(jobs), completed=len(jobs) - len(missing))
         for group in groups(missing):
-            name = " | ".join((*group[0].key[:2], *(job.recipe for job in group)))
-            progress.update(task, description=name)
+            progress.update(task, description=" | ".join((*group[0].key[:2], *(job.recipe for job in group)))[:120])
 
-            def told(row: Row, name: str = name) -> None:
-                progress.update(task, description=f"{name}: {row.attempts} attempts, {row.came_to()}"[:120])
+            def told(row: Row) -> None:
+                text = f"{' | '.join(row.key)}: {row.attempts} attempts, {row.came_to()}"
+                progress.update(task, description=text[:120])
 
             begun = time.perf_counter()
-            if group[0].model.small:
-                made = measured(group, arguments.timeout)
-            else:
-                made = [planned(job, arguments.timeout, arguments.attempts, told) for job in group]
-            for row in made:
+
+            def done(row: Row) -> None:
+                nonlocal begun
                 rows.add(row, machine)
                 console.print(
                     f"{' | '.join(row.key)}: {row.came_to()} | {row.plan} | {row.attempts} attempts, "
                     f"{time.perf_counter() - begun:.0f} s", markup=False,
                 )  # fmt: skip
-            progress.advance(task, len(group))
+                begun = time.perf_counter()
+                progress.advance(task)
+
+            if group[0].model.small:
+                for row in measured(group, arguments.timeout):
+                    done(row)
+            else:
+                planned(group, arguments.timeout, arguments.attempts, told, done)
     found = [row for job in jobs if (row := rows.get(*job.key)) is not None]
     console.print(table_of(found))
     if arguments.keep:

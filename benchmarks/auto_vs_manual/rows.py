@@ -32,7 +32,7 @@ class Row:
         limit_bytes: What a plan may use.
         sent_bytes: By each device in a step; `collectives` the same by kind, as (count, bytes).
         flops: Of all devices in a step.
-        attempts: How many plans were made, of which `fitting` fit.
+        attempts: How many settings were seen, by a plan, an estimate or a bound, of which `fitting` are known to fit.
         planned_s: Seconds of this machine for all of them.
         measured_s: The median step on this machine, with its quartiles; `compiled_bytes` sent and `compiled_peak_bytes`
             are those of the program that XLA made.

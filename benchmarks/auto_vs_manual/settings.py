@@ -26,19 +26,25 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One plan to be made."""
+    """One plan to be made. `frontier`: it is one of settings without stages of which the fastest that fits is looked
+    for, so that an estimate or a bound may do for one that is slower or does not fit.
+    """
 
     text: str
     options: PlanRequest
+    frontier: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an attempt came to; no time where a plan was refused for the memory it needs."""
+    """What an attempt came to; no time where a plan was refused for the memory it needs. `too_slow`: the time is a
+    lower bound, which other settings are below, of this recomputation in any number of micro-batches.
+    """
 
     step_time_s: float
     peak_bytes: int
     limit_bytes: int
+    too_slow: bool = False
 
     @property
     def fits(self) -> bool:

@@ -46,15 +46,19 @@ def _largest_fitting(
     problem: Problem, start: Point, sizes: Sequence[int], recipe_of: Callable[[Point, int], Recipe]
 ) -> Generator[Attempt, Outcome | None, int | None]:
     """The most examples of a copy in a micro-batch with which a setting fits, of some sizes in rising order; 0 where it
-    fits with none of them, None where it is refused whatever their number. The size of `start` is tried first.
+    fits with none of them, or with none as fast as other settings; None where it is refused whatever their number. The
+    size of `start` is tried first.
     """
     left, fitting, refused, peaks = list(sizes), 0, 0, dict[int, int]()
     point = start
     while True:
         m = point.num_microbatches(problem)
         assert m is not None, "the sizes divide the examples of a copy"
-        outcome = yield attempt_of(point, m, recipe_of)
+        outcome = yield dataclasses.replace(attempt_of(point, m, recipe_of), frontier=True)
         left.remove(point.examples)
+        may_fit = left
+        if outcome is not None and outcome.too_slow:
+            return fitting
         if outcome is None:
             refused += 1
             if refused == 2:  # what refuses two sizes is not their number
@@ -66,10 +70,10 @@ def _largest_fitting(
             left = [e for e in left if e < point.examples]
         if outcome is not None:
             peaks[point.examples] = outcome.peak_bytes
-            left = [e for e in left if least_peak_bytes(peaks, e) <= outcome.limit_bytes]
-        if not left:
+            may_fit = [e for e in left if least_peak_bytes(peaks, e) <= outcome.limit_bytes]
+        if not may_fit:
             return fitting if peaks else None
-        point = dataclasses.replace(point, examples=left[-1])
+        point = dataclasses.replace(point, examples=may_fit[-1])
 
 
 def least_peak_bytes(peaks: Mapping[int, int], examples: int) -> float:

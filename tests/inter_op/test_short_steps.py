@@ -11,7 +11,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.short_steps import SHORT, WHOLE_UP_TO, estimate, short_step
+from autopar.inter_op.short_steps import SHORT, UNEVEN_COLLECTIVES, WHOLE_UP_TO, estimate, short_step
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.split_scan import split_scans
@@ -22,10 +22,6 @@ from autopar.sharding.rules import RuleBook
 LAYERS, WIDTH, BATCH = 20, 6144, 16_384
 GRID = LogicalMesh(axis_sizes=(2, 4))
 ON = Cluster.preset("p3.16xlarge")
-MATRICES = {
-    "in": jax.ShapeDtypeStruct((WIDTH, 2 * WIDTH), jnp.float32),
-    "out": jax.ShapeDtypeStruct((2 * WIDTH, WIDTH), jnp.float32),
-}
 
 
 def residual_step(params, batch):
@@ -39,11 +35,16 @@ def residual_step(params, batch):
     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-def cut(num_layers, num_microbatches):
-    examples = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    arguments = ([MATRICES] * num_layers, {"x": examples, "y": examples})
-    rules = RuleBook()
-    traced = trace(residual_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+def traced_step(num_layers, width=WIDTH):
+    shapes = {"in": (width, 2 * width), "out": (2 * width, width)}
+    matrices = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    examples = jax.ShapeDtypeStruct((BATCH, width), jnp.float32)
+    arguments = ([matrices] * num_layers, {"x": examples, "y": examples})
+    return trace(residual_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+
+
+def cut(num_layers, num_microbatches, width=WIDTH):
+    rules, traced = RuleBook(), traced_step(num_layers, width)
     return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
 
 
@@ -91,6 +92,19 @@ def test_a_short_step_has_six_layers_of_a_run_and_what_is_beside_it(step):
 
 def test_few_layers_are_built_as_they_are():
     assert short_step(cut(WHOLE_UP_TO, 4), ON) is None
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_of_several_layers_may_be_summed_together_where_that_takes_next_to_nothing(zero):
+    small, least_s = cut(LAYERS, 2, WIDTH // 3), 1.0
+    assert short_step(small, ON) is None
+    assert short_step(small, ON, least_s / 20) is None
+    mesh, constraints = Binding(axes=(data_axis(zero),), sizes=(None,)).on(8)
+    choice = one_stage(small, "nothing", mesh)
+    found = estimate(short_step(small, ON, least_s), choice, ON, limits(), constraints)
+    built = build(small.annotated, choice, ON, limits(), constraints)
+    assert found.step_time_s == pytest.approx(built.step_time_s, abs=UNEVEN_COLLECTIVES * least_s)
+    assert found.peak_bytes[0] == pytest.approx(built.peak_bytes[0], rel=1e-3)
 
 
 def test_layers_of_several_policies_are_not_estimated(step):

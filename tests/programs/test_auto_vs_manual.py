@@ -208,16 +208,31 @@ def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
 
 
 def test_a_row_is_what_its_process_said_last(monkeypatch):
+    """The second of three recipes takes too long; another process makes the third."""
+    commands = []
+
     def lines(command, timeout_s, each):
-        for attempts in (1, 2):
-            each(line_of(dataclasses.replace(ROW, attempts=attempts)))
-        return ""
+        commands.append(command[5:])
+        recipes = {2: ["zero 3"], 3: ["auto", "zero 1"]}.get(len(command[6:]), command[6:])
+        begins_anew = []
+        for recipe in recipes:
+            for attempts in (1, 2):
+                begins_anew.append(each(line_of(dataclasses.replace(ROW, recipe=recipe, attempts=attempts))))
+        assert begins_anew == [False, False, True, False][: len(begins_anew)]
+        return "stopped after 1 s" if len(commands) == 1 else ""
 
     monkeypatch.setattr(main, "lines_of", lines)
-    told = []
-    job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
-    assert main.planned(job, 1.0, 4, told.append) == dataclasses.replace(ROW, attempts=2)
-    assert [row.attempts for row in told] == [1, 2]
+    told, done = [], []
+    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in ("auto", "zero 1", "zero 3")]
+    main.planned(jobs, 1.0, 4, told.append, done.append)
+    assert [command[0] for command in commands] == ["4", "4"]
+    assert [command[1:] for command in commands] == [["auto", "zero 1", "zero 3"], ["zero 3"]]
+    assert [(row.recipe, row.attempts, row.cut_short) for row in done] == [
+        ("auto", 2, ""),
+        ("zero 1", 2, "stopped after 1 s and 2 attempts"),
+        ("zero 3", 2, ""),
+    ]
+    assert [row.attempts for row in told] == [1, 2] * 3
 
 
 def test_a_process_that_fails_tells_why():

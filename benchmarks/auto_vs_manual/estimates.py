@@ -1,0 +1,128 @@
+"""What settings of a recipe come to by bounds, and by estimates on fewer of their equal layers, before a plan is made.
+
+The rules of `autopar.inter_op.short_steps` and `autopar.inter_op.evaluate`: an estimate may be off by `ESTIMATE_ERROR`
+and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar.common.progress import Progress
+from autopar.compiler.padding import stored_step
+from autopar.compiler.planner import as_requested, planning_context
+from autopar.cost.least_time import least_time_s
+from autopar.errors import AutoparError
+from autopar.inter_op.build_stages import recomputed
+from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.requested import asked_step, casts_may_not_fit, equal_choice
+from autopar.inter_op.short_steps import Estimate, estimate, short_step
+from autopar.passes.remat_policy import policies_of
+from autopar.plan.context import PlanningContext
+from autopar.plan.options import PlanRequest
+from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.rules import RuleBook
+from benchmarks.auto_vs_manual.settings import Attempt, Outcome, Problem
+from benchmarks.auto_vs_manual.walks import LINE_ERROR
+
+# How far above the limit an estimate may be of what fits as a plan: for devices that share matrices, decisions that
+# need less memory are found for all layers that are not found for a few.
+LEANER_ERROR = 0.25
+
+
+def best_case(outcome: Outcome) -> tuple[bool, float]:
+    """The rank of what an estimate may come to at best, to be compared with that of a plan."""
+    time_s, peak_bytes = (1 - ESTIMATE_ERROR) * outcome.step_time_s, int(outcome.peak_bytes / (1 + PEAK_ERROR))
+    return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
+
+
+class Estimates:
+    """Of the settings of a step on a cluster. `graphs` are those that its plans share."""
+
+    def __init__(self, problem: Problem, rules: RuleBook, graphs: StepGraphs) -> None:
+        self.problem, self.rules, self.graphs = problem, rules, graphs
+
+    def outcome(self, attempt: Attempt, best: Outcome | None) -> Outcome | None:
+        """What an attempt comes to; None where only a plan tells: where there is no estimate, or the attempt may be the
+        best and an estimate may be wrong in whether it fits.
+        """
+        if not attempt.frontier:
+            return None
+        one_program = attempt.options.admits_one_program
+        request = dataclasses.replace(attempt.options, num_stages=1)
+        try:
+            context = self.context(request)
+            found = self.too_slow(context, best) or self.estimated(context)
+        except AutoparError:  # the plan is refused too, and says why
+            return None
+        if found is None or found.too_slow:
+            return found
+        if one_program:  # not in one stage, though nearly that: what is far from fitting is told alone
+            return found if found.peak_bytes > (1 + LINE_ERROR) * found.limit_bytes else None
+        near = 1 / (1 + PEAK_ERROR) < found.peak_bytes / found.limit_bytes < 1 + LEANER_ERROR
+        may_be_best = best is None or best_case(found) < best.rank()
+        return None if near and may_be_best else found
+
+    def context(self, request: PlanRequest) -> PlanningContext:
+        cluster, progress = self.problem.cluster, Progress("", show=False)
+        traced = as_requested(self.problem.traced, request)
+        stored = stored_step(traced, cluster, request, self.rules, self.graphs)
+        return planning_context(stored, cluster, request, self.rules, progress, graphs=self.graphs)
+
+    def too_slow(self, context: PlanningContext, best: Outcome | None) -> Outcome | None:
+        """A setting whose arithmetic alone takes longer than the best so far, shared by all devices without waiting, in
+        whatever number of micro-batches: in one of them no operation takes longer for each example.
+        """
+        request, traced, cluster = context.request, context.traced, context.cluster
+        if best is None or not best.fits or request.recompute == "nothing":
+            return None
+
+        def least() -> float:
+            whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
+            microbatched = asked_step(whole, True).microbatched
+            policies = policies_of(request.recompute, len(microbatched.layers))
+            return least_time_s(recomputed(microbatched, policies), cluster)
+
+        least_s = self.graphs.of(traced, ("least time", cluster, request.recompute), least)
+        if least_s < best.step_time_s:
+            return None
+        return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
+
+    def estimated(self, context: PlanningContext) -> Outcome | None:
+        """The best of what a requested step in one stage comes to, as `requested_pipelines` takes it."""
+        found: Outcome | None = None
+        for hoist_casts in (True, False):
+            outcomes = []
+            for each in self.of_meshes(context, hoist_casts):
+                if each is None:
+                    return None
+                (peak_bytes,) = each.peak_bytes
+                outcomes.append(
+                    Outcome(step_time_s=each.step_time_s, peak_bytes=peak_bytes, limit_bytes=context.limit_bytes)
+                )
+            found = min(filter(None, (found, *outcomes)), key=Outcome.rank)
+            microbatched = asked_step(context, hoist_casts).microbatched
+            if found.fits or not casts_may_not_fit(microbatched, found.peak_bytes, found.limit_bytes):
+                break
+        return found
+
+    def of_meshes(self, context: PlanningContext, hoist_casts: bool) -> Iterator[Estimate | None]:
+        request, cluster, asked = context.request, context.cluster, asked_step(context, hoist_casts)
+        binding, microbatched = request.binding, asked.microbatched
+        if binding is not None and binding.offloads_activations:
+            yield None
+            return
+        short = self.graphs.of(
+            context.traced,
+            ("short step", cluster, microbatched.graph.num_microbatches, hoist_casts),
+            lambda: short_step(microbatched, cluster, context.least_s),
+        )
+        if short is None:
+            yield None
+            return
+        if binding is not None:
+            binding.check(short.microbatched.annotated.graph, cluster.num_devices)
+        limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
+        for choice in equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding, request.recompute):
+            constraints = binding.on(cluster.num_devices)[1] if binding is not None else None
+            yield estimate(short, choice, cluster, limits, constraints)
