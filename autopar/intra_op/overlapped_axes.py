@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from autopar.cost.collective_usage import predicted_collectives
 from autopar.cost.cost_model import CostModel
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph
@@ -24,24 +25,32 @@ def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding)
     """The decisions with products in pieces over the axes where that is fastest, on the clock; as they are where it
     gains next to nothing (`LEAST_GAIN`), no product waits for what is sent, or a recipe has set the axes.
     """
-    waits_s = found.ran.end_s - found.ran.compute_s
-    if found.sharding.overlapped_axes or not model.overlap.kinds or waits_s < LEAST_GAIN * found.ran.end_s:
+    waits_s, least_s = found.ran.end_s - found.ran.compute_s, LEAST_GAIN * found.ran.end_s
+    if found.sharding.overlapped_axes or not model.overlap.kinds or waits_s < least_s:
         return found
     axes = range(len(model.links.mesh.axis_sizes))
-    used = [a for a in axes if _in_pieces(with_collective_matmuls(found.lowered, (a,)))]
-    several = (chosen for n in range(1, len(used) + 1) for chosen in itertools.combinations(used, n))
-    shardings = (dataclasses.replace(found.sharding, overlapped_axes=chosen) for chosen in several)
-    in_pieces = [timed_sharding(graph, model, sharding, found.costs) for sharding in shardings]
-    best = min(in_pieces, key=lambda each: each.ran.end_s, default=found)
-    return best if best.ran.end_s < (1 - LEAST_GAIN) * found.ran.end_s else found
+    best = found
+    for chosen in (chosen for n in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, n)):
+        if _sent_whole_s(graph, model, found.lowered, chosen) >= least_s:
+            sharding = dataclasses.replace(found.sharding, overlapped_axes=chosen)
+            best = min(best, timed_sharding(graph, model, sharding, found.costs), key=lambda each: each.ran.end_s)
+    return best if best.ran.end_s < found.ran.end_s - least_s else found
 
 
-def _in_pieces(lowered: LoweredBlock) -> bool:
-    """Whether a product runs in pieces."""
-    return any(_has_pieces(instruction) for instruction in lowered.instructions)
+def _sent_whole_s(graph: OpGraph, model: CostModel, lowered: LoweredBlock, axes: tuple[int, ...]) -> float:
+    """Seconds of what is gathered or scattered whole and would be sent in pieces: no more is gained."""
+    whole = _sent_in_pieces(lowered, with_collective_matmuls(lowered, axes))
+    uses = predicted_collectives(graph, dataclasses.replace(lowered, instructions=whole), model)
+    return sum(use.time_s for use in uses)
 
 
-def _has_pieces(instruction: Instruction) -> bool:
-    if isinstance(instruction, Loop):
-        return any(_in_pieces(block) for block in instruction.blocks)
-    return isinstance(instruction, Move) and instruction.in_pieces > 0
+def _sent_in_pieces(lowered: LoweredBlock, in_pieces: LoweredBlock) -> tuple[Instruction, ...]:
+    """The instructions of a block that send what products send in pieces in the other."""
+    found: list[Instruction] = []
+    for whole, marked in zip(lowered.instructions, in_pieces.instructions, strict=True):
+        if isinstance(whole, Loop) and isinstance(marked, Loop):
+            pairs = zip(whole.blocks, marked.blocks, strict=True)
+            found += (each for block, other in pairs for each in _sent_in_pieces(block, other))
+        elif isinstance(marked, Move) and marked.in_pieces:
+            found.append(whole)
+    return tuple(found)
