@@ -277,6 +277,7 @@ THRESHOLDS = [
         ("BUCKETS", "parts in which state comes from the host", "as many copies as hide"),
         ("AHEAD", "parts that are under way", "one used, one on its way"),
     ),
+    *_of("solver.stages.interleaved", ("FEW_CUTS", "cuts of interleaved layers up to which all are tried", "10 ms")),
     *_of(
         "solver.solving",
         ("EXACT_ENTRIES", "edge variables that the integer program gets at once", "results/solvers.md"),

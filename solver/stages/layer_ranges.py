@@ -137,7 +137,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     alone_s = sums.forward_s if problem.schedule is Schedule.INFERENCE else sums.forward_s + sums.backward_s
     could = (alone_s * problem.num_microbatches < under_s) & (devices <= problem.num_devices)[:, None]
     at = option, where = np.nonzero(could)
-    room = limits_of(problem)[option] - problem.chunks * sums.state_bytes[at] - sums.working_bytes[at]
+    room = limits_of(problem)[option] - sums.state_bytes[at] - sums.working_bytes[at]
     held = held_bytes(problem, sums.saved_bytes[at], sums.deferred_bytes[at])
     fits = room >= least_flight(problem) * held
     at = option, where = option[fits], where[fits]
@@ -161,8 +161,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
         most_behind=most[option],
     )
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
-    # Options of one size, in one place, stand for one another, but not where all stages have one option.
-    kind = moves.option if problem.schedule is Schedule.INTERLEAVED else _kinds(moves)
+    kind = _kinds(moves)  # options of one size, in one place, stand for one another
     order = np.lexsort((moves.add_s, kind, moves.to, moves.first))
     moves, kind = moves.take(order), kind[order]
     ranking = (moves.fill_s, moves.add_s, moves.last_s, moves.steady_s, moves.allowed)
@@ -198,7 +197,7 @@ def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
     """Names the first layer that no option can run or hold by itself, None if there is none."""
     alone = sums.last == sums.first + 1
     held = held_bytes(problem, sums.saved_bytes, sums.deferred_bytes)
-    need = problem.chunks * sums.state_bytes + least_flight(problem) * held + sums.working_bytes
+    need = sums.state_bytes + least_flight(problem) * held + sums.working_bytes
     room = limits_of(problem)[:, None]
     over = np.where(np.isfinite(sums.forward_s), need - room, np.inf)[:, alone].min(axis=0)
     bad = np.flatnonzero(over > 0)

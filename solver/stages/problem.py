@@ -8,7 +8,7 @@ fill_s is what stage s adds before the next one can start, drain_s what it adds 
 what the slowest stage adds over its own fill and drain. The last term is the update that the drain does not hide:
 stage 0 is the last to end its backward passes. With f, b, w the seconds of a micro-batch's forward, backward and
 weight gradient (a part of b), c those of one send behind the stage (0 behind the last), v chunks a group,
-and e = max(f + b, (f + b) / 2 + c):
+and e = max(f + b, (f + b) / 2 + c); interleaved, s is a group, and f, b, c are those of all its chunks:
 
 | schedule | fill | drain | steady | in flight in stage s | wants |
 |---|---|---|---|---|---|
@@ -19,7 +19,7 @@ and e = max(f + b, (f + b) / 2 + c):
 | zb-h2 | max(f - w, 0) + c | max(b - 2w, 0) + c | f + b + 2c + (m - 1) e - fill - drain | 2S - 1 | m >= 2S - 1 |
 | zb-1p | as zb-h1 | | | S | m >= S |
 | zb-2p | f + c | 0 | f + b + 2c + (m - 1) e - fill | 2S | m >= 2S - 1 |
-| interleaved | (f + c) / v | (b + c) / v | (m v - 1) (f + b + 2c) | see `peak_bytes` | S divides m |
+| interleaved | (f + c) / v | (b + c) / v | (m - 1 / v) (f + b + 2c) | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
@@ -199,9 +199,8 @@ def terms(
             drain = 0 * f
             steady = alone + 2 * c + (m - 1) * overlapped - fill
         case Schedule.INTERLEAVED:
-            # A group is counted as if all of its chunks were like its heaviest.
-            fill, drain, once_s = fill / v, drain / v, once_s * v
-            steady = (m * v - 1) * (alone + 2 * c)
+            fill, drain = fill / v, drain / v
+            steady = (m - 1 / v) * (alone + 2 * c)
         case Schedule.INFERENCE:
             drain = 0 * f
             steady = (m - 1) * np.maximum(f, c)
@@ -223,20 +222,31 @@ def step_time_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """Seconds of a step by the model above; inf when a layer cannot be run as its option says."""
     if any(np.isinf(problem.options[stage.option].forward_s[stage.first : stage.last]).any() for stage in stages):
         return math.inf
-    return combine([stage_terms(problem, stage) for stage in stages])
+    return combine([group_terms(problem, group) for group in groups_of(problem, stages)])
 
 
-def stage_terms(problem: StageProblem, stage: Stage) -> StageTerms:
-    """The model's terms of one stage."""
-    option, layers = problem.options[stage.option], slice(stage.first, stage.last)
+def groups_of(problem: StageProblem, stages: Sequence[Stage]) -> list[Sequence[Stage]]:
+    """The stages of each group of devices: one, or interleaved its chunks."""
+    num_groups = len(stages) // problem.chunks
+    return [stages[group::num_groups] for group in range(num_groups)]
+
+
+def group_terms(problem: StageProblem, group: Sequence[Stage]) -> StageTerms:
+    """The model's terms of the stages of one group of devices, which have one option."""
+    option = problem.options[group[0].option]
+    weight_s = weight_seconds(option)
+
+    def summed(seconds: np.ndarray) -> float:
+        return sum(float(seconds[stage.first : stage.last].sum()) for stage in group)
+
     return terms(
         problem,
         option.num_devices,
-        float(option.forward_s[layers].sum()),
-        float(option.backward_s[layers].sum()),
-        float(weight_seconds(option)[layers].sum()),
-        float(option.once_s[layers].sum()),
-        float(option.send_s[stage.last - 1]) if stage.last < problem.num_layers else 0.0,
+        summed(option.forward_s),
+        summed(option.backward_s),
+        summed(weight_s),
+        summed(option.once_s),
+        sum(float(option.send_s[stage.last - 1]) for stage in group if stage.last < problem.num_layers),
     )
 
 
@@ -287,17 +297,33 @@ def in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
 
 def peak_bytes(problem: StageProblem, stages: Sequence[Stage]) -> tuple[int, ...]:
     """Bytes a device of each stage: state, what is held of micro-batches in flight, temporaries of the largest layer.
-
-    Interleaved: a group whose chunks were all like this one, so that a group fits if each of its chunks does.
+    Interleaved: of the stage's group.
     """
+    if problem.schedule is Schedule.INTERLEAVED:
+        peaks = [_group_bytes(problem, n, group) for n, group in enumerate(groups_of(problem, stages))]
+        return tuple(peaks) * problem.chunks
     return tuple(
-        problem.chunks * int(option.state_bytes[layers].sum())
+        int(option.state_bytes[layers].sum())
         + in_flight(problem, number, len(stages))
         * int(held_bytes(problem, option.saved_bytes[layers].sum(), deferred_bytes(option)[layers].sum()))
         + int(option.working_bytes[layers].max())
         for number, stage in enumerate(stages)
         for option, layers in ((problem.options[stage.option], slice(stage.first, stage.last)),)
     )
+
+
+def _group_bytes(problem: StageProblem, number: int, group: Sequence[Stage]) -> int:
+    """Bytes a device of a group of interleaved chunks. As many passes in a row as there are groups are of one chunk,
+    then of the next: of those in flight, the rounds that hold most.
+    """
+    option, v = problem.options[group[0].option], len(group)
+    num_groups = problem.num_devices // option.num_devices
+    saved = [int(option.saved_bytes[stage.first : stage.last].sum()) for stage in group]
+    rounds, rest = divmod(in_flight(problem, number, num_groups * v), num_groups)
+    passes = [num_groups * (rounds // v + (turn < rounds % v)) + rest * (turn == rounds % v) for turn in range(v)]
+    held = max(sum(passes[turn - begun] * saved[turn] for turn in range(v)) for begun in range(v))
+    state = sum(int(option.state_bytes[stage.first : stage.last].sum()) for stage in group)
+    return state + held + max(int(option.working_bytes[stage.first : stage.last].max()) for stage in group)
 
 
 def most_stages(problem: StageProblem) -> int:

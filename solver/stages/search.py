@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.stages.dynamic_program import DynamicProgram
+from autopar.solver.stages.interleaved import interleaved_stages
 from autopar.solver.stages.layer_ranges import Moves, RangeSums, SharedSums, moves_under, why_no_layer_fits
 from autopar.solver.stages.problem import (
     PUTS_OFF_WEIGHT_GRADIENTS,
@@ -70,11 +71,14 @@ def best_stages(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _First:
-    """The best stages of one size, or, interleaved, of all; none if stages is empty. why_not: nothing is possible."""
+    """The best stages of one size, or, interleaved, of all; none if stages is empty. why_not: nothing is possible.
+    bound_s: interleaved, what all take at least.
+    """
 
     stages: tuple[Stage, ...] = ()
     step_time_s: float = math.inf
     why_not: str | None = None
+    bound_s: float = math.inf
 
 
 def _first(problem: StageProblem, shared: SharedSums, under_s: float) -> _First:
@@ -85,9 +89,9 @@ def _first(problem: StageProblem, shared: SharedSums, under_s: float) -> _First:
     why_not = _why_not(problem, sums)
     if why_not is not None:
         return _First(why_not=why_not)
-    moves = moves_under(problem, sums, under_s)
-    search = _search_interleaved if problem.schedule is Schedule.INTERLEAVED else _search_sizes
-    return search(problem, moves, under_s)
+    if problem.schedule is Schedule.INTERLEAVED:
+        return _search_interleaved(problem, under_s)
+    return _search_sizes(problem, moves_under(problem, sums, under_s), under_s)
 
 
 def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: float) -> StagePlan | NoStages:
@@ -106,11 +110,12 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
         return StagePlan(
             stages=best.stages,
             step_time_s=step_time_s(problem, best.stages),
-            bound_s=under_s,
+            bound_s=min(under_s, first.bound_s),
             peak_bytes=peak_bytes(problem, best.stages),
         )
-    if math.isfinite(under_s):
-        return NoStages(reason=f"nothing takes less than {under_s:.6g} s", bound_s=under_s)
+    bound_s = min(under_s, first.bound_s)
+    if math.isfinite(bound_s):
+        return NoStages(reason=f"nothing takes less than {bound_s:.6g} s", bound_s=bound_s)
     return NoStages(
         reason="every layer fits by itself, but no stages of all layers and devices do: spread evenly, their state "
         f"alone takes {math.ceil(_least_state_bytes(problem)):,} of {problem.limit_bytes:,} bytes on each device"
@@ -200,30 +205,14 @@ def _levels_that_matter(moves: Moves, flight: np.ndarray) -> int:
     return len(flight) - 1
 
 
-def _search_interleaved(problem: StageProblem, moves: Moves, under_s: float) -> _First:
-    """The best of each option by itself: chunks are stages of one unit, their number is given."""
-    best_s, tried = under_s, False
-    best: tuple[Stage, ...] = ()
-    for number, option in enumerate(problem.options):
-        groups, odd = divmod(problem.num_devices, option.num_devices)
-        if odd or groups > most_stages(problem) or problem.num_microbatches % groups:
-            continue
-        if problem.fixed_num_stages not in (None, groups):
-            continue
-        tried = True
-        part = moves.take(moves.option == number)
-        part = part.take(part.add_s + part.steady_s < best_s)
-        if not len(part):
-            continue
-        count = groups * problem.chunks
-        flight = np.array([0, *(in_flight(problem, count - k, count) for k in range(1, count + 1))], dtype=np.int64)
-        programme = DynamicProgram(part, problem.num_layers, 0, count, flight, False, True)
-        found = programme.search(best_s)
-        if found.path:
-            best_s, best = found.step_time_s, part.stages(found.path)
-    if not tried:
+def _search_interleaved(problem: StageProblem, under_s: float) -> _First:
+    """The best that is found, with the bound of all others."""
+    found = interleaved_stages(problem, under_s)
+    if not found.tried:
         return _First(why_not="no option's groups hold a chunk of layers each and divide the micro-batches")
-    return _First(stages=best, step_time_s=best_s if best else math.inf)
+    return _First(
+        stages=found.stages, step_time_s=found.step_time_s if found.stages else math.inf, bound_s=found.bound_s
+    )
 
 
 def _why_not(problem: StageProblem, sums: RangeSums) -> str | None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.runtime.pipeline.standard_schedules import StageCosts, make_schedule, place
 from autopar.solver import (
@@ -211,6 +213,33 @@ def test_interleaving_divides_the_bubble():
     assert solve_stages(one).step_time_s == pytest.approx((4 + 1) * 12)
     assert solve_stages(two).step_time_s == pytest.approx((4 + 1 / 2) * 12)
     assert cut(solve_stages(two)) == [(0, 2, 0), (2, 4, 0), (4, 6, 0), (6, 8, 0)]
+
+
+def test_chunks_of_one_group_make_up_for_one_another():
+    """A head of three layers' time behind 15 layers on four groups: 4.5 each in the mean, whole layers give 5."""
+    costs = [1.0] * 15 + [3.0]
+    asked = problem([option(1, costs)], 4, 8)
+    found = solve_stages(replace(asked, schedule=Schedule.INTERLEAVED, chunks=3))
+    loads = [0.0] * 4
+    for number, (first, last, _) in enumerate(cut(found)):
+        loads[number % 4] += sum(costs[first:last])
+    assert max(loads) == 5.0
+    assert found.bound_s <= found.step_time_s <= 1.12 * found.bound_s
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=40)
+def test_interleaved_cuts_of_many_layers_are_near_their_bound(seed):
+    rng = np.random.default_rng(seed)
+    groups, chunks, layers = int(rng.choice([2, 4, 8])), int(rng.choice([2, 4])), int(rng.integers(32, 80))
+    costs = rng.uniform(0.8, 1.2, layers)
+    costs[-1] = rng.uniform(0.1, 2.0)
+    asked = replace(problem([option(1, list(costs))], groups, 8 * groups), schedule=Schedule.INTERLEAVED, chunks=chunks)
+    found = solve_stages(asked)
+    assert check(asked, found.stages) is None
+    busiest = max(sum(sum(costs[s.first : s.last]) for s in found.stages[g::groups]) for g in range(groups))
+    assert busiest <= costs.sum() / groups + costs.max()
+    assert found.bound_s <= found.step_time_s
 
 
 @pytest.mark.parametrize(("schedule", "bubble"), [(Schedule.ONE_F_ONE_B, 3), (Schedule.ZB_H1, 1), (Schedule.ZB_H2, 0)])
