@@ -26,7 +26,7 @@ SHARING = 32  # devices of a stage that may share an example: for more, micro-ba
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
-MOST_CHUNKS = 8  # of a group of devices in an interleaved schedule: powers of two of them are searched
+MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
@@ -133,13 +133,12 @@ def schedules_of(request: PlanRequest) -> tuple[str, ...]:
 
 def chunk_numbers(request: PlanRequest, name: str, num_layers: int) -> tuple[int, ...]:
     """The numbers of stages on each group of devices to search under a schedule, the smallest first: 1, or where it
-    interleaves stages powers of two, as far as two groups have layers for them.
+    interleaves stages all up to `MOST_CHUNKS`, as far as two groups have layers for them.
     """
     fewest = request.chunks or default_chunks(name)
     if request.chunks is not None or fewest == 1:
         return (fewest,)
-    more = (fewest << i for i in range(MOST_CHUNKS.bit_length()))
-    return (fewest, *(v for v in more if fewest < v <= MOST_CHUNKS and 2 * v <= num_layers))
+    return (fewest, *range(fewest + 1, min(MOST_CHUNKS, num_layers // 2) + 1))
 
 
 def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> list[int]:

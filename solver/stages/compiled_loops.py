@@ -32,6 +32,64 @@ def over_ranges(values: np.ndarray, largest: bool) -> np.ndarray:
     return out
 
 
+@njit(cache=True, nogil=True)
+def least_rounds(seconds: np.ndarray, groups: int, rounds: int) -> np.ndarray:
+    """The ends of chunks, of a layer or more each, for which the sum over rounds of the largest of `groups` chunks is
+    least, of layers that take so many seconds. Of equal sums that with rounds of about equal length is taken.
+    """
+    layers = len(seconds)
+    sums = np.zeros((layers, layers + 1))
+    for a in range(layers):
+        for b in range(a + 1, layers + 1):
+            sums[a, b] = sums[a, b - 1] + seconds[b - 1]
+    longest = layers - groups * rounds + 1
+    found = np.empty(layers * longest)
+    number = 0
+    for a in range(layers):
+        for b in range(a + 1, min(a + longest, layers) + 1):
+            found[number] = sums[a, b]
+            number += 1
+    limits = np.unique(found[:number])
+    # largest[a, b]: the largest chunk of a round of layers [a, b), at its least.
+    largest = np.full((layers + 1, layers + 1), np.inf)
+    begun = np.arange(layers + 1) + groups  # [a] -> the next end that no limit so far has reached
+    for limit in limits:
+        after = np.arange(layers + 1)
+        for a in range(layers):
+            after[a] = np.searchsorted(sums[a, a + 1 :], limit, side="right") + a
+        for a in range(layers):
+            reached = a
+            for _ in range(groups):
+                reached = after[reached]
+            while begun[a] <= reached:
+                largest[a, begun[a]] = limit
+                begun[a] += 1
+    even = 1e-6 / max(sums[0, layers], 1e-30)  # what a longer round costs more
+    least = np.full((rounds + 1, layers + 1), np.inf)
+    least[0, 0] = 0.0
+    before = np.zeros((rounds + 1, layers + 1), dtype=np.int64)
+    for r in range(1, rounds + 1):
+        for b in range(r * groups, layers + 1):
+            for a in range((r - 1) * groups, b - groups + 1):
+                total = least[r - 1, a] + largest[a, b] * (1 + even * largest[a, b])
+                if total < least[r, b]:
+                    least[r, b] = total
+                    before[r, b] = a
+    ends = np.empty(groups * rounds, dtype=np.int64)
+    b = layers
+    for r in range(rounds, 0, -1):
+        a = before[r, b]
+        limit = largest[a, b]
+        for g in range(groups):
+            end = a + 1
+            while end < b - (groups - 1 - g) and sums[a, end + 1] <= limit:
+                end += 1
+            ends[(r - 1) * groups + g] = end
+            a = end
+        b = before[r, b]
+    return ends
+
+
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def suffixes(
     begin: np.ndarray,

@@ -1,9 +1,9 @@
-"""Interleaved stages: chunks of layers, all under one option, so that no group of devices has much more than others.
+"""Interleaved stages: chunks of layers, all under one option, that keep the groups of devices busy.
 
-A step takes mostly what its busiest group takes, whose chunks lie apart in the model: no programme over layers from
-front to back knows what a group has had. Of few layers all cuts are tried. Of more, a cut into chunks of equal time is
-changed, by one layer of the busiest group at a time, as long as loads get more even. What the mean of all groups takes
-is a bound of what is possible.
+Round r of the groups is made of their r-th chunks, which follow one another in the model: a step takes mostly the sum
+over rounds of the largest chunk. Of few layers all cuts are tried. Of more, a programme over rounds finds the least
+such sum (`compiled_loops.least_rounds`), sends and memory left out. What all layers take on the mean group is a bound
+of what is possible.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -72,8 +73,8 @@ def _least_s(problem: StageProblem, option: StageOption, groups: int) -> float:
 
 
 def _all_cuts(problem: StageProblem, option: StageOption, groups: int) -> list[tuple[int, ...]]:
-    """The ends of the chunks for every cut of the layers, those of the smallest largest chunk first: uneven chunks wait
-    for one another, which the model of a group does not know.
+    """The ends of the chunks for every cut of the layers, those of the smallest largest chunk first: of equal ones the
+    first is taken.
     """
     before_s = [0.0, *np.cumsum(option.forward_s + option.backward_s).tolist()]
     between = itertools.combinations(range(1, problem.num_layers), groups * problem.chunks - 1)
@@ -82,44 +83,11 @@ def _all_cuts(problem: StageProblem, option: StageOption, groups: int) -> list[t
 
 
 def _even_cut(problem: StageProblem, option: StageOption, groups: int) -> tuple[int, ...]:
-    """The ends of the chunks of a cut whose groups have about equal loads."""
-    before_s = np.concatenate([[0.0], np.cumsum(option.forward_s + option.backward_s)])
-    number, layers = groups * problem.chunks, problem.num_layers
-    ends = np.searchsorted(before_s, before_s[-1] * np.arange(1, number + 1) / number)
-    for chunk in range(number):  # a layer or more for each
-        least = ends[chunk - 1] + 1 if chunk else 1
-        ends[chunk] = min(max(ends[chunk], least), layers - (number - 1 - chunk))
-    ends[-1] = layers
-    loads = _loads(before_s, ends[None], groups)[0]
-    while True:
-        cuts = _moved(ends, loads, groups)
-        if not len(cuts):
-            break
-        of_cuts = _loads(before_s, cuts, groups)
-        best = np.lexsort(((of_cuts**2).sum(axis=1), of_cuts.max(axis=1)))[0]
-        found = of_cuts[best]
-        if found.max() > loads.max() or (found**2).sum() >= (loads**2).sum() * (1 - 1e-12):
-            break
-        ends, loads = cuts[best], found
+    """The ends of the chunks of the cut whose rounds take least, sends left out."""
+    from autopar.solver.stages import compiled_loops
+
+    loops: Any = compiled_loops
+    ends = loops.least_rounds(
+        np.asarray(option.forward_s + option.backward_s, dtype=np.float64), groups, problem.chunks
+    )
     return tuple(int(end) for end in ends)
-
-
-def _loads(before_s: np.ndarray, cuts: np.ndarray, groups: int) -> np.ndarray:
-    """[cut, group] -> seconds of the passes of one micro-batch. Chunk j is on group j mod `groups`."""
-    starts = np.concatenate([np.zeros((len(cuts), 1), dtype=cuts.dtype), cuts[:, :-1]], axis=1)
-    return (before_s[cuts] - before_s[starts]).reshape(len(cuts), -1, groups).sum(axis=1)
-
-
-def _moved(ends: np.ndarray, loads: np.ndarray, groups: int) -> np.ndarray:
-    """[cut, end]: a chunk of the busiest group has one layer less, a chunk of another one one more; those in between
-    are shifted by one.
-    """
-    sizes, busiest, chunks = np.diff(ends, prepend=0), int(loads.argmax()), np.arange(len(ends))
-    givers = [chunk for chunk in chunks[busiest::groups] if sizes[chunk] > 1]
-    takers = chunks[chunks % groups != busiest]
-    moved = []
-    for giver in givers:
-        forward = (takers[:, None] > giver) & (chunks >= giver) & (chunks < takers[:, None])
-        back = (takers[:, None] < giver) & (chunks >= takers[:, None]) & (chunks < giver)
-        moved.append(ends - forward + back)
-    return np.concatenate(moved) if moved else np.zeros((0, len(ends)), dtype=ends.dtype)

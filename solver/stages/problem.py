@@ -19,8 +19,11 @@ and e = max(f + b, (f + b) / 2 + c); interleaved, s is a group, and f, b, c are 
 | zb-h2 | max(f - w, 0) + c | max(b - 2w, 0) + c | f + b + 2c + (m - 1) e - fill - drain | 2S - 1 | m >= 2S - 1 |
 | zb-1p | as zb-h1 | | | S | m >= S |
 | zb-2p | f + c | 0 | f + b + 2c + (m - 1) e - fill | 2S | m >= 2S - 1 |
-| interleaved | (f + c) / v | (b + c) / v | (m - 1 / v) (f + b + 2c) | see `peak_bytes` | S divides m |
+| interleaved | (f + c) / v | (b + c) / v | (m - 1 / v) (f + b + 2c), see below | see `peak_bytes` | S divides m |
 | inference | f + c | 0 | (m - 1) max(f, c) | 0 | |
+
+Interleaved groups run as many passes of one chunk in a row as there are groups, all about the same ones: max_s steady_s
+is a sum over the v rounds of chunks of the largest f + b + 2c in each.
 
 Sources: 1F1B and its interleaving, Narayanan et al., "Efficient large-scale language model training on GPU clusters",
 SC 2021, section 2.2; eager 1F1B, Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023,
@@ -33,7 +36,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -222,7 +225,18 @@ def step_time_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """Seconds of a step by the model above; inf when a layer cannot be run as its option says."""
     if any(np.isinf(problem.options[stage.option].forward_s[stage.first : stage.last]).any() for stage in stages):
         return math.inf
-    return combine([group_terms(problem, group) for group in groups_of(problem, stages)])
+    made = [group_terms(problem, group) for group in groups_of(problem, stages)]
+    if problem.schedule is Schedule.INTERLEAVED:
+        made = [replace(each, steady_s=_rounds_s(problem, stages)) for each in made]
+    return combine(made)
+
+
+def _rounds_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
+    """What is added to filling and draining by interleaved groups, round after round of their chunks."""
+    sizes = [group_terms(problem, (stage,)) for stage in stages]
+    groups = len(stages) // problem.chunks
+    of_round = [sizes[begun : begun + groups] for begun in range(0, len(stages), groups)]
+    return sum(max(each.steady_s for each in chunks) for chunks in of_round)
 
 
 def groups_of(problem: StageProblem, stages: Sequence[Stage]) -> list[Sequence[Stage]]:

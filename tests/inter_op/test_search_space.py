@@ -23,10 +23,10 @@ def test_nothing_is_said_where_all_divide_or_nothing_is_scanned():
     assert uneven_stages(SimpleNamespace(parts=1, trips=0), cluster) == []
 
 
-def test_chunks_are_powers_of_two_as_far_as_two_groups_have_layers():
+def test_chunks_go_as_far_as_two_groups_have_layers():
     free = PlanRequest()
-    assert chunk_numbers(free, "interleaved", 128) == (2, 4, 8)
-    assert chunk_numbers(free, "interleaved", 9) == (2, 4)
+    assert chunk_numbers(free, "interleaved", 128) == (2, 3, 4, 5, 6, 7, 8)
+    assert chunk_numbers(free, "interleaved", 9) == (2, 3, 4)
     assert chunk_numbers(free, "interleaved", 3) == (2,)
     assert chunk_numbers(PlanRequest(chunks=3), "interleaved", 128) == (3,)
     assert chunk_numbers(free, "1f1b", 128) == (1,)

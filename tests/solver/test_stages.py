@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from autopar.solver import (
     solve_stages,
     step_time_s,
 )
+from autopar.solver.stages import compiled_loops
 from autopar.solver.stages.problem import check, in_flight, peak_bytes
 
 CLOSE = 1e-8
@@ -215,31 +217,32 @@ def test_interleaving_divides_the_bubble():
     assert cut(solve_stages(two)) == [(0, 2, 0), (2, 4, 0), (4, 6, 0), (6, 8, 0)]
 
 
-def test_chunks_of_one_group_make_up_for_one_another():
-    """A head of three layers' time behind 15 layers on four groups: 4.5 each in the mean, whole layers give 5."""
+def rounds_s(ends, seconds, groups):
+    """The sum over rounds of the largest chunk."""
+    starts = [0, *ends[:-1]]
+    sizes = [sum(seconds[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return sum(max(sizes[begun : begun + groups]) for begun in range(0, len(sizes), groups))
+
+
+def test_a_long_head_makes_one_round_longer():
+    """A head of three layers' time behind 15 layers, on four groups of three chunks: rounds of one, one and three."""
     costs = [1.0] * 15 + [3.0]
     asked = problem([option(1, costs)], 4, 8)
     found = solve_stages(replace(asked, schedule=Schedule.INTERLEAVED, chunks=3))
-    loads = [0.0] * 4
-    for number, (first, last, _) in enumerate(cut(found)):
-        loads[number % 4] += sum(costs[first:last])
-    assert max(loads) == 5.0
-    assert found.bound_s <= found.step_time_s <= 1.12 * found.bound_s
-
-
-@given(st.integers(0, 10**6))
-@settings(deadline=None, max_examples=40)
-def test_interleaved_cuts_of_many_layers_are_near_their_bound(seed):
-    rng = np.random.default_rng(seed)
-    groups, chunks, layers = int(rng.choice([2, 4, 8])), int(rng.choice([2, 4])), int(rng.integers(32, 80))
-    costs = rng.uniform(0.8, 1.2, layers)
-    costs[-1] = rng.uniform(0.1, 2.0)
-    asked = replace(problem([option(1, list(costs))], groups, 8 * groups), schedule=Schedule.INTERLEAVED, chunks=chunks)
-    found = solve_stages(asked)
-    assert check(asked, found.stages) is None
-    busiest = max(sum(sum(costs[s.first : s.last]) for s in found.stages[g::groups]) for g in range(groups))
-    assert busiest <= costs.sum() / groups + costs.max()
+    assert rounds_s([last for _, last, _ in cut(found)], costs, 4) == 5.0
     assert found.bound_s <= found.step_time_s
+
+
+@given(st.lists(st.floats(0.1, 3.0), min_size=6, max_size=10), st.sampled_from([(2, 2), (2, 3), (3, 2)]))
+@settings(deadline=None, max_examples=60)
+def test_the_least_rounds_are_those_of_all_cuts(seconds, shape):
+    groups, rounds = shape
+    between = itertools.combinations(range(1, len(seconds)), groups * rounds - 1)
+    least = min(rounds_s([*ends, len(seconds)], seconds, groups) for ends in between)
+    found = compiled_loops.least_rounds(np.array(seconds), groups, rounds).tolist()
+    assert found == sorted(set(found))
+    assert found[-1] == len(seconds)
+    assert rounds_s(found, seconds, groups) == pytest.approx(least, rel=1e-5)
 
 
 @pytest.mark.parametrize(("schedule", "bubble"), [(Schedule.ONE_F_ONE_B, 3), (Schedule.ZB_H1, 1), (Schedule.ZB_H2, 0)])
