@@ -70,11 +70,11 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
 
 def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
     """The numbers in which several stages are tried next: those midway between the fastest so far and the next ones on
-    either side, by their ratio; where there are none below, half of it.
+    either side, by their ratio; half of it where none is below, and double where none is above.
 
     Args:
         numbers: All that the batch admits, in rising order.
-        tried: Those tried; the largest of them is the most that is searched.
+        tried: Those tried.
         best: The fastest of them.
     """
     below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
@@ -85,4 +85,6 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
         if low is not None and high is not None:
             between = [m for m in numbers if APART * low <= m <= high / APART]
             found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
+    if above is None:
+        found += [m for m in numbers if m >= 2 * best][:1]
     return found

@@ -65,13 +65,15 @@ BATCH_1152 = [1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 144, 192, 288, 384, 5
 
 
 def test_between_numbers_for_stages_the_middle_is_tried():
-    assert next_for_stages(BATCH_1152, {64, 288}, 288) == [144]  # 136 is in the middle; more than 288 are not searched
+    assert next_for_stages(BATCH_1152, {64, 288}, 288) == [144, 576]  # 136 is in the middle; twice as many
     assert next_for_stages(BATCH_1152, {64, 144, 288}, 144) == [96]  # 144 to 288 are near enough
 
 
-def test_below_the_smallest_number_for_stages_half_is_tried():
+def test_beyond_the_numbers_for_stages_half_and_double_are_tried():
     assert next_for_stages(BATCH_1152, {64, 288}, 64) == [32, 144]
-    assert next_for_stages([1, 3, 9], {1}, 1) == []
+    assert next_for_stages(BATCH_1152, {1152}, 1152) == [576]
+    assert next_for_stages([1, 3, 9], {1}, 1) == [3]
+    assert next_for_stages([1], {1}, 1) == []
 
 
 @given(st.sets(st.integers(1, 500), min_size=1), st.data())
@@ -79,5 +81,5 @@ def test_what_is_tried_for_stages_is_new_and_apart_from_all(numbers, data):
     tried = data.draw(st.sets(st.sampled_from(sorted(numbers)), min_size=1))
     best = data.draw(st.sampled_from(sorted(tried)))
     for m in next_for_stages(sorted(numbers), tried, best):
-        assert m < max(tried) or m < best
+        assert m in numbers
         assert all(max(m, n) >= APART * min(m, n) for n in tried)
