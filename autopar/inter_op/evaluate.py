@@ -30,8 +30,8 @@ MOST_BUILT = 3
 # another, and once more.
 TIGHTENED = 3
 # The parts by which an estimate's time may be too long, for layers that are decided alike for it are not where it is
-# built, and its peak too large: BERT of 340M under data parallelism, its layers recomputed.
-ESTIMATE_ERROR, PEAK_ERROR = 0.01, 0.06
+# built, less under data parallelism and ZeRO, and its peak too large: BERT of 340M, its layers recomputed.
+ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
 # One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
 # best: what it gathers for each of them is a part of the step.
 WALKED_WITHIN = 1.05
@@ -222,7 +222,7 @@ class PipelineEvaluator:
 
     def settle(self) -> None:
         """Builds estimates, the best first, until no other can be better than the best that is built, as far off as
-        estimates may be (`ESTIMATE_ERROR`, `PEAK_ERROR`).
+        estimates may be (`ESTIMATE_ERROR`, `BOUND_ERROR`, `PEAK_ERROR`).
         """
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
@@ -238,7 +238,7 @@ class PipelineEvaluator:
 
     def may_be_better(self, estimate: PipelineEstimate) -> bool:
         fits = estimate.peak_bytes <= (1 + PEAK_ERROR) * self.limit_bytes
-        time_s = (1 - ESTIMATE_ERROR) * estimate.step_time_s
+        time_s = (1 - (ESTIMATE_ERROR if estimate.binding is None else BOUND_ERROR)) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:

@@ -17,11 +17,13 @@ class Tried:
     Attributes:
         step_time_s: inf where it does not fit.
         peak_bytes: None where it was not built.
+        most_bytes: The peak by the tables, which is an upper bound; None where that is not known.
         policies: What each layer recomputes, or all of them; empty where that is not known.
     """
 
     step_time_s: float
     peak_bytes: int | None = None
+    most_bytes: int | None = None
     policies: tuple[str, ...] = ()
 
 
@@ -56,9 +58,9 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
     """The most that one stage needs in m micro-batches, fewer than `best`, with the recomputation of that number: by a
     line over the examples of a micro-batch through another number, else as if all of the peak grew with them.
     """
-    peak_bytes = tried[best].peak_bytes
+    peak_bytes, most_bytes = tried[best].peak_bytes, tried[best].most_bytes
     if peak_bytes is None:
-        return math.inf
+        return math.inf if most_bytes is None else most_bytes * best / m
     alike = {n: t.peak_bytes for n, t in tried.items() if n != best and t.policies == tried[best].policies}
     other = min((n for n, peak in alike.items() if peak is not None), key=lambda n: abs(n - best), default=None)
     if other is None:

@@ -29,7 +29,7 @@ from autopar.inter_op.search_space import (
     stage_numbers,
     uneven_stages,
 )
-from autopar.inter_op.stage_answers import why_no_pipeline
+from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption, undominated
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
@@ -44,6 +44,7 @@ from autopar.solver import StagePlan, StageProblem
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
 OVERSTATED = 2.0
+_NOTHING = Tried(step_time_s=math.inf)
 NEAR_THE_BEST = 1.15  # the error of the tables: answers up to this ratio to the best are built, unless the step is long
 
 
@@ -118,13 +119,14 @@ class _Search:
         if not self.context.deadline.passed:
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
-                self.one_stage_s(step, requested, cuts, decided, builder, limit_bytes)
+                self.one_stage(step, requested, cuts, decided, builder, limit_bytes)
             if requested is None:
-                estimated_s: dict[int, float] = {}
-                for problem, (m, _), answer in zip(problems, of_problem, answers, strict=True):
+                estimated: dict[int, Tried] = {}
+                for problem, (m, options), answer in zip(problems, of_problem, answers, strict=True):
                     if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
-                        estimated_s[m] = min(estimated_s.get(m, math.inf), answer.step_time_s)
-                self.one_stage_in_other_numbers(step, cuts, decided, builder, estimated_s)
+                        found = by_tables(problem, answer, options)
+                        estimated[m] = min(estimated.get(m, found), found, key=lambda t: t.step_time_s)
+                self.one_stage_in_other_numbers(step, cuts, decided, builder, estimated)
             hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
             builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
             if requested is None:
@@ -154,7 +156,7 @@ class _Search:
         smaller = [size for size in self.sizes(cuts[1], True)[WHOLE] if size < cluster.num_devices] if in_turn else []
         if not smaller or wants_others:
             return True
-        self.one_stage_s(step, 1, cuts, decided, builder, self.context.limit_bytes)
+        self.one_stage(step, 1, cuts, decided, builder, self.context.limit_bytes)
         builder.settle()
         found = builder.best_built
         if found is None or not found.fits(self.context.limit_bytes):
@@ -233,32 +235,32 @@ class _Search:
         cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
         builder: PipelineEvaluator,
-        estimated_s: dict[int, float],
+        estimated: dict[int, Tried],
     ) -> None:
         """One stage in fewer and more micro-batches while that is faster (`next_numbers`). Adds to the dictionaries.
 
         Args:
-            estimated_s: The estimated step time of one stage in each number of micro-batches in which it fits.
+            estimated: One stage by the tables in each number of micro-batches in which it fits.
         """
-        if not estimated_s:
+        if not estimated:
             return
         numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(cuts), OVERSTATED
-        tried = {m: _tried(builder, m, step_time_s) for m, step_time_s in estimated_s.items()}
+        tried = {m: _tried(builder, m, by_tables) for m, by_tables in estimated.items()}
         while not self.context.deadline.passed:
             near = next_numbers(numbers, tried, self.context.limit_bytes, largest)
             if not near:
                 return
-            for m in near:
+            for m in near[:1]:  # what comes of it decides on the others
                 limit_bytes = int(overstated * self.context.limit_bytes)
-                step_time_s = self.one_stage_s(step, m, cuts, decided, builder, limit_bytes)
+                found = self.one_stage(step, m, cuts, decided, builder, limit_bytes)
                 if (1, m) in builder.best_of:
                     candidate, estimated_bytes = builder.best_of[1, m]
                     fits = candidate.fits(self.context.limit_bytes)
-                    step_time_s = candidate.trial.step_time_s if fits else math.inf
+                    found = Tried(step_time_s=candidate.trial.step_time_s if fits else math.inf)
                     overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
-                tried[m] = _tried(builder, m, step_time_s)
+                tried[m] = _tried(builder, m, found)
 
-    def one_stage_s(
+    def one_stage(
         self,
         step: SplitStep,
         m: int,
@@ -266,21 +268,21 @@ class _Search:
         decided: dict[DecidedFor, Decisions],
         builder: PipelineEvaluator,
         limit_bytes: int,
-    ) -> float:
-        """The step time of one stage in a number of micro-batches, by the tables; inf: it does not fit, or the step
-        admits no such split. The pipeline is built where it may be the best.
+    ) -> Tried:
+        """One stage in a number of micro-batches, by the tables; inf seconds: it does not fit, or the step admits no
+        such split. The pipeline is built where it may be the best.
         """
         microbatched = self.cut_in(step, m, cuts)
         if microbatched is None:
-            return math.inf
+            return _NOTHING
         with self.context.progress.pass_("layer costs"):
             priced = self.priced(microbatched, {WHOLE: [self.context.cluster.num_devices]}, decided)
         name = schedules_of(self.context.request)[0]
         for problem, options in self.on_schedule(step, cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
             (answer,) = builder.search([limited], [(m, options)], 0, 1.0)
-            return answer.step_time_s if isinstance(answer, StagePlan) else math.inf
-        return math.inf
+            return by_tables(limited, answer, options) if isinstance(answer, StagePlan) else _NOTHING
+        return _NOTHING
 
     def problems(
         self,
@@ -377,13 +379,15 @@ class _Search:
         return problems
 
 
-def _tried(builder: PipelineEvaluator, m: int, step_time_s: float) -> Tried:
-    """One stage in m micro-batches as far as it was built."""
+def _tried(builder: PipelineEvaluator, m: int, by_tables: Tried) -> Tried:
+    """One stage in m micro-batches as far as it was built, with the time that is known of it."""
     if (1, m) not in builder.best_of:
-        return Tried(step_time_s=step_time_s)
+        return by_tables
     candidate, _ = builder.best_of[1, m]
     return Tried(
-        step_time_s=step_time_s, peak_bytes=candidate.trial.peak_bytes, policies=tuple(candidate.choice.policies)
+        step_time_s=by_tables.step_time_s,
+        peak_bytes=candidate.trial.peak_bytes,
+        policies=tuple(candidate.choice.policies),
     )
 
 

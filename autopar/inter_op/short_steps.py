@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from autopar.common.cached_attribute import lazy
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
-from autopar.inter_op.build_stages import MicrobatchedStep, stage_graphs
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, stage_graphs
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import LEAST_GAIN, join_where_it_pays
@@ -35,13 +36,13 @@ from autopar.sharding.partial_sums import Partials, find_partials
 SHORT, SHORTER, WHOLE_UP_TO = 6, 4, 12
 # Where a collective may sum gradients of more layers, two of them may take one collective more or less than two others:
 # the part of the least time of the step that this may come to, for all that are left out.
-UNEVEN_COLLECTIVES = 0.005
+UNEVEN_COLLECTIVES = 0.01
 # Short steps are joined to fewer programs (`join_where_it_pays`) where that saves this part of what it must in the
 # whole one, of which their update is another part.
 JOINED_FROM = 0.25
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShortStep:
     """A step with some layers of its long runs left out: `kept[l]` is the layer of the whole step that its layer l is.
 
@@ -53,6 +54,11 @@ class ShortStep:
     kept: tuple[int, ...]
     runs: Mapping[tuple[int, ...], int]
     of_whole: float
+
+    @lazy
+    def shorter_stages(self) -> dict[int, tuple[StageGraphs, list[_Shorter] | None]]:
+        """The shorter stages of stages, by the id of their graphs, which are kept so that it stays theirs."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +154,10 @@ def estimate(
         return None
     graphs = stage_graphs(microbatched, policies, choice.first_layers, choice.schedule, choice.chunks)
     (stage,) = graphs.stages
-    shorter = _shorter_stages(stage, graphs.graph, microbatched.layers, short.runs)
+    if id(graphs) not in short.shorter_stages:
+        made = _shorter_stages(stage, graphs.graph, microbatched.layers, short.runs)
+        short.shorter_stages[id(graphs)] = graphs, made
+    _, shorter = short.shorter_stages[id(graphs)]
     if shorter is None:
         return None
     paired_ops = [pair for each in shorter for pair in each.paired_ops]
@@ -172,9 +181,12 @@ def estimate(
         at_shorter = [simulated(e.stage, dataclasses.replace(sharding, partials=e.partials)) for e in shorter]
         more = [each.more for each in shorter]
         apart = _extended(at_short, at_shorter, more)
+        least_s = LEAST_GAIN * apart.step_time_s
+        if _at_whole(_once_s(at_short), map(_once_s, at_shorter), more) < least_s:
+            return apart
         joined = _extended(joined_early(at_short), [joined_early(each) for each in at_shorter], more)
         # As `join_where_it_pays` decides for the whole step.
-        pays = joined.step_time_s <= (1 - LEAST_GAIN) * apart.step_time_s
+        pays = joined.step_time_s + least_s <= apart.step_time_s
         return joined if pays and joined.peak_bytes[0] <= max(limits.limit_bytes, apart.peak_bytes[0]) else apart
 
     terms = first_terms(choice, models, constraints)
@@ -182,12 +194,21 @@ def estimate(
 
 
 def _extended(short: StagedStep, shorter: Sequence[StagedStep], more: Sequence[float]) -> Estimate:
-    """What a step comes to that has so many times more of what a short one has more than each shorter one."""
-    step_time_s, peak_bytes = short.step_time_s, float(short.peak_bytes[0])
-    for times, each in zip(more, shorter, strict=True):
-        step_time_s += times * (short.step_time_s - each.step_time_s)
-        peak_bytes += times * (short.peak_bytes[0] - each.peak_bytes[0])
+    """What the whole step comes to."""
+    step_time_s = _at_whole(short.step_time_s, (each.step_time_s for each in shorter), more)
+    peak_bytes = _at_whole(short.peak_bytes[0], (each.peak_bytes[0] for each in shorter), more)
     return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
+
+
+def _at_whole(at_short: float, at_shorter: Iterable[float], more: Sequence[float]) -> float:
+    """A quantity of the whole step, which has so many times more of what a short one has more than each shorter one."""
+    return at_short + sum(times * (at_short - each) for times, each in zip(more, at_shorter, strict=True))
+
+
+def _once_s(staged: StagedStep) -> float:
+    """Seconds of the tasks that run once a step: no more than that can hide where they are joined to others."""
+    tasks = zip(staged.staged.tasks, staged.task_s, strict=True)
+    return sum(seconds for task, seconds in tasks if not task.kind.repeats)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
-"""Answers of the search over stages: the order in which they are built, and why there are none."""
+"""Answers of the search over stages: the order in which they are built, what they come to, and why there are none."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-from autopar.solver import NoStages, StagePlan
+from autopar.inter_op.microbatch_walk import Tried
+from autopar.inter_op.stage_choice import choice_of
+from autopar.inter_op.stage_costs import PricedOption
+from autopar.solver import NoStages, StagePlan, StageProblem, fullness
 
 _NUMBER = re.compile(r"\d+(?:,\d+)*")
 
@@ -31,3 +34,12 @@ def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
             kind = _NUMBER.sub("", answer.reason)
             reasons[kind] = min(reasons.get(kind, (numbers, answer.reason)), (numbers, answer.reason))
     return "; ".join(reason for _, reason in reasons.values()) or "no pipeline was near the plan without stages"
+
+
+def by_tables(problem: StageProblem, answer: StagePlan, options: tuple[PricedOption, ...]) -> Tried:
+    """One stage that was not built."""
+    return Tried(
+        step_time_s=answer.step_time_s,
+        most_bytes=round(fullness(problem, answer.stages) * problem.limit_bytes),
+        policies=tuple(choice_of(problem, answer, options).policies),
+    )

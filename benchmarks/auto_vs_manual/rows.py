@@ -33,7 +33,8 @@ class Row:
         sent_bytes: By each device in a step; `collectives` the same by kind, as (count, bytes).
         flops: Of all devices in a step.
         attempts: How many settings were seen, by a plan, an estimate or a bound, of which `fitting` are known to fit.
-        planned_s: Seconds of this machine for all of them.
+        planned_s: Seconds of this machine for all of them; what an earlier row of the same process has made already
+            (the trace, graphs of micro-batches) is not in it.
         measured_s: The median step on this machine, with its quartiles; `compiled_bytes` sent and `compiled_peak_bytes`
             are those of the program that XLA made.
         measured_beside_auto: The step over the search's, the median of what they took in the same turns; None in the

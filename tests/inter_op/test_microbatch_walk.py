@@ -23,6 +23,10 @@ def test_the_fewest_that_surely_fit_are_tried_first():
     assert next_numbers(NUMBERS, tried, 50, 64) == []
 
 
+def test_a_peak_by_the_tables_is_as_good_as_one_that_was_built():
+    assert next_numbers(NUMBERS, {64: Tried(step_time_s=3.0, most_bytes=10, policies=KEEPS)}, 50, 64) == [16]
+
+
 def test_what_was_jumped_over_is_tried_where_the_recomputation_differs():
     tried = {
         64: Tried(step_time_s=3.0, peak_bytes=10, policies=KEEPS),
