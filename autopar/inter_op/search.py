@@ -213,7 +213,8 @@ class _Search:
         builder: PipelineEvaluator,
     ) -> Iterator[list[_Posed]]:
         """The problems of several stages in numbers of micro-batches beside the fastest (`next_for_stages`), one number
-        at a time, on submeshes of about the sizes of its stages. Adds to the dictionaries.
+        at a time, on submeshes of about the sizes of its stages, smaller ones for smaller micro-batches. Adds to the
+        dictionaries.
         """
         numbers, tried = divisors(num_examples(self.context.traced)), set(cuts)
         while not self.context.deadline.passed:
@@ -227,7 +228,9 @@ class _Search:
             if self.cut_in(step, untried[0], cuts) is not None:
                 sizes = [mesh.num_devices for mesh in best.choice.group_meshes]
                 near = min(sizes, key=lambda size: (-sizes.count(size), size))
-                yield self.problems(step, {untried[0]: cuts[untried[0]]}, decided, (near // 2, 2 * near))
+                more = untried[0] / best.num_microbatches
+                between = near / (2 * max(more, 1)), 2 * near / min(more, 1)
+                yield self.problems(step, {untried[0]: cuts[untried[0]]}, decided, between)
 
     def one_stage_in_other_numbers(
         self,
