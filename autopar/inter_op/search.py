@@ -31,6 +31,7 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption, undominated
+from autopar.inter_op.tensor_stages import refine_with_tensor_parallelism
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -113,9 +114,10 @@ class _Search:
         requested = self.context.request.num_microbatches
         if requested is None:
             for more in self.stages_in_other_numbers(step, cuts, decided, builder):
-                under_s = within * builder.longest_s
-                answers += builder.search([p for p, _ in more], [of for _, of in more], len(more), within, under_s)
-                problems, of_problem = [*problems, *(p for p, _ in more)], [*of_problem, *(of for _, of in more)]
+                posed_more, of_more = [p for p, _ in more], [of for _, of in more]
+                answers += builder.search(posed_more, of_more, len(more), within, within * builder.longest_s)
+                problems, of_problem = [*problems, *posed_more], [*of_problem, *of_more]
+        refine_with_tensor_parallelism(builder)
         if not self.context.deadline.passed:
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
@@ -221,16 +223,14 @@ class _Search:
             best = builder.best_of_several_stages
             if best is None or builder.best is None or best.step_time_s > NEAR_THE_BEST * builder.best.step_time_s:
                 return
-            untried = [m for m in next_for_stages(numbers, tried, best.num_microbatches) if m not in tried]
-            if not untried:
+            m = next((m for m in next_for_stages(numbers, tried, best.num_microbatches) if m not in tried), None)
+            if m is None:
                 return
-            tried.add(untried[0])
-            if self.cut_in(step, untried[0], cuts) is not None:
+            tried.add(m)
+            if self.cut_in(step, m, cuts) is not None:
                 sizes = [mesh.num_devices for mesh in best.choice.group_meshes]
-                near = min(sizes, key=lambda size: (-sizes.count(size), size))
-                more = untried[0] / best.num_microbatches
-                between = near / (2 * max(more, 1)), 2 * near / min(more, 1)
-                yield self.problems(step, {untried[0]: cuts[untried[0]]}, decided, between)
+                near, more = min(sizes, key=lambda size: (-sizes.count(size), size)), m / best.num_microbatches
+                yield self.problems(step, {m: cuts[m]}, decided, (near / (2 * max(more, 1)), 2 * near / min(more, 1)))
 
     def one_stage_in_other_numbers(
         self,
