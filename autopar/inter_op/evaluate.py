@@ -195,12 +195,11 @@ class PipelineEvaluator:
         return self.short_steps[m]
 
     def under(self, choice: StageChoice, binding: Binding | None) -> tuple[StageChoice, Constraints | None]:
-        """A choice of equal groups of devices on the mesh of a binding, and its constraints."""
+        """A choice on the mesh of a binding, and its constraints."""
         if binding is None:
             return choice, None
-        mesh, constraints = binding.on(choice.group_meshes[0].num_devices)
-        meshes = (mesh,) * len(choice.group_meshes)
-        return dataclasses.replace(choice, group_meshes=meshes, terms=(), over_limit=()), constraints
+        mesh, constraints = binding.on(self.cluster.num_devices)
+        return dataclasses.replace(choice, group_meshes=(mesh,), terms=(), over_limit=()), constraints
 
     def limits(self, to_beat_s: float) -> BuildLimits:
         return BuildLimits(limit_bytes=self.limit_bytes, time_limit_s=self.deadline.solve_s(), to_beat_s=to_beat_s)

@@ -31,7 +31,6 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption, undominated
-from autopar.inter_op.tensor_stages import refine_with_tensor_parallelism
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -117,7 +116,6 @@ class _Search:
                 posed_more, of_more = [p for p, _ in more], [of for _, of in more]
                 answers += builder.search(posed_more, of_more, len(more), within, within * builder.longest_s)
                 problems, of_problem = [*problems, *posed_more], [*of_problem, *of_more]
-        refine_with_tensor_parallelism(builder)
         if not self.context.deadline.passed:
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
