@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.inter_op.search_space import MOST_CHUNKS
 from autopar.solver import Schedule, StageOption, StagePlan, StageProblem, best_stages
 from benchmarks import machine
 
@@ -86,7 +87,7 @@ def problems(layers: int, devices: int, meshes: int) -> list[StageProblem]:
     for microbatches in (2**k for k in range(int(math.log2(BATCH)) + 1)):
         shared = options(layers, devices, microbatches, meshes)
         for schedule in SCHEDULES:
-            found.append(
+            found += [
                 StageProblem(
                     options=shared,
                     num_devices=devices,
@@ -95,9 +96,10 @@ def problems(layers: int, devices: int, meshes: int) -> list[StageProblem]:
                     schedule=schedule,
                     limit_bytes=LIMIT_BYTES,
                     host_devices=HOST,
-                    chunks=2 if schedule is Schedule.INTERLEAVED else 1,
+                    chunks=chunks,
                 )
-            )
+                for chunks in (range(2, MOST_CHUNKS + 1) if schedule is Schedule.INTERLEAVED else (1,))
+            ]
     return found
 
 

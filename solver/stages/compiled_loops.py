@@ -57,11 +57,13 @@ def least_rounds(seconds: np.ndarray, groups: int, rounds: int) -> np.ndarray:
         after = np.arange(layers + 1)
         for a in range(layers):
             after[a] = np.searchsorted(sums[a, a + 1 :], limit, side="right") + a
-        for a in range(layers):
-            reached = a
-            for _ in range(groups):
+        reached, left = np.arange(layers + 1), groups  # [a] -> the end of `groups` chunks, by squaring
+        while left:
+            if left % 2:
                 reached = after[reached]
-            while begun[a] <= reached:
+            after, left = after[after], left // 2
+        for a in range(layers):
+            while begun[a] <= reached[a]:
                 largest[a, begun[a]] = limit
                 begun[a] += 1
     even = 1e-6 / max(sums[0, layers], 1e-30)  # what a longer round costs more

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.solver.stages.problem import Stage, StageOption, StageProblem, fullness, most_stages, step_time_s
 
-FEW_CUTS = 500  # that are tried all
+FEW_CUTS = 20  # that are tried all
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ def interleaved_stages(problem: StageProblem, under_s: float) -> InterleavedStag
         cuts = _all_cuts(problem, option, groups) if few else [_even_cut(problem, option, groups)]
         option_s = math.inf
         for ends in cuts:
+            if not few and _least_of_cut_s(problem, option, groups, ends) >= best_s:
+                continue
             stages = tuple(Stage(first=a, last=b, option=number) for a, b in itertools.pairwise((0, *ends)))
             time_s = step_time_s(problem, stages)
             if time_s < option_s and fullness(problem, stages) <= 1:
@@ -70,6 +73,14 @@ def _least_s(problem: StageProblem, option: StageOption, groups: int) -> float:
     m, v = problem.num_microbatches, problem.chunks
     alone_s = float((option.forward_s + option.backward_s).sum())
     return alone_s / v + (m - 1 / v) * alone_s / groups
+
+
+def _least_of_cut_s(problem: StageProblem, option: StageOption, groups: int, ends: Sequence[int]) -> float:
+    """What a step takes at least, sends left out, with chunks that end there."""
+    m, v = problem.num_microbatches, problem.chunks
+    before_s = np.concatenate([[0.0], np.cumsum(option.forward_s + option.backward_s)])
+    rounds_s = np.diff(before_s[[0, *ends]]).reshape(v, groups).max(axis=1).sum()
+    return float(before_s[-1] / v + (m - 1 / v) * rounds_s)
 
 
 def _all_cuts(problem: StageProblem, option: StageOption, groups: int) -> list[tuple[int, ...]]:
