@@ -29,8 +29,8 @@ MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-# The parts by which an estimate's time may be too long, for layers that are decided alike for it are not where it is
-# built, less under data parallelism and ZeRO, and its peak too large: BERT of 340M, its layers recomputed.
+# The parts by which an estimate's time may be too long, and less under data parallelism and ZeRO, and by which its peak
+# may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters.
 ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
 # One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
 # best: what it gathers for each of them is a part of the step.

@@ -140,10 +140,10 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
         )
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
     best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
-    return (best,), casts_may_not_fit(microbatched, best.peak_bytes, context.limit_bytes)
+    return (best,), may_fit_without_hoisted_casts(microbatched, best.peak_bytes, context.limit_bytes)
 
 
-def casts_may_not_fit(microbatched: MicrobatchedStep, peak_bytes: int, limit_bytes: int) -> bool:
+def may_fit_without_hoisted_casts(microbatched: MicrobatchedStep, peak_bytes: int, limit_bytes: int) -> bool:
     """Whether what needs this peak may fit if copies of the state are made in each micro-batch."""
     graph = microbatched.graph
     return copies_state(graph) and peak_bytes - copied_bytes(graph) <= limit_bytes

@@ -228,7 +228,7 @@ class _Search:
             if self.cut_in(step, m, cuts) is not None:
                 sizes = [mesh.num_devices for mesh in best.choice.group_meshes]
                 near, more = min(sizes, key=lambda size: (-sizes.count(size), size)), m / best.num_microbatches
-                yield self.problems(step, {m: cuts[m]}, decided, (near / (2 * max(more, 1)), 2 * near / min(more, 1)))
+                yield self.problems(step, cuts, decided, [m], (near / (2 * max(more, 1)), 2 * near / min(more, 1)))
 
     def one_stage_in_other_numbers(
         self,
@@ -245,7 +245,7 @@ class _Search:
         """
         if not estimated:
             return
-        numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(cuts), OVERSTATED
+        numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(estimated), OVERSTATED
         tried = {m: _tried(builder, m, by_tables) for m, by_tables in estimated.items()}
         while not self.context.deadline.passed:
             near = next_numbers(numbers, tried, self.context.limit_bytes, largest)
@@ -290,28 +290,28 @@ class _Search:
         step: SplitStep,
         cuts: dict[int, MicrobatchedStep],
         decided: dict[DecidedFor, Decisions],
+        numbers: Sequence[int] = (),
         sizes_between: tuple[float, float] = (0, math.inf),
     ) -> list[_Posed]:
-        """The problems for each number of micro-batches, each schedule and, for scans, each number of stages, on
-        submeshes of these sizes.
+        """The problems for each of these numbers of micro-batches (all), each schedule and, for scans, each number of
+        stages, on submeshes of these sizes.
         """
         posed: list[_Posed] = []
-        long = is_long(self.context.traced)
+        long, (least, most) = is_long(self.context.traced), sizes_between
         equal = stage_numbers(step, self.context.cluster) if step.parts > 1 else ()
-        for m, step_of_m in cuts.items():
-            numbers = equal or (None,)
+        for m in numbers or cuts:
+            step_of_m = cuts[m]
             with self.context.progress.pass_("layer costs"):
                 sizes = self.sizes(step_of_m, m == min(cuts))
-                least, most = sizes_between
-                priced = self.priced(
-                    step_of_m, {n: [s for s in of if least <= s <= most] for n, of in sizes.items()}, decided
-                )
+                sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
+                priced = self.priced(step_of_m, sizes, decided)
                 if long:  # options dominated in small micro-batches are not priced for large ones
                     better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
                     for key, of in decided.items():
-                        decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
+                        if key[0].num_devices in sizes.get(key[-1], ()):
+                            decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
             for name in schedules_of(self.context.request):
-                problems = self.on_schedule(step, step_of_m, name, priced, numbers)
+                problems = self.on_schedule(step, step_of_m, name, priced, equal or (None,))
                 posed += [(problem, (m, options)) for problem, options in problems]
         return posed
 

@@ -103,7 +103,8 @@ def remat_ops(folded: FoldedGraph) -> RematOps:
 def stage_options(
     folded: FoldedGraph, remat: RematOps, layers: Layers, model: CostModel, link: Link, decisions: Decisions
 ) -> tuple[PricedOption, ...]:
-    """Options for stages on the model's mesh: each of the decisions under each recomputation policy.
+    """Options for stages on the model's mesh: each of the decisions, and the same with products in pieces where that is
+    faster, under each recomputation policy.
 
     `remat` is `remat_ops(folded)`; `link` joins a stage with the next one. A value that crosses a
     boundary is sent in parts, one from each device of the mesh.
@@ -113,22 +114,23 @@ def stage_options(
     options: list[PricedOption] = []
     costs = NodeCosts(folded.graph, model)
     for decided in decisions:
-        found = timed_sharding(folded.graph, model, decided.sharding, costs)
-        found = with_overlapped_axes(folded.graph, model, found)
-        terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
-        rows = _Pricing(folded, remat, model, found.lowered, costs).run()
-        table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
-        options += [
-            PricedOption(
-                option=_option(policy, table, devices, send_s, model),
-                mesh=model.links.mesh,
-                given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
-                policy=policy.value,
-                terms=terms,
-                over_limit=decided.over_limit,
-            )
-            for policy in Recompute
-        ]
+        whole = timed_sharding(folded.graph, model, decided.sharding, costs)
+        in_pieces = with_overlapped_axes(folded.graph, model, whole)
+        for found in (whole,) if in_pieces is whole else (whole, in_pieces):
+            terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
+            rows = _Pricing(folded, remat, model, found.lowered, costs).run()
+            table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
+            options += [
+                PricedOption(
+                    option=_option(policy, table, devices, send_s, model),
+                    mesh=model.links.mesh,
+                    given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
+                    policy=policy.value,
+                    terms=terms,
+                    over_limit=decided.over_limit,
+                )
+                for policy in Recompute
+            ]
     return tuple(options)
 
 

@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
@@ -143,10 +143,10 @@ def search_mesh(
     if isinstance(fastest, float):
         return slower(context, model, fastest)
     found, exposure = fastest
-    found = search.in_pieces(found)
-    if found.ran.end_s >= slow_s:
-        return slower(context, model, found.ran.end_s, found.ran.end_s)
-    best = search.candidate(found)
+    ways = search.ways(found)
+    if ways[-1].ran.end_s >= slow_s:
+        return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
+    best = search.candidate(ways)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, exposure)
@@ -271,15 +271,24 @@ class _MeshSearch:
             sharding = unfold(sharding, self.context.views.partials, self.context.graph, self.step)
         return timed_sharding(self.context.graph, self.intra_op.model, sharding, self.costs)
 
-    def in_pieces(self, found: TimedSharding) -> TimedSharding:
-        """The same with products in pieces where that is faster; a recipe says itself where they are."""
-        if self.context.request.binding is not None:
-            return found
-        return with_overlapped_axes(self.context.graph, self.intra_op.model, found)
+    def ways(self, found: TimedSharding) -> list[TimedSharding]:
+        """A timed sharding, and the same with products in pieces where that is faster; a recipe says itself where they
+        are.
+        """
+        if self.context.request.binding is not None or time.perf_counter() > self.until_s:
+            return [found]
+        in_pieces = with_overlapped_axes(self.context.graph, self.intra_op.model, found)
+        return [found] if in_pieces is found else [found, in_pieces]
 
-    def candidate(self, found: TimedSharding) -> SpmdCandidate:
-        """The candidate of a timed sharding, with its memory."""
-        return dataclasses.replace(with_memory(self.context.graph, self.intra_op.model, found), pins=self.pins)
+    def candidate(self, ways: Sequence[TimedSharding]) -> SpmdCandidate:
+        """The candidate of the last of these that fits, else of that of least memory."""
+        graph, model, limit_bytes = self.context.graph, self.intra_op.model, self.context.limit_bytes
+        made = []
+        for way in reversed(ways):
+            made.append(dataclasses.replace(with_memory(graph, model, way), pins=self.pins))
+            if made[-1].peak_bytes <= limit_bytes:
+                return made[-1]
+        return min(made, key=lambda candidate: candidate.peak_bytes)
 
     def prices(self, s_per_byte: float, values: frozenset[tuple[int, str]]) -> MemoryPrices:
         """A price on the bytes of values of the whole step."""
@@ -319,7 +328,7 @@ class _MeshSearch:
             choice = tuple(solution.choice)
             if choice in fitted:
                 return fitted[choice]
-            candidate = self.candidate(self.in_pieces(self.timed(self.at_full_cost(solution))))
+            candidate = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
             fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.requested import asked_step, casts_may_not_fit, equal_choice
+from autopar.inter_op.requested import asked_step, equal_choice, may_fit_without_hoisted_casts
 from autopar.inter_op.short_steps import Estimate, estimate, short_step
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
@@ -102,7 +102,7 @@ class Estimates:
                 )
             found = min(filter(None, (found, *outcomes)), key=Outcome.rank)
             microbatched = asked_step(context, hoist_casts).microbatched
-            if found.fits or not casts_may_not_fit(microbatched, found.peak_bytes, found.limit_bytes):
+            if found.fits or not may_fit_without_hoisted_casts(microbatched, found.peak_bytes, found.limit_bytes):
                 break
         return found
 

@@ -72,13 +72,14 @@ def best_stages(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _First:
     """The best stages of one size, or, interleaved, of all; none if stages is empty. why_not: nothing is possible.
-    bound_s: interleaved, what all take at least.
+    bound_s: interleaved, what all take at least; none_fits: no cut that was tried fits into the memory.
     """
 
     stages: tuple[Stage, ...] = ()
     step_time_s: float = math.inf
     why_not: str | None = None
     bound_s: float = math.inf
+    none_fits: bool = False
 
 
 def _first(problem: StageProblem, shared: SharedSums, under_s: float) -> _First:
@@ -114,6 +115,8 @@ def _solve(problem: StageProblem, shared: SharedSums, first: _First, best_s: flo
             peak_bytes=peak_bytes(problem, best.stages),
         )
     bound_s = min(under_s, first.bound_s)
+    if first.none_fits and math.isfinite(first.bound_s):
+        return NoStages(reason="no cut of the layers into chunks that was tried fits into the memory", bound_s=bound_s)
     if math.isfinite(bound_s):
         return NoStages(reason=f"nothing takes less than {bound_s:.6g} s", bound_s=bound_s)
     return NoStages(
@@ -210,9 +213,8 @@ def _search_interleaved(problem: StageProblem, under_s: float) -> _First:
     found = interleaved_stages(problem, under_s)
     if not found.tried:
         return _First(why_not="no option's groups hold a chunk of layers each and divide the micro-batches")
-    return _First(
-        stages=found.stages, step_time_s=found.step_time_s if found.stages else math.inf, bound_s=found.bound_s
-    )
+    step_s = found.step_time_s if found.stages else math.inf
+    return _First(stages=found.stages, step_time_s=step_s, bound_s=found.bound_s, none_fits=found.none_fits)
 
 
 def _why_not(problem: StageProblem, sums: RangeSums) -> str | None:

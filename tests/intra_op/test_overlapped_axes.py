@@ -89,3 +89,11 @@ def test_the_search_takes_them_where_one_example_leaves_sequences_alone():
     whole = timed_sharding(context.graph, found.model, dataclasses.replace(found.sharding, overlapped_axes=()))
     assert found.sharding.overlapped_axes == (0,)
     assert found.ran.end_s < (1 - LEAST_GAIN) * whole.ran.end_s
+
+
+def test_what_fits_only_with_all_gathered_whole_is_found():
+    """In 34 MB: products in pieces keep the pieces of what they read, and need more."""
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    context = dataclasses.replace(context_on(cluster), limit_bytes=34_000_000)
+    found = search_mesh(context, cost_model(cluster, LogicalMesh(axis_sizes=(8,))), time_limit_s=60.0)
+    assert found.peak_bytes <= 34_000_000

@@ -233,6 +233,19 @@ def test_a_long_head_makes_one_round_longer():
     assert found.bound_s <= found.step_time_s
 
 
+def test_interleaved_chunks_are_cut_by_bytes_where_the_fastest_cut_does_not_fit():
+    """Layers 0-2 and 12-14 are twice as large: the cut of equal time has six of them on one group of four."""
+    state = [20 if layer % 12 < 3 else 10 for layer in range(24)]
+    made = replace(option(1, [1.0] * 24), state_bytes=np.array(state))
+    asked = replace(problem([made], 4, 8, limit_bytes=100), schedule=Schedule.INTERLEAVED, chunks=2)
+    found = solve_stages(asked)
+    assert isinstance(found, StagePlan)
+    assert check(asked, found.stages) is None
+    none = solve_stages(replace(asked, limit_bytes=70))
+    assert isinstance(none, NoStages)
+    assert "fits into the memory" in none.reason
+
+
 @given(st.lists(st.floats(0.1, 3.0), min_size=6, max_size=10), st.sampled_from([(2, 2), (2, 3), (3, 2)]))
 @settings(deadline=None, max_examples=60)
 def test_the_least_rounds_are_those_of_all_cuts(seconds, shape):
