@@ -170,6 +170,7 @@ THRESHOLDS = [
         ("MICROBATCHES_A_STAGE", "micro-batches for each stage that leave next to no bubble", "bubble of 1F1B: 1/16"),
         ("MOST_STAGES", "stages up to which more of them are searched", "planning time"),
         ("MOST_PARTS", "parts of the devices in the search over stages", "planning time"),
+        ("FEW_MESHES", "meshes up to which one stage is decided on all", "planning time"),
         ("MOST_CHUNKS", "stages of a group of devices that interleave", "planning time"),
         ("MOST_ODD", "odd numbers of hosts that stages may have", "3 for Megatron's 48 copies of a model"),
         ("FINEST_PARTS", "parts in which a scan over layers is priced", "deepest published models"),

@@ -12,6 +12,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
+from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_answers import in_turn
 from autopar.inter_op.stage_choice import StageChoice, choice_of
@@ -35,6 +36,7 @@ ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
 # One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
 # best: what it gathers for each of them is a part of the step.
 WALKED_WITHIN = 1.05
+BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
 
 
 class PipelineEvaluator:
@@ -242,8 +244,9 @@ class PipelineEvaluator:
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
-        """Decides the best pipeline of one stage again where it is as fast as the best of all: with other fractions of
-        charged communication, and under data parallelism and ZeRO. Only the simulation tells which of them waits least.
+        """Decides the best pipeline of one stage again where it is as fast as the best of all: not by the tables, under
+        data parallelism and ZeRO, and with other fractions of charged communication. Only the simulation tells which
+        of them waits least.
 
         In one micro-batch, what keeps all is a program without stages, of which those were weighed. Nothing is decided
         again where no decisions fit.
@@ -265,6 +268,9 @@ class PipelineEvaluator:
         savings = dict.fromkeys((choice, keeps_all))
         if m == 1 and self.context.weighed_one_program:
             savings.pop(keeps_all)
+        for saving, mesh in itertools.product(savings, own_meshes(self.cluster, choice.group_meshes[0])):
+            own = dataclasses.replace(saving, group_meshes=(mesh,), terms=(), over_limit=())
+            self.refined(m, own, BY_ITSELF)
         for (name, binding), saving in itertools.product(baseline_bindings(self.cluster), savings):
             self.refined(m, saving, name, binding)
         for count in counts:
@@ -273,11 +279,11 @@ class PipelineEvaluator:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
     def refine_in_other_numbers(self, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]) -> None:
-        """Evaluates one stage under data parallelism, and each stage of ZeRO, that comes near the best, in smaller or
-        larger numbers of micro-batches while that is faster: each has its own number, as some gather parameters for
-        every micro-batch. `cut` gives the step in a number of micro-batches, None where it admits none.
+        """Evaluates what `refine_one_stage` did and comes near the best in smaller or larger numbers of micro-batches
+        while that is faster: some gather parameters for each. `cut` gives the step in a number of micro-batches, None
+        where it admits none.
         """
-        for name, binding in baseline_bindings(self.cluster):
+        for name, binding in ((BY_ITSELF, None), *baseline_bindings(self.cluster)):
             own = [found for found in self.refinements if found.name == name]
             begun = min(own, key=lambda found: found.rank(self.limit_bytes), default=None)
             if begun is None or self.best is None or begun.step_time_s > WALKED_WITHIN * self.best.step_time_s:

@@ -27,6 +27,7 @@ MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
+FEW_MESHES = 4  # those of two hosts of eight devices
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
@@ -196,3 +197,11 @@ def meshes_inside(part: Cluster) -> list[LogicalMesh]:
     """The logical meshes of a stage, of at most two axes, the inner of which stays inside a host."""
     meshes = distinct_meshes(part, 2)
     return [m for m in meshes if len(m.axis_sizes) == 1 or m.axis_sizes[-1] <= part.domain_devices]
+
+
+def own_meshes(cluster: Cluster, best: LogicalMesh) -> list[LogicalMesh]:
+    """The meshes on which one stage is decided by itself: all where there are few; else, and on devices of several
+    kinds, that which is best by the tables: among many they differ by more than the tables err.
+    """
+    meshes = [] if cluster.parts else meshes_inside(cluster)
+    return meshes if 0 < len(meshes) <= FEW_MESHES else [best]

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 from autopar import Cluster
-from autopar.inter_op.search_space import chunk_numbers, stage_numbers, uneven_stages
+from autopar.inter_op.search_space import chunk_numbers, own_meshes, stage_numbers, uneven_stages
+from autopar.ir.mesh import LogicalMesh
 from autopar.plan.options import PlanRequest
 
 
@@ -30,3 +31,10 @@ def test_chunks_go_as_far_as_two_groups_have_layers():
     assert chunk_numbers(free, "interleaved", 3) == (2,)
     assert chunk_numbers(PlanRequest(chunks=3), "interleaved", 128) == (3,)
     assert chunk_numbers(free, "1f1b", 128) == (1,)
+
+
+def test_one_stage_is_decided_on_all_of_few_meshes():
+    best = LogicalMesh(axis_sizes=(8,))
+    on_a_host = own_meshes(Cluster.preset("dgx-h100"), best)
+    assert [mesh.axis_sizes for mesh in on_a_host] == [(8,), (2, 4)]
+    assert own_meshes(Cluster.preset("dgx-h100", hosts=4), best) == [best]
