@@ -29,15 +29,15 @@ from autopar.runtime.simulation.simulator import simulate
 LEAST_GAIN = 0.01  # of a step
 
 
-def join_where_it_pays(staged: StagedStep, limit_bytes: int, least_gain: float = LEAST_GAIN) -> StagedStep:
+def join_where_it_pays(staged: StagedStep, limit_bytes: int, share: float = 1.0) -> StagedStep:
     """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
-    `least_gain` off the step, within the memory that there is or that the step needs anyway.
+    a `share` of `LEAST_GAIN` off the step, within the memory that there is or that the step needs anyway.
 
     Of the chains at the end those of meshes that end about last. Chains on other meshes would not shorten the step.
     """
     if not any(p.model.overlap.kinds for p in staged.stages):
         return staged
-    least_s, end_s = least_gain * staged.simulation.step_time_s, staged.simulation.step_time_s
+    least_s, end_s = share * LEAST_GAIN * staged.simulation.step_time_s, staged.simulation.step_time_s
     chains = joinable(staged.simulated.pipeline, staged.schedule)
     ends_s = _ends_s(staged)
     tasks: dict[tuple[Node, ...], JoinedTask] = {}

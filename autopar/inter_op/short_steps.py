@@ -173,7 +173,7 @@ def estimate(
         return stage_program(step, graphs.graph, microbatched.layers, [planned], submeshes, graphs.schedule, cluster)
 
     def joined_early(staged: StagedStep) -> StagedStep:
-        return join_where_it_pays(staged, limits.limit_bytes, JOINED_FROM * LEAST_GAIN)
+        return join_where_it_pays(staged, limits.limit_bytes, JOINED_FROM)
 
     def of_whole(decisions: StageDecisions) -> Estimate:
         ((_, sharding),) = decisions
