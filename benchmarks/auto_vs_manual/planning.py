@@ -88,7 +88,7 @@ def plan_rows(
     for recipe in recipes:
         row = Row(
             model=model.name, cluster=cluster_text, recipe=recipe, devices=cluster.num_devices, status=Status.FAILED,
-            why="no attempt was possible: the batch does not divide", search_version=SEARCH_VERSION,
+            why="ended before its first attempt was over", search_version=SEARCH_VERSION,
         )  # fmt: skip
         making = _Making(problem, trees, row, rules, graphs, report, begun)
         report(row)
@@ -103,6 +103,8 @@ def plan_rows(
                 break
             outcome = making.seen(attempt)
         making.settle()
+        if making.row.status == Status.FAILED and not making.row.attempts:
+            making.row = dataclasses.replace(making.row, why="no attempt was possible: the batch does not divide")
         yield making.row, making.best_plan
         begun = time.perf_counter()
 
