@@ -27,7 +27,7 @@ MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
-FEW_MESHES = 4  # those of two hosts of eight devices
+FEW_MESHES = 4  # those of hosts of eight devices
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 

@@ -37,4 +37,5 @@ def test_one_stage_is_decided_on_all_of_few_meshes():
     best = LogicalMesh(axis_sizes=(8,))
     on_a_host = own_meshes(Cluster.preset("dgx-h100"), best)
     assert [mesh.axis_sizes for mesh in on_a_host] == [(8,), (2, 4)]
-    assert own_meshes(Cluster.preset("dgx-h100", hosts=4), best) == [best]
+    assert len(own_meshes(Cluster.preset("dgx-h100", hosts=64), best)) == 4
+    assert own_meshes(Cluster.preset("gb200-nvl72"), best) == [best]
