@@ -246,20 +246,20 @@ class _Search:
         if not estimated:
             return
         numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(estimated), OVERSTATED
-        tried = {m: _tried(builder, m, by_tables) for m, by_tables in estimated.items()}
+        tried = {m: _tried(builder, m, known) for m, known in estimated.items()}
         while not self.context.deadline.passed:
             near = next_numbers(numbers, tried, self.context.limit_bytes, largest)
             if not near:
                 return
-            for m in near[:1]:  # what comes of it decides on the others
-                limit_bytes = int(overstated * self.context.limit_bytes)
-                found = self.one_stage(step, m, cuts, decided, builder, limit_bytes)
-                if (1, m) in builder.best_of:
-                    candidate, estimated_bytes = builder.best_of[1, m]
-                    fits = candidate.fits(self.context.limit_bytes)
-                    found = Tried(step_time_s=candidate.trial.step_time_s if fits else math.inf)
-                    overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
-                tried[m] = _tried(builder, m, found)
+            m = near[0]  # what comes of it decides on the others
+            limit_bytes = int(overstated * self.context.limit_bytes)
+            found = self.one_stage(step, m, cuts, decided, builder, limit_bytes)
+            if (1, m) in builder.best_of:
+                candidate, estimated_bytes = builder.best_of[1, m]
+                fits = candidate.fits(self.context.limit_bytes)
+                found = Tried(step_time_s=candidate.trial.step_time_s if fits else math.inf)
+                overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
+            tried[m] = _tried(builder, m, found)
 
     def one_stage(
         self,
@@ -380,13 +380,13 @@ class _Search:
         return problems
 
 
-def _tried(builder: PipelineEvaluator, m: int, by_tables: Tried) -> Tried:
+def _tried(builder: PipelineEvaluator, m: int, known: Tried) -> Tried:
     """One stage in m micro-batches as far as it was built, with the time that is known of it."""
     if (1, m) not in builder.best_of:
-        return by_tables
+        return known
     candidate, _ = builder.best_of[1, m]
     return Tried(
-        step_time_s=by_tables.step_time_s,
+        step_time_s=known.step_time_s,
         peak_bytes=candidate.trial.peak_bytes,
         policies=tuple(candidate.choice.policies),
     )

@@ -42,7 +42,7 @@ class DynamicProgramResult:
 class DynamicProgram:
     """Moves, levels and device units bound to the compiled loops.
 
-    unit: devices of a unit (0: every move is one unit); total: units of all stages.
+    unit: devices of a unit; total: units of all stages.
     flight: (levels + 1,) in flight at each level. open_end: the last level stands for its number of stages or more.
     exact: only plans of as many stages as there are levels count.
     """
@@ -56,9 +56,8 @@ class DynamicProgram:
         self.moves, self.layers, self.total = moves, layers, total
         self.flight, self.open_end, self.exact = flight, open_end, exact
         begin = np.searchsorted(moves.first, np.arange(layers + 1))
-        units = moves.devices // unit if unit else np.ones(len(moves), np.int64)
-        each = unit or int(moves.devices.max(initial=1))
-        least, most = -(-moves.least_behind // each), moves.most_behind // each if unit else np.full(len(moves), total)
+        units = moves.devices // unit
+        least, most = -(-moves.least_behind // unit), moves.most_behind // unit
         self.graph = (begin, moves.to, units, least, most, moves.add_s, moves.last_s)
         self.rest = (moves.fill_s, moves.steady_s, moves.allowed, flight, open_end)
         levels = len(flight) - 1

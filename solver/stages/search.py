@@ -34,7 +34,8 @@ from autopar.solver.stages.validation import validate
 
 
 def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
-    """The plan of the least step time by `step_time_s`, proven, or why there is none.
+    """The plan of the least step time by `step_time_s`, proven, or why there is none; of interleaved stages the best
+    that is found, with a bound.
 
     Raises: ValueError when the problem is not well formed.
     """
@@ -44,7 +45,8 @@ def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
 def best_stages(
     problems: Sequence[StageProblem], within: float = 1.0, under_s: float = math.inf
 ) -> tuple[StagePlan | NoStages, ...]:
-    """An answer for each problem; the best of them is proven the least over all, if it takes less than `under_s`.
+    """An answer for each problem; the best of them is proven the least over all, if it takes less than `under_s`. Of
+    interleaved stages the best that is found counts, with a bound.
 
     A problem whose plans all take more than `within` times the best so far is not searched through: its answer is the
     best plan seen on the way, or NoStages, with the bound proven. Problems should share their options' arrays where
