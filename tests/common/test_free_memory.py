@@ -65,27 +65,33 @@ def test_freed_memory_is_given_back():
 
 
 def given_back_bytes() -> int:
-    """What a thread's arena gives back of the pieces that the thread frees, while something is at work."""
-    libc, touched, go = allocating(), threading.Event(), threading.Event()
-    bounds = []
+    """What a thread's arena gives back of the pieces that the thread frees, while something is at work.
+
+    Nothing but the pieces is allocated in the thread meanwhile: a list that grows and the lock by which an event waits
+    lie between the pieces, and one that the other thread frees stays there, in that thread's own cache.
+    """
+    libc, touched, go = allocating(), threading.Lock(), threading.Lock()
+    pieces = [0] * (PIECES // 4)
     GivingBack().end()  # from here on glibc keeps up to 64 MiB at the end of each arena
     work = GivingBack()
 
     def run():
-        pieces = [libc.malloc(PIECE) for _ in range(PIECES // 4)]
-        for piece in pieces:
-            ctypes.memset(piece, 1, PIECE)
-        bounds[:] = min(pieces), max(pieces) + PIECE
-        touched.set()
-        go.wait(60)
+        for i in range(len(pieces)):
+            pieces[i] = libc.malloc(PIECE)
+            ctypes.memset(pieces[i], 1, PIECE)
+        touched.release()
+        go.acquire()
         for piece in reversed(pieces):
             libc.free(piece)
 
+    touched.acquire()
+    go.acquire()
     thread = threading.Thread(target=run)
     thread.start()
-    assert touched.wait(60)
+    assert touched.acquire(timeout=60)
+    bounds = min(pieces), max(pieces) + PIECE
     before = resident_bytes_between(*bounds)  # in this thread: what it allocates does not lie behind the pieces
-    go.set()
+    go.release()
     thread.join()
     after = resident_bytes_between(*bounds)
     work.end()
