@@ -20,13 +20,14 @@ once before they are added up.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from autopar.common.records import made_often
-from autopar.cost import xla_fusion, xla_program, xla_schedule
+from autopar.cost import buffer_places, xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
 from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -123,6 +124,8 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
     result_bytes = sum(size[v] for v in set(program.results) - taken_over)
+    if compiler.loses_between:
+        peak_bytes = max(peak_bytes, argument_bytes + result_bytes + _heap_bytes(program, ranges, elsewhere))
     # XLA sets the memory of results aside from the start, whatever is alive.
     peak_bytes = max(peak_bytes, argument_bytes + result_bytes)
     return MemoryEstimate(
@@ -137,6 +140,17 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
 
 def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
     return int(live.share * size[live.value])
+
+
+def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere: Mapping[int, list[LiveRange]]) -> int:
+    """The heap of what is neither an argument nor a result nor always in vector memory."""
+    size, lasting = program.nbytes, {*program.arguments, *program.results}
+    away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
+    return buffer_places.heap_bytes(
+        (_bytes(r, size), r.start, r.stop)
+        for r in ranges
+        if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
+    )
 
 
 def _in_vector_memory(
@@ -306,7 +320,7 @@ def _flatten(kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: C
     if compiler.breadth_first:
         order = xla_schedule.breadth_first(kernels)
     else:
-        order = xla_schedule.freeing_first(kernels, nbytes, kept)
+        order = xla_schedule.freeing_first(kernels, nbytes, kept, compiler.reduces_late)
     for kernel in order:
         flat.append((kernel, True))
         for block in kernel.blocks:

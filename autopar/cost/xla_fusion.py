@@ -41,6 +41,7 @@ class Kernel:
         reduces_rows: A reduction over the last dimension.
         read_by_rows: Inputs whose memory no output may take all the same.
         after: Outputs of other kernels that must be there first although they are not read (barriers).
+        begins_again: The first behind a barrier of several values, as a layer begins that is computed again.
         behind_others: Of kernels that become ready together this one runs last.
         twice: Inputs or outputs that take their memory twice over.
         halves: Inputs that could be kept in half their memory as far as this kernel cares.
@@ -56,6 +57,7 @@ class Kernel:
     reduces_rows: bool = False
     read_by_rows: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    begins_again: bool = False
     behind_others: bool = False
     twice: tuple[int, ...] = ()
     halves: tuple[int, ...] = ()
@@ -134,8 +136,10 @@ def _block(
     transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
     found: list[Kernel] = []
     sources = _Sources(memory)
+    begins_again = False
     for step in steps:
         inputs, after = sources.of(step)
+        begins_again = begins_again or (step.kind == BARRIER and len(step.inputs) > 1)
         if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
             sources.rename(step, list(dict.fromkeys(after + inputs)) if step.kind == BARRIER else after)
         elif step.outputs and written.isdisjoint(step.outputs):
@@ -150,6 +154,7 @@ def _block(
                     in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
                     reduces_rows=step.kind in REDUCTIONS and step.reduces_last,
                     after=tuple(after),
+                    begins_again=begins_again,
                     # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
                     twice=_twice(step, tuple(inputs), compiler),
@@ -159,7 +164,29 @@ def _block(
                     block_carried=block_carried,
                 )
             )
+            begins_again = False
+    if compiler.products_convert:
+        found = _with_converted_products(found, results)
     return _with_row_kernels(found) if compiler.row_kernels else tuple(found)
+
+
+def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int]) -> list[Kernel]:
+    """Leaves out conversions of what matrix products make for nothing else: the products write what is made of it."""
+    readers: Counter[int] = Counter(results)
+    inside = list(kernels)
+    while inside:
+        kernel = inside.pop()
+        readers.update((*kernel.inputs, *kernel.after, *kernel.block_results))
+        inside += [k for block in kernel.blocks for k in block]
+    alone = {v for k in kernels if k.kind in MATRIX_PRODUCTS for v in k.outputs if readers[v] == 1}
+    converting = (k for k in kernels if k.kind == "convert_element_type" and len(k.inputs) == 1)
+    wide = {k.inputs: k.outputs for k in converting if alone.issuperset(k.inputs)}
+    left_out = frozenset(wide.values())
+    return [
+        dataclasses.replace(kernel, outputs=wide.get(kernel.outputs, kernel.outputs))
+        for kernel in kernels
+        if kernel.outputs not in left_out
+    ]
 
 
 def _with_row_kernels(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:

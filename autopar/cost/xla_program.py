@@ -82,12 +82,16 @@ class Compiler:
         keeps: What is computed once and kept where several kernels read it, and not computed again in each of them.
         products_absorb: Computes what a matrix product reads on the way in.
         gathers_absorb: Computes what a gather reads on the way in: of log-probabilities those of the targets only.
+        products_convert: Writes the result of a matrix product in the type to which alone it is converted.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
         copies_gathered_state: Copies state at the start of the step, and back at its end, where its new value comes
             out of a collective.
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
+        reduces_late: Reduces the gradients of a layer that is computed again among the devices when its backward pass
+            has ended, one after the other (seen in programs for 8 and 256 chips of v5e).
+        loses_between: Puts buffers into memory as `buffer_places` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
         vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
@@ -100,11 +104,14 @@ class Compiler:
     writes_row_operands: bool
     keeps: frozenset[str]
     products_absorb: bool
+    products_convert: bool
     gathers_absorb: bool
     products_round: bool
     widens_half_precision: bool
     copies_gathered_state: bool
     row_kernels: bool
+    reduces_late: bool
+    loses_between: bool
     tile: Tile | None = None
     vector_memory_bytes: int = 0
     vector_memory_kernels: int = 0
@@ -116,11 +123,14 @@ CPU = Compiler(
     writes_row_operands=True,
     keeps=EXPENSIVE,
     products_absorb=False,
+    products_convert=False,
     gathers_absorb=False,
     products_round=False,
     widens_half_precision=True,
     copies_gathered_state=False,
     row_kernels=False,
+    reduces_late=False,
+    loses_between=False,
 )
 GPU = Compiler(
     breadth_first=False,
@@ -128,19 +138,25 @@ GPU = Compiler(
     writes_row_operands=False,
     keeps=frozenset({"tanh"}),  # the dearest of them: an exponential is computed again
     products_absorb=False,
+    products_convert=False,
     gathers_absorb=True,
     products_round=False,
     widens_half_precision=False,
     copies_gathered_state=False,
     row_kernels=True,
+    reduces_late=False,
+    loses_between=False,
 )
 TPU = dataclasses.replace(
     GPU,
     keeps=frozenset(),
     products_absorb=True,
+    products_convert=True,
     products_round=True,
     copies_gathered_state=True,
     row_kernels=False,
+    reduces_late=True,
+    loses_between=True,
     tile=Tile(rows=8, columns=128),
     vector_memory_kernels=3,
 )
