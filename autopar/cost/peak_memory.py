@@ -10,12 +10,13 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 `benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
 0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
 
-On TPU what a kernel makes or reads lies in vector memory as far as there is room.
+On TPU what a kernel makes or reads lies in vector memory as far as there is room, and the space that is lost between
+the buffers counts (`buffer_places`).
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
-layout take, and space lost between buffers. On GPU, what XLA chooses without being asked: it copies reductions into one
-buffer of up to 30 MiB and sends that, and may cut a matrix product's contraction into parts, whose results are there at
-once before they are added up.
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
+layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
+sends that, may cut a matrix product's contraction into parts, whose results are there at once before they are added up,
+and may put the gradients of a layer's weights off until the layer before it is computed again.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class MemoryEstimate:
         argument_bytes: All arguments, donated ones too.
         result_bytes: Results that do not take over an argument's memory.
         temporary_bytes: The rest of the peak.
+        lost_bytes: Of temporaries the space between them.
         at_peak: (value id, bytes) of everything that is alive at the peak, largest first.
         course: (position, bytes alive from there on), in the order of XLA's kernels.
     """
@@ -95,6 +97,7 @@ class MemoryEstimate:
     argument_bytes: int
     result_bytes: int
     temporary_bytes: int
+    lost_bytes: int
     at_peak: tuple[tuple[int, int], ...]
     course: tuple[tuple[int, int], ...] = ()
 
@@ -124,6 +127,7 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
     result_bytes = sum(size[v] for v in set(program.results) - taken_over)
+    alive_bytes = peak_bytes
     if compiler.loses_between:
         peak_bytes = max(peak_bytes, argument_bytes + result_bytes + _heap_bytes(program, ranges, elsewhere))
     # XLA sets the memory of results aside from the start, whatever is alive.
@@ -133,6 +137,7 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
         argument_bytes=argument_bytes,
         result_bytes=result_bytes,
         temporary_bytes=peak_bytes - argument_bytes - result_bytes,
+        lost_bytes=peak_bytes - max(alive_bytes, argument_bytes + result_bytes),
         at_peak=tuple(at_peak),
         course=tuple(course),
     )
