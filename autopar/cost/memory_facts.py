@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -40,6 +41,20 @@ def reduces_last(op: Op) -> bool:
     """Whether a reduction runs over its operand's last dimension."""
     axes = op.eqn.params.get("axes", ())
     return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
+
+
+def puts_one_in_each_row(op: Op) -> bool:
+    """Whether a scatter puts one number into each row, as the gradient of `take_along_axis` of one index a row does."""
+    if op.primitive not in ("scatter-add", "scatter"):
+        return False
+    numbers, (operand, indices, _) = op.eqn.params["dimension_numbers"], (v.aval.shape for v in op.eqn.invars)
+    last = len(operand) - 1
+    return (
+        numbers.update_window_dims == ()
+        and (*numbers.operand_batching_dims, *numbers.inserted_window_dims) == tuple(range(last + 1))
+        and numbers.scatter_dims_to_operand_dims == (last,)
+        and math.prod(indices) == math.prod(operand[:-1])
+    )
 
 
 def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[int]]:

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.common.records import made_often
-from autopar.cost import buffer_places, xla_fusion, xla_program, xla_schedule
+from autopar.cost import buffer_places, rewritten_steps, xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
 from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -254,9 +254,18 @@ def _kernels(
 ) -> tuple[tuple[Kernel, ...], Mapping[int, int], Mapping[int, int]]:
     """The kernels, the bytes of their values, and for each value that is no value of the program one of its size."""
     steps = xla_program.without_recomputation(program.steps, program.results, compiler)
-    steps, like = xla_program.with_broadcasts(steps, program.nbytes)
-    nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
+    like: dict[int, int] = {}
+    if compiler.sinks_broadcasts:
+        steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, like)
+    steps = xla_program.with_broadcasts(steps, {**program.nbytes, **_sizes(like, program)}, like)
+    if compiler.products_shift:
+        like |= rewritten_steps.shifted_scores(steps, {**program.nbytes, **_sizes(like, program)})
+    nbytes = {**program.nbytes, **_sizes(like, program)}
     return xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler), nbytes, like
+
+
+def _sizes(like: Mapping[int, int], program: MemoryProgram) -> dict[int, int]:
+    return {v: program.nbytes[other] for v, other in like.items()}
 
 
 _Flat = list[tuple[Kernel, bool]]  # kernels in order, and whether the kernel begins there: a loop ends elsewhere

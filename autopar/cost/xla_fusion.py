@@ -137,12 +137,16 @@ def _block(
     found: list[Kernel] = []
     sources = _Sources(memory)
     begins_again = False
+    by_products = _read_by_products(steps) if compiler.products_absorb else {}
     for step in steps:
         inputs, after = sources.of(step)
         begins_again = begins_again or (step.kind == BARRIER and len(step.inputs) > 1)
         if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
             sources.rename(step, list(dict.fromkeys(after + inputs)) if step.kind == BARRIER else after)
-        elif step.outputs and written.isdisjoint(step.outputs):
+            continue
+        is_fused = bool(step.outputs) and written.isdisjoint(step.outputs)
+        is_for_products = is_fused and _is_worth_writing(step, inputs, by_products, nbytes)
+        if is_fused and not is_for_products:
             sources.inline(step, inputs, after)
         else:
             blocks, block_results, block_carried = _blocks(step, nbytes, memory, compiler)
@@ -151,7 +155,8 @@ def _block(
                     inputs=tuple(inputs),
                     outputs=step.outputs,
                     kind=step.kind,
-                    in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
+                    # What is written for several products takes no memory that is read for it (seen on TPU).
+                    in_place=(step.fusible or bool(step.body) or step.kind in ABSORBING) and not is_for_products,
                     reduces_rows=step.kind in REDUCTIONS and step.reduces_last,
                     after=tuple(after),
                     begins_again=begins_again,
@@ -168,6 +173,27 @@ def _block(
     if compiler.products_convert:
         found = _with_converted_products(found, results)
     return _with_row_kernels(found) if compiler.row_kernels else tuple(found)
+
+
+def _read_by_products(steps: Sequence[MemoryStep]) -> Counter[int]:
+    """By how many products a value is read, as it is or with its dimensions in another order."""
+    source: dict[int, int] = {}
+    found: Counter[int] = Counter()
+    for step in steps:
+        if step.kind == "transpose" or step.kind in ALIASES:
+            source |= {out: source.get(v, v) for v, out in zip(step.inputs, step.outputs, strict=False)}
+        elif step.kind in MATRIX_PRODUCTS:
+            found.update({source.get(v, v) for v in step.inputs})
+    return found
+
+
+def _is_worth_writing(
+    step: MemoryStep, inputs: Sequence[int], by_products: Mapping[int, int], nbytes: Mapping[int, int]
+) -> bool:
+    """Whether products move no more bytes when they read this result than when each computes it on the way in."""
+    n, result = by_products.get(step.outputs[0], 0), nbytes[step.outputs[0]]
+    read = sum(nbytes[v] for v in inputs)
+    return n > 1 and n * read >= read + (1 + n) * result
 
 
 def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int]) -> list[Kernel]:
