@@ -256,7 +256,7 @@ def _kernels(
     steps = xla_program.without_recomputation(program.steps, program.results, compiler)
     like: dict[int, int] = {}
     if compiler.sinks_broadcasts:
-        steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, like)
+        steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, program.nbytes, like)
     steps = xla_program.with_broadcasts(steps, {**program.nbytes, **_sizes(like, program)}, like)
     if compiler.products_shift:
         like |= rewritten_steps.shifted_scores(steps, {**program.nbytes, **_sizes(like, program)})

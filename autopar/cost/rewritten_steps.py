@@ -5,51 +5,80 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.xla_program import ALIASES, REDUCTIONS, MemoryStep
+from autopar.cost.xla_program import ALIASES, BARRIER, BROADCAST_RATIO, REDUCTIONS, MemoryStep
 from autopar.ir.primitives import MATRIX_PRODUCTS
-
-_BROADCAST = "broadcast_in_dim"
 
 
 def with_sunk_broadcasts(
-    steps: Sequence[MemoryStep], results: Sequence[int], like: dict[int, int]
+    steps: Sequence[MemoryStep], results: Sequence[int], nbytes: Mapping[int, int], like: dict[int, int]
 ) -> tuple[MemoryStep, ...]:
-    """Broadcasts that are constants of a loop stand in its body; none is left outside that nothing there reads.
+    """Constants of loops that are made of broadcasts stand in the loops' bodies; outside is left what is read there.
 
     New values get ids below zero; `like` gains for each the value whose size it has.
     """
-    broadcasts: dict[int, MemoryStep] = {}
+    cheap: dict[int, MemoryStep] = {}
     done: list[MemoryStep] = []
     for step in steps:
-        if step.kind == _BROADCAST:
-            broadcasts[step.outputs[0]] = step
+        if _is_cheap(step, cheap, nbytes, like):
+            cheap[step.outputs[0]] = step
         if step.body:
-            step = _with_broadcasts_inside(step, broadcasts, like)
+            step = _with_constants_inside(step, cheap, nbytes, like)
         done.append(step)
-    read = {v for step in done for v in step.inputs}.union(results)
-    return tuple(s for s in done if s.kind != _BROADCAST or s.outputs[0] in read or s.outputs[0] not in broadcasts)
-
-
-def _with_broadcasts_inside(loop: MemoryStep, broadcasts: Mapping[int, MemoryStep], like: dict[int, int]) -> MemoryStep:
-    inputs, inner, sunk, left_out = list(loop.inputs), list(loop.body_inputs), [], []
-    for i in range(loop.num_constants):
-        if loop.inputs[i] not in broadcasts:
+    read = set(results)
+    kept: list[MemoryStep] = []
+    for step in reversed(done):
+        if step.outputs and step.outputs[0] in cheap and step.outputs[0] not in read:
             continue
-        source = broadcasts[loop.inputs[i]].inputs
-        made = inner[i]
-        if source:
-            inputs[i], inner[i] = source[0], -1 - len(like)
-            like[inner[i]] = like.get(source[0], source[0])
+        read.update(step.inputs)
+        kept.append(step)
+    return tuple(reversed(kept))
+
+
+def _is_cheap(
+    step: MemoryStep, cheap: Mapping[int, MemoryStep], nbytes: Mapping[int, int], like: Mapping[int, int]
+) -> bool:
+    """Whether a value is made of what is much smaller, and of such values."""
+    if len(step.outputs) != 1 or step.kind == BARRIER or not (step.fusible or step.kind in ALIASES):
+        return False
+    made = step.outputs[0]
+    most = nbytes[like.get(made, made)] // BROADCAST_RATIO
+    return all(v in cheap or nbytes[like.get(v, v)] <= most for v in step.inputs)
+
+
+def _with_constants_inside(
+    loop: MemoryStep, cheap: Mapping[int, MemoryStep], nbytes: Mapping[int, int], like: dict[int, int]
+) -> MemoryStep:
+    known: dict[int, int] = {}  # by the names outside, the names inside
+    constants: dict[int, int] = {}
+    sunk: list[MemoryStep] = []
+
+    def new(value: int) -> int:
+        name = -1 - len(like)
+        like[name] = like.get(value, value)
+        return name
+
+    def inside(value: int) -> int:
+        if value in known:
+            return known[value]
+        inputs = tuple(map(inside, cheap[value].inputs)) if value in cheap else ()
+        known[value] = new(value)
+        if value in cheap:
+            sunk.append(dataclasses.replace(cheap[value], inputs=inputs, outputs=(known[value],), key=None))
         else:
-            left_out.append(i)
-        read = (inner[i],) if source else ()
-        sunk.append(MemoryStep(inputs=read, outputs=(made,), kind=_BROADCAST, fusible=True))
+            constants[value] = known[value]
+        return known[value]
+
+    names = list(zip(loop.inputs, loop.body_inputs, strict=True))
+    for outer, inner in names[: loop.num_constants]:
+        if outer in cheap:
+            sunk.append(MemoryStep(inputs=(inside(outer),), outputs=(inner,), kind="reshape", fusible=True))
+    names = [pair for i, pair in enumerate(names) if i >= loop.num_constants or pair[0] not in cheap]
     return dataclasses.replace(
         loop,
-        inputs=tuple(v for i, v in enumerate(inputs) if i not in left_out),
-        body_inputs=tuple(v for i, v in enumerate(inner) if i not in left_out),
-        num_constants=loop.num_constants - len(left_out),
-        body=with_sunk_broadcasts((*sunk, *loop.body), loop.body_outputs, like),
+        inputs=(*constants, *(outer for outer, _ in names)),
+        body_inputs=(*constants.values(), *(inner for _, inner in names)),
+        num_constants=loop.num_constants + len(names) + len(constants) - len(loop.inputs),
+        body=with_sunk_broadcasts((*sunk, *loop.body), loop.body_outputs, nbytes, like),
     )
 
 
