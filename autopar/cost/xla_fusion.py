@@ -197,7 +197,10 @@ def _is_worth_writing(
 
 
 def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int]) -> list[Kernel]:
-    """Leaves out conversions of what matrix products make for nothing else: the products write what is made of it."""
+    """Leaves out conversions of what matrix products make for nothing else: the products write what is made of it.
+
+    The largest of converted numbers is found among those that are not.
+    """
     readers: Counter[int] = Counter(results)
     inside = list(kernels)
     while inside:
@@ -206,7 +209,8 @@ def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int])
         inside += [k for block in kernel.blocks for k in block]
     alone = {v for k in kernels if k.kind in MATRIX_PRODUCTS for v in k.outputs if readers[v] == 1}
     converting = (k for k in kernels if k.kind == "convert_element_type" and len(k.inputs) == 1)
-    wide = {k.inputs: k.outputs for k in converting if alone.issuperset(k.inputs)}
+    in_order = {v for k in kernels if k.kind in ("reduce_max", "reduce_min", "argmax", "argmin") for v in k.inputs}
+    wide = {k.inputs: k.outputs for k in converting if alone.issuperset(k.inputs) and in_order.isdisjoint(k.outputs)}
     left_out = frozenset(wide.values())
     return [
         dataclasses.replace(kernel, outputs=wide.get(kernel.outputs, kernel.outputs))

@@ -165,6 +165,7 @@ TPU = dataclasses.replace(
     GPU,
     keeps=frozenset(),
     products_absorb=True,
+    gathers_absorb=False,
     products_convert=True,
     products_shift=True,
     sinks_broadcasts=True,
