@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import autopar
@@ -102,22 +103,29 @@ def test_one_number_of_each_row_is_told_from_whole_rows():
     assert told(lambda x, i: jnp.sum(x[i]), x, jnp.zeros((4,), jnp.int32)) == [False]
 
 
-HEADS, LENGTH, WIDTH = 8, 1024, 64
+HEADS, LENGTH, WIDTH, VOCABULARY = 8, 1024, 64, 32_768
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
 
 
-def attention(q, k, v, dtype):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(dtype) / 8
+def predicted_and_compiled(step, state, batch):
+    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
+    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, cache_dir=None, show_progress=False)
+    stats = compile_for_target(made, "tpu:v5e:2x2", state, batch).memory_analysis()
+    return max(made.plan(state, batch).predicted.peak_bytes), allocated_bytes(stats)
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / 8
     scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@needs_libtpu
 @pytest.mark.parametrize("is_computed_again", [True, False])
-def test_attention_as_written_needs_what_was_predicted(dtype, is_computed_again):
+def test_attention_as_written_needs_what_was_predicted(is_computed_again):
     def layer(x, weights):
         q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
-        return x + attention(q, k, v, dtype).reshape(x.shape), None
+        return x + attention(q, k, v).reshape(x.shape), None
 
     def step(state, batch):
         def loss(state):
@@ -133,8 +141,30 @@ def test_attention_as_written_needs_what_was_predicted(dtype, is_computed_again)
     width = HEADS * WIDTH
     state = [jax.ShapeDtypeStruct((2, width, HEADS, WIDTH), jnp.bfloat16)] * 3
     batch = jax.ShapeDtypeStruct((64, LENGTH, width), jnp.bfloat16)
-    cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
-    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, cache_dir=None, show_progress=False)
-    stats = compile_for_target(made, "tpu:v5e:2x2", state, batch).memory_analysis()
-    predicted = max(made.plan(state, batch).predicted.peak_bytes)
-    assert predicted == pytest.approx(allocated_bytes(stats), rel=0.1)
+    predicted, compiled = predicted_and_compiled(step, state, batch)
+    assert predicted == pytest.approx(compiled, rel=0.1)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("way", ["labels", "log-probabilities", "16 bits"])
+def test_a_loss_needs_what_was_predicted(way):
+    def step(embedding, batch):
+        def loss(embedding):
+            logits = batch["x"] @ embedding
+            if way == "log-probabilities":
+                found = jax.nn.log_softmax(logits.astype(jnp.float32))
+                return -jnp.take_along_axis(found, batch["y"][:, None], axis=1).mean()
+            logits = logits if way == "16 bits" else logits.astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        value, gradient = jax.value_and_grad(loss)(embedding)
+        return embedding - gradient, value
+
+    rows = 16_384
+    batch = {
+        "x": jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16),
+        "y": jax.ShapeDtypeStruct((rows,), jnp.int32),
+    }
+    embedding = jax.ShapeDtypeStruct((512, VOCABULARY), jnp.bfloat16)
+    predicted, compiled = predicted_and_compiled(step, embedding, batch)
+    assert predicted == pytest.approx(compiled, rel=0.02)
