@@ -9,11 +9,21 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.cost.roofline import is_fusible
+from autopar.cost.xla_program import Compiler
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import Compute, Instruction, Move
+
+
+def facts_of(op: Op, compiler: Compiler) -> tuple[str, bool, bool, bool]:
+    """(kind, fusible, reduces_last, half_precision) of an equation, as of `xla_program.MemoryStep`."""
+    if compiler.scatters_select and puts_one_in_each_row(op):
+        return "select_n", True, reduces_last(op), is_half_precision(op)
+    return kind_of(op), is_fusible(op.primitive), reduces_last(op), is_half_precision(op)
+
 
 # Over dimensions of size one they are reshapes.
 _RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})

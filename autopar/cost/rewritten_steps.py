@@ -105,12 +105,14 @@ def shifted_scores(steps: Sequence[MemoryStep], nbytes: Mapping[int, int]) -> di
 
 def _shifted(made: int, readers: Mapping[int, list[MemoryStep]], nbytes: Mapping[int, int]) -> int | None:
     value, widened = made, False
-    while len(reading := readers.get(value, ())) == 1 and reading[0].fusible | (reading[0].kind in ALIASES):
-        (step,) = reading
+    reading = readers.get(value, [])
+    while len(reading) == 1 and (reading[0].fusible or reading[0].kind in ALIASES):
+        step = reading[0]
         widened = widened or (nbytes[value] > nbytes[made] and step.kind not in ALIASES)
         value = step.outputs[0]
         if nbytes[value] < nbytes[made]:
             return None
+        reading = readers.get(value, [])
     if not widened or len(reading) != 2:
         return None
     reduces = any(step.kind in REDUCTIONS and step.reduces_last for step in reading)
