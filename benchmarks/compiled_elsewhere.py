@@ -313,13 +313,12 @@ prediction, which keeps a value there while the next kernels read it, lies betwe
 same case: of the 132 MB predicted beside its state, 34 MB are scores that the program keeps there. What is lost so is
 at most the vector memory, which is little beside the memory of a device.
 
-The program of Llama 8k for v5e also computes the gradients of its last layer before that of the head, so that the
-logits wait in the meantime (1.6 GB, beside 117 MB of that layer's gradients), and 100 MB are lost between its buffers.
+The plan of GPT 4x2048 for v5p runs products in pieces while they send, and its program takes 2.1 GB more than is
+predicted of it.
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes
-all-reduces, which send twice as much: 4% of the bytes of Llama 8k for v5e and v6e, 1% of those of Llama 8k with
-blockwise attention."""
+all-reduces, which send twice as much: 1% of the bytes of Llama 8k for v5e and v6e."""
 
 
 def main() -> int:
