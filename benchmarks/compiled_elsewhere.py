@@ -310,7 +310,7 @@ What stays off, on TPU. XLA keeps what it can in vector memory (112 MiB for valu
 times and free space: of two programs for the same plan of the mixture of experts, that for v5e leaves the scores of
 attention there from the forward to the backward pass, that for v6e does not, and they take 252 and 322 MB. The
 prediction, which keeps a value there while the next kernels read it, lies between them. The one-layer GPT on v5e and
-v6e is the same case (0.86 and 1.14): 34 MB of it are scores that the program for v6e keeps there. What is lost so is
+v6e is the same case (0.94 and 1.23): 34 MB of it are scores that the program for v6e keeps there. What is lost so is
 at most the vector memory, which is little beside the memory of a device.
 
 Logits of a loss are held in 16 bits and once more in 32, as the gather of the labels' logits reads them: 805 MB of the
