@@ -227,7 +227,8 @@ def step_time_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
         return math.inf
     made = [group_terms(problem, group) for group in groups_of(problem, stages)]
     if problem.schedule is Schedule.INTERLEAVED:
-        made = [replace(each, steady_s=_rounds_s(problem, stages)) for each in made]
+        rounds_s = _rounds_s(problem, stages)
+        made = [replace(each, steady_s=rounds_s) for each in made]
     return combine(made)
 
 
