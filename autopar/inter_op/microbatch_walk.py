@@ -27,6 +27,14 @@ class Tried:
     policies: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BestStages:
+    """The fastest pipeline of several stages so far: its number of micro-batches, and the devices of each stage."""
+
+    num_microbatches: int
+    sizes: Sequence[int]
+
+
 def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes: int, largest: int) -> list[int]:
     """The numbers to try next: fewer micro-batches than the fastest so far has, and more of them, by two times at
     least. Nothing where the fastest lies between numbers that are slower.
@@ -72,7 +80,8 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
 
 def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
     """The numbers in which several stages are tried next: those midway between the fastest so far and the next ones on
-    either side, by their ratio; half of it where none is below, and double where none is above.
+    either side, by their ratio; then half of it where none is below, and double where none is above. So a number that
+    is found between two spares a look beyond them.
 
     Args:
         numbers: All that the batch admits, in rising order.
@@ -81,12 +90,12 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
     """
     below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
     found = []
-    if below is None:
-        found += [m for m in numbers if 2 * m <= best][-1:]
     for low, high in ((below, best), (best, above)):
         if low is not None and high is not None:
             between = [m for m in numbers if APART * low <= m <= high / APART]
             found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
+    if below is None:
+        found += [m for m in numbers if 2 * m <= best][-1:]
     if above is None:
         found += [m for m in numbers if m >= 2 * best][:1]
     return found

@@ -234,10 +234,9 @@ def step_time_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
 
 def _rounds_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """What is added to filling and draining by interleaved groups, round after round of their chunks."""
-    sizes = [group_terms(problem, (stage,)) for stage in stages]
+    steady_s = [group_terms(problem, (stage,)).steady_s for stage in stages]
     groups = len(stages) // problem.chunks
-    of_round = [sizes[begun : begun + groups] for begun in range(0, len(stages), groups)]
-    return sum(max(each.steady_s for each in chunks) for chunks in of_round)
+    return sum(max(steady_s[begun : begun + groups]) for begun in range(0, len(stages), groups))
 
 
 def groups_of(problem: StageProblem, stages: Sequence[Stage]) -> list[Sequence[Stage]]:

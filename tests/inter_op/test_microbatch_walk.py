@@ -74,7 +74,7 @@ def test_between_numbers_for_stages_the_middle_is_tried():
 
 
 def test_beyond_the_numbers_for_stages_half_and_double_are_tried():
-    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [32, 144]
+    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [144, 32]  # what lies between first
     assert next_for_stages(BATCH_1152, {1152}, 1152) == [576]
     assert next_for_stages([1, 3, 9], {1}, 1) == [3]
     assert next_for_stages([1], {1}, 1) == []
