@@ -35,6 +35,11 @@ class PosedProblems:
         self.context, self.step, self.screen = context, step, screen
         self.decided: dict[DecidedFor, Decisions] = {}
 
+    def screen_from(self, longest_s: float) -> None:
+        """From now on, pipelines that take so long or longer are of no use."""
+        if self.screen is not None:
+            self.screen.longest_s = longest_s
+
     def of(
         self,
         microbatched: MicrobatchedStep,

@@ -58,8 +58,7 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
 
     def search(hoist_casts: bool) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         wants_others = context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1
-        screen = None if wants_others else MeshScreen(num_devices=context.cluster.num_devices)
-        found = _Search(context=context, hoist_casts=hoist_casts, on_fewer=on_fewer, screen=screen)
+        found = _Search(context=context, hoist_casts=hoist_casts, on_fewer=on_fewer, screens=not wants_others)
         results, may_help = found.run()
         return (results, may_help) if found.confirms(results) else found.run()
 
@@ -69,13 +68,13 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
     """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `on_fewer`: the
-    step on the examples of a micro-batch. `screen`: None where pipelines far from the fastest are wanted too.
+    step on the examples of a micro-batch. `screens`: meshes far from the fastest are left out.
     """
 
     context: PlanningContext
     hoist_casts: bool
     on_fewer: SmallerSteps
-    screen: MeshScreen | None
+    screens: bool
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
@@ -83,7 +82,8 @@ class _Search:
         step = split_scans(traced, finest(trips_of(traced, rules)), rules)
         check_parts(cluster, step)
         cuts = self.cuts(step)
-        posed = PosedProblems(self.context, step, self.screen)
+        screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
+        posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(
             self.context,
             cuts,
@@ -97,13 +97,13 @@ class _Search:
         if self.several_may_pay(step, cuts, posed, builder):
             for m in list(cuts):
                 answered.solve(posed.of(cuts[m], is_largest=m == min(cuts)))
-                self.screen_by(answered)
+                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
             if step.parts == 1:
                 answered.solve_one_stage()  # plain gradient accumulation is always built too
         if requested is None and long and self.context.keep_tolerance <= 1:  # to build pipelines takes long too
             for more in self.stages_in_other_numbers(step, cuts, posed, answered):
                 answered.solve(more)
-                self.screen_by(answered)
+                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
         builder.search(answered.posed, len(answered.several), within, answers=answered.answers)
         if requested is None:
             for more in self.stages_in_other_numbers(step, cuts, posed, builder):
@@ -120,20 +120,15 @@ class _Search:
                 numbers = divisors(num_examples(self.context.traced))
                 builder.refine_in_other_numbers(lambda m: self.cut_in(step, m, cuts), numbers)
         builder.work_out_near(answered.posed, answered.answers)
-        if self.screen is not None and self.screen.has_left_out:
+        if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
-            if best is None or not best.fits(self.context.limit_bytes) or best.step_time_s > self.screen.longest_s:
-                return dataclasses.replace(self, screen=None).run()
+            if best is None or not best.fits(self.context.limit_bytes) or best.step_time_s > screen.longest_s:
+                return dataclasses.replace(self, screens=False).run()
         found_any = any(isinstance(answer, StagePlan) for answer in answered.answers)
         slow = builder.best is None and found_any  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answered.answers)}", is_note=True)
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
-
-    def screen_by(self, answered: AnsweredProblems) -> None:
-        """What is slower than the fastest by the tables, by more than their error, is not looked at any more."""
-        if self.screen is not None:
-            self.screen.longest_s = NEAR_THE_BEST * answered.fastest_s
 
     def several_may_pay(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
