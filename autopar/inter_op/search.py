@@ -216,7 +216,8 @@ class _Search:
             if (microbatched := self.cut_in(step, m, cuts)) is not None:
                 near = min(best.sizes, key=lambda size: (-best.sizes.count(size), size))
                 more = m / best.num_microbatches
-                yield posed.of(microbatched, sizes_between=(near / (2 * max(more, 1)), 2 * near / min(more, 1)))
+                sizes = near / (2 * max(more, 1)), 2 * near / min(more, 1)
+                yield posed.of(microbatched, is_largest=m == min(cuts), sizes_between=sizes)
 
     def one_stage_in_other_numbers(
         self,

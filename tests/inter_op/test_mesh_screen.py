@@ -1,0 +1,85 @@
+"""Which meshes the search over stages makes no tables for."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import autopar
+from autopar import Cluster
+from autopar.inter_op import option_tables
+from autopar.inter_op.mesh_screen import MUCH_SLOWER, MeshScreen
+from tests.inter_op.test_search import arguments
+from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
+from tests.small_steps import chain_step
+
+
+def ran(end_s, busy_s=None):
+    return SimpleNamespace(end_s=end_s, busy_s=end_s if busy_s is None else busy_s)
+
+
+def test_a_mesh_much_slower_than_another_of_its_size_is_left_out():
+    screen = MeshScreen(num_devices=16)
+    assert screen.pays(4, ran(MUCH_SLOWER), 1.0)
+    assert not screen.pays(4, ran(1.01 * MUCH_SLOWER), 1.0)
+    assert not screen.has_left_out  # whatever the longest step
+
+
+def test_what_takes_all_devices_is_never_left_out():
+    assert MeshScreen(num_devices=16, longest_s=1.0).pays(16, ran(100.0), 1.0)
+
+
+def test_other_devices_must_make_up_for_a_slow_stage():
+    """All layers take 16 seconds of a device at least: one second of 16 devices."""
+    screen = MeshScreen(num_devices=16)
+    screen.saw(2, 8.0)
+    assert screen.pays(8, ran(100.0), 100.0)  # no step time is known
+    screen.longest_s = 1.5  # half of the devices do three quarters of the layers in that: a quarter takes 6 s here
+    assert screen.pays(8, ran(5.9), 5.9)
+    assert not screen.pays(8, ran(6.1), 6.1)
+    assert screen.has_left_out
+    assert screen.pays(8, ran(6.1, busy_s=5.9), 6.1)  # it might overlap
+    screen.longest_s = 2.1  # the others are fast enough by themselves
+    assert screen.pays(8, ran(100.0), 100.0)
+
+
+def test_equal_stages_are_as_slow_as_one_of_them():
+    screen = MeshScreen(num_devices=16, are_equal=True, longest_s=1.5)
+    screen.saw(2, 8.0)
+    assert screen.pays(8, ran(2.9), 2.9)  # two of them
+    assert not screen.pays(8, ran(3.1), 3.1)
+
+
+def test_no_table_is_made_for_a_mesh_that_is_left_out():
+    step, on = cut(8), cluster()
+    every = option_tables.tables(step, on, [2, 4], LIMITS, {})
+    seen = []
+
+    @dataclasses.dataclass(slots=True, kw_only=True)
+    class OnlyAll(MeshScreen):
+        def pays(self, num_devices, ran, fastest_s):
+            seen.append((num_devices, ran.end_s, fastest_s))
+            return num_devices == self.num_devices
+
+    decided = {}
+    found = option_tables.tables(step, on, [2, 4], LIMITS, decided, screen=OnlyAll(num_devices=4))
+    assert {o.mesh.num_devices for o in every} == {2, 4}
+    assert [o.option.name for o in found] == [o.option.name for o in every if o.mesh.num_devices == 4]
+    assert {key[0].num_devices for key in decided} == {4}  # what is left out may be decided for larger micro-batches
+    assert all(fastest_s <= end_s for _, end_s, fastest_s in seen)
+
+
+def test_a_thorough_search_leaves_no_mesh_out(monkeypatch):
+    made = []
+
+    class Noted(MeshScreen):
+        def __init__(self, **fields):
+            made.append(fields)
+            super().__init__(**fields)
+
+    monkeypatch.setattr("autopar.inter_op.search.MeshScreen", Noted)
+    for effort, screens in (("default", 1), ("thorough", 0)):
+        made.clear()
+        autopar.plan(
+            chain_step, *arguments(4, 64, 32), cluster=Cluster.flat(4), num_microbatches=4, effort=effort,
+            cache_dir=None, show_progress=False,
+        )  # fmt: skip
+        assert (len(made) > 0) == screens
