@@ -62,6 +62,18 @@ def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes
     return found
 
 
+def numbers_within(numbers: Sequence[int], tried: Mapping[int, Tried], longest_s: float) -> list[int]:
+    """The numbers in which one stage may take at most so long. A larger micro-batch takes no less than a smaller one,
+    so of fewer the step takes its share of the time at least; of more, which need no recomputation, half of it.
+
+    Args:
+        tried: As in `next_numbers`.
+    """
+    best = min(tried, key=lambda m: tried[m].step_time_s)
+    fastest_s = tried[best].step_time_s
+    return [m for m in numbers if math.isinf(fastest_s) or fastest_s * (m / best if m < best else 0.5) <= longest_s]
+
+
 def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
     """The most that one stage needs in m micro-batches, fewer than `best`, with the recomputation of that number: by a
     line over the examples of a micro-batch through another number, else as if all of the peak grew with them.

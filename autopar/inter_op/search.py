@@ -15,7 +15,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.mesh_screen import MeshScreen
-from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers
+from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
@@ -227,7 +227,8 @@ class _Search:
         builder: PipelineEvaluator,
         estimated: dict[int, Tried],
     ) -> None:
-        """One stage in fewer and more micro-batches while that is faster (`next_numbers`). Adds to the dictionaries.
+        """One stage in fewer and more micro-batches while that is faster (`next_numbers`), and may come near the best.
+        Adds to the dictionary.
 
         Args:
             estimated: One stage by the tables in each number of micro-batches in which it fits.
@@ -235,18 +236,21 @@ class _Search:
         if not estimated:
             return
         numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(estimated), OVERSTATED
+        limit_bytes = self.context.limit_bytes
         tried = {m: _tried(builder, m, known) for m, known in estimated.items()}
         while not self.context.deadline.passed:
-            near = next_numbers(numbers, tried, self.context.limit_bytes, largest)
+            best_s = (
+                builder.best.step_time_s if builder.best is not None and builder.best.fits(limit_bytes) else math.inf
+            )
+            within = numbers_within(numbers, tried, NEAR_THE_BEST * best_s)
+            near = next_numbers(within, tried, limit_bytes, largest)
             if not near:
                 return
             m = near[0]  # what comes of it decides on the others
-            limit_bytes = int(overstated * self.context.limit_bytes)
-            found = self.one_stage(step, m, cuts, posed, builder, limit_bytes)
+            found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
-                fits = candidate.fits(self.context.limit_bytes)
-                found = Tried(step_time_s=candidate.trial.step_time_s if fits else math.inf)
+                found = Tried(step_time_s=candidate.step_time_s if candidate.fits(limit_bytes) else math.inf)
                 overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
             tried[m] = _tried(builder, m, found)
 
