@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentErro
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import answered_problems, evaluate
+from autopar.inter_op import answered_problems, evaluate, posed_problems, search, search_space
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
@@ -74,6 +74,23 @@ def test_several_stages_are_tried_in_numbers_between_those_of_the_tables():
     assert {"16", "4", "8"} <= two_stages  # the tables have 64, 16 and 4
     assert found.pipeline is not None
     assert found.pipeline.num_microbatches == 8
+
+
+def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_tables_alone(monkeypatch):
+    build, built = evaluate.build, []
+
+    def noted(microbatched, choice, *given):
+        if len(choice.first_layers) > 1:
+            built.append(microbatched.graph.num_microbatches)
+        return build(microbatched, choice, *given)
+
+    monkeypatch.setattr(evaluate, "build", noted)
+    for module in (search, search_space, posed_problems):
+        monkeypatch.setattr(module, "is_long", lambda _: True)
+    found = plan(cluster(), *arguments()).record
+    assert found.pipeline is not None
+    assert found.pipeline.num_microbatches == 8  # which the tables begin without, as above
+    assert built == [8]
 
 
 def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():
