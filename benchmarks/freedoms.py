@@ -207,10 +207,13 @@ def one_stage() -> Iterator[None]:
     """While it lasts, pipelines have one stage."""
     best_stages = evaluate.best_stages
 
-    def whole(problems: Sequence[StageProblem], within: float = 1.0) -> Any:
-        return best_stages([dataclasses.replace(p, fixed_num_stages=1) for p in problems], within)
+    def whole(problems: Sequence[StageProblem], within: float = 1.0, under_s: float = math.inf) -> Any:
+        return best_stages([dataclasses.replace(p, fixed_num_stages=1) for p in problems], within, under_s)
 
-    with mock.patch.object(evaluate, "best_stages", whole):
+    with (
+        mock.patch.object(answered_problems, "best_stages", whole),
+        mock.patch.object(evaluate, "best_stages", whole),
+    ):
         yield
 
 
