@@ -41,6 +41,18 @@ class _OnMesh:
     fastest: TimedSharding | None
 
 
+def _paying(meshes: Sequence[_OnMesh], screen: MeshScreen) -> list[_OnMesh]:
+    """Those of meshes of one size that the screen leaves in; it is told how long all layers take on the fastest."""
+    timed = [(each, each.fastest.ran) for each in meshes if each.fastest is not None]
+    if not timed:
+        return list(meshes)
+    fastest_s, part = min(ran.end_s for _, ran in timed), meshes[0].key[-1]
+    num_devices = meshes[0].model.links.mesh.num_devices
+    paying = [each for each, ran in timed if screen.pays(part, num_devices, ran, fastest_s)]
+    screen.saw(part, num_devices, fastest_s)
+    return paying
+
+
 def tables(
     microbatched: MicrobatchedStep,
     cluster: Cluster,
@@ -86,19 +98,20 @@ def tables(
         return _OnMesh(model=model, key=key, known=known, decider=decider, fastest=fastest)
 
     options: list[PricedOption] = []
+    largest = math.inf  # on more devices layers take even more seconds of a device
     for size in sizes:
+        if size > largest and size != cluster.num_devices:
+            continue
         part = part_of(at, size)
         meshes = [on(cost_model(part, mesh)) for mesh in meshes_inside(part)]
-        fastest_s = min((each.fastest.ran.end_s for each in meshes if each.fastest is not None), default=math.inf)
-        for each in meshes:
-            if screen is not None and each.fastest is not None and not screen.pays(size, each.fastest.ran, fastest_s):
-                continue
+        paying = _paying(meshes, screen) if screen is not None else meshes
+        if screen is not None and screen.knows_pipeline and not paying:
+            largest = size
+        for each in paying:
             if each.decider is not None:
                 decided[each.key] = each.decider.decisions()
             found = decided[each.key]
             options += stage_options(folded, remat, microbatched.layers, each.model, link, found, each.fastest)
-        if screen is not None:
-            screen.saw(size, fastest_s)
     return tuple(options)
 
 
