@@ -98,15 +98,15 @@ def tables(
         return _OnMesh(model=model, key=key, known=known, decider=decider, fastest=fastest)
 
     options: list[PricedOption] = []
-    largest = math.inf  # on more devices layers take even more seconds of a device
+    too_large: list[int] = []  # on several times as many devices layers take even more seconds of a device
     for size in sizes:
-        if size > largest and size != cluster.num_devices:
+        if size != cluster.num_devices and any(size % n == 0 for n in too_large):
             continue
         part = part_of(at, size)
         meshes = [on(cost_model(part, mesh)) for mesh in meshes_inside(part)]
         paying = _paying(meshes, screen) if screen is not None else meshes
         if screen is not None and screen.knows_pipeline and not paying:
-            largest = size
+            too_large.append(size)
         for each in paying:
             if each.decider is not None:
                 decided[each.key] = each.decider.decisions()

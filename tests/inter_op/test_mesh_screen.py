@@ -59,7 +59,7 @@ def test_equal_stages_are_as_slow_as_one_of_them():
     assert not screen.pays(WHOLE, 8, ran(3.1), 3.1)
 
 
-def test_where_no_mesh_of_a_size_pays_none_of_larger_ones_is_decided_but_of_all_devices():
+def test_where_no_mesh_of_a_size_pays_none_of_its_multiples_is_decided_but_of_all_devices():
     step, on = cut(8), dataclasses.replace(cluster(), num_hosts=8)
     screen = MeshScreen(num_devices=16, longest_s=1e-9)  # less than any pipeline takes
     decided = {}
