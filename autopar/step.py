@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ from autopar.ir.traced_step import TracedStep
 from autopar.monitoring.step_profile import StepProfile, profiled
 from autopar.plan.options import Effort, checked_effort
 from autopar.plan.plan import Plan, Trees
+from autopar.plan.schema import OptionValue
 from autopar.runtime.execution.dispatch import turn
+from autopar.xla.profile_events import RECORDED_PROGRAM_OPTIONS
 
 
 class Step:
@@ -55,6 +58,8 @@ class Step:
         self._plans = StepPlans(name, self._sources, show_progress=options.show_progress)
         self._batches = StepBatches(self._arguments, options, self._plans)
         self._compiled: dict[Any, CompiledStep] = {}
+        self._compiled_with_more_options: dict[Any, CompiledStep] = {}
+        self._more_options: Mapping[str, OptionValue] | None = None
         self._fast: FastPath | None = None
         self._takes_objects = False
         self._of_instances = PerInstance()
@@ -181,6 +186,7 @@ class Step:
             key, _ = self._arguments.key(args), self._planned(args)
             if self._plans.improve(key, again, time_limit_s):
                 self._compiled.clear()
+                self._compiled_with_more_options.clear()
                 self._fast = None
             return self._planned(args)[1]
 
@@ -243,11 +249,14 @@ class Step:
 
         It is a call of the step: arguments are donated, and the step is planned and compiled first where it is not yet.
         The first run of a program is slower than later ones: profile a step after a few others. Of several processes
-        each profiles its own devices, and all have to call this.
+        each profiles its own devices, and all have to call this. On a GPU it compiles programs of its own, without CUDA
+        graphs, whose kernels bear no names of operations: kernels are launched one by one, and short ones wait for it.
         """
         args = self._signature.places(args, kwargs)
-        plan, compiled = self.plan(*args), self.compile(*args)
-        return profiled(plan.record, compiled.as_text(), self, args)
+        options = RECORDED_PROGRAM_OPTIONS.get(jax.default_backend())
+        with contextlib.nullcontext() if options is None else self._programs_with(options):
+            plan, compiled = self.plan(*args), self.compile(*args)
+            return profiled(plan.record, compiled.as_text(), self, args)
 
     def batch_shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:
         """The layouts of the leaves of a batch with these shapes, in the latest plan for them; None without a plan."""
@@ -300,9 +309,20 @@ class Step:
     def _compile(self, args: tuple[Any, ...]) -> CompiledStep:
         with turn:
             key = self._arguments.key(args)
-            if key not in self._compiled:
-                self._compiled[key] = self._build(*self._planned(args)).ready()
-            return self._compiled[key]
+            programs = self._compiled if self._more_options is None else self._compiled_with_more_options
+            if key not in programs:
+                traced, plan = self._planned(args)
+                programs[key] = self._build(traced, plan.with_compiler_options(self._more_options or {})).ready()
+            return programs[key]
+
+    @contextlib.contextmanager
+    def _programs_with(self, options: Mapping[str, OptionValue]) -> Iterator[None]:
+        """Inside, the step runs programs compiled with these of XLA's options too; they are kept for another time."""
+        fast, self._fast, self._more_options = self._fast, None, options
+        try:
+            yield
+        finally:
+            self._fast, self._more_options = fast, None
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
         self._sources.check_purity(traced)

@@ -105,10 +105,11 @@ def alpas_plan(
     """The published stages, with the rest chosen best for them: of the best few by the tables the fastest as built."""
     ranked: list[tuple[tuple[bool, float], StageChoice, int]] = []
     limit_bytes, decided = cluster.device.memory_bytes, {}
+    limits = BuildLimits(limit_bytes=limit_bytes, time_limit_s=TIME_LIMIT_S)
     for m, cut in cuts.items():
         sizes = submesh_sizes(cluster, PlanRequest(), len(cut.layers))
         prices_saved = not is_long(cut.step.traced)  # as the search has it
-        options = tables(cut, cluster, sizes, limit_bytes, TIME_LIMIT_S, decided, prices_saved=prices_saved)
+        options = tables(cut, cluster, sizes, limits, decided, prices_saved=prices_saved)
         problem = StageProblem(
             options=tuple(o.option for o in options),
             num_devices=cluster.num_devices,

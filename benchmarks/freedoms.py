@@ -41,7 +41,7 @@ import autopar
 from autopar.cost import cost_model
 from autopar.errors import AutoparError
 from autopar.frontend.tracing import trace
-from autopar.inter_op import evaluate, layer_decisions, search
+from autopar.inter_op import answered_problems, evaluate, layer_decisions, posed_problems, search
 from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import microbatch_numbers
@@ -102,14 +102,14 @@ COLUMNS = ("workload", "cluster", "memory", "plan", "step", *(f"without {name}" 
 def options_known() -> Iterator[dict[int, PricedOption]]:
     """While it lasts, the priced option of each option of the search over stages, by its identity."""
     known: dict[int, PricedOption] = {}
-    undominated = search.undominated
+    undominated = posed_problems.undominated
 
     def noted(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
         found = undominated(options)
         known.update((id(o.option), o) for o in found)
         return found
 
-    with mock.patch.object(search, "undominated", noted):
+    with mock.patch.object(posed_problems, "undominated", noted):
         yield known
 
 
@@ -119,7 +119,9 @@ def alike(subsets: Callable[[Sequence[PricedOption]], Sequence[Sequence[int]]]) 
     best_stages = evaluate.best_stages
     with options_known() as known:
 
-        def within_subsets(problems: Sequence[StageProblem], within: float = 1.0) -> list[StagePlan | NoStages]:
+        def within_subsets(
+            problems: Sequence[StageProblem], within: float = 1.0, under_s: float = math.inf
+        ) -> list[StagePlan | NoStages]:
             parts, of = [], []
             for number, problem in enumerate(problems):
                 for subset in subsets([known[id(o)] for o in problem.options]):
@@ -128,7 +130,7 @@ def alike(subsets: Callable[[Sequence[PricedOption]], Sequence[Sequence[int]]]) 
                     parts.append(dataclasses.replace(problem, options=options, placements=placements))
                     of.append((number, subset))
             answers: list[StagePlan | NoStages] = [NoStages(reason="no options")] * len(problems)
-            for (number, subset), answer in zip(of, best_stages(parts, within), strict=True):
+            for (number, subset), answer in zip(of, best_stages(parts, within, under_s), strict=True):
                 before = answers[number]
                 if isinstance(answer, StagePlan):
                     stages = tuple(dataclasses.replace(s, option=subset[s.option]) for s in answer.stages)
@@ -139,7 +141,10 @@ def alike(subsets: Callable[[Sequence[PricedOption]], Sequence[Sequence[int]]]) 
                     answers[number] = answer
             return answers
 
-        with mock.patch.object(evaluate, "best_stages", within_subsets):
+        with (
+            mock.patch.object(answered_problems, "best_stages", within_subsets),
+            mock.patch.object(evaluate, "best_stages", within_subsets),
+        ):
             yield
 
 
@@ -202,10 +207,13 @@ def one_stage() -> Iterator[None]:
     """While it lasts, pipelines have one stage."""
     best_stages = evaluate.best_stages
 
-    def whole(problems: Sequence[StageProblem], within: float = 1.0) -> Any:
-        return best_stages([dataclasses.replace(p, fixed_num_stages=1) for p in problems], within)
+    def whole(problems: Sequence[StageProblem], within: float = 1.0, under_s: float = math.inf) -> Any:
+        return best_stages([dataclasses.replace(p, fixed_num_stages=1) for p in problems], within, under_s)
 
-    with mock.patch.object(evaluate, "best_stages", whole):
+    with (
+        mock.patch.object(answered_problems, "best_stages", whole),
+        mock.patch.object(evaluate, "best_stages", whole),
+    ):
         yield
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 Rows = dict[str, dict[str, Any]]
+_SHOWN_CHARACTERS = 4000  # of what a process that failed has written
 
 
 def load(path: Path) -> Rows:
@@ -37,7 +38,10 @@ def is_done(row: Mapping[str, Any] | None) -> bool:
 def in_fresh_process(
     module: str, arguments: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What `python -m module arguments` prints as its last line, a JSON object; or {"failure": why it did not."""
+    """What `python -m module arguments` prints as its last line, a JSON object; or {"failure": why it did not}.
+
+    What a process that fails has written to its stderr goes to this one's.
+    """
     command = [sys.executable, "-m", module, *arguments]
     given = {**os.environ, **(environment or {})}
     try:
@@ -47,6 +51,7 @@ def in_fresh_process(
     except subprocess.TimeoutExpired:
         return {"failure": f"more than {timeout_s:.0f} s"}
     if child.returncode:
+        print(child.stderr[-_SHOWN_CHARACTERS:], file=sys.stderr, flush=True)
         said = [line for line in child.stderr.splitlines() if line and not line.startswith(" ")]
         return {"failure": (said or [f"died with status {child.returncode}"])[-1][:200]}
     return json.loads(child.stdout.splitlines()[-1])

@@ -184,6 +184,14 @@ THRESHOLDS = [
         ),
     ),
     *_of(
+        "inter_op.mesh_screen",
+        (
+            "MUCH_SLOWER",
+            "time against the fastest mesh of as many devices from which a mesh is left out",
+            "planning time: GPT-3 on 1,024 A100",
+        ),
+    ),
+    *_of(
         "inter_op.evaluate",
         ("MOST_BUILT", "pipelines that are built exactly", "planning time"),
         ("TIGHTENED", "searches with a lower limit where a built one does not fit", "planning time"),

@@ -24,7 +24,10 @@ from autopar.kernels.pallas_grid import is_pallas_call, with_unread_marked
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
-_NOISE = frozenset({"", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "scan", "branch"})
+_NOISE = frozenset(
+    # `eval_jaxpr` is the name of `closed_call` from jax 0.11 on.
+    ["", "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "scan", "branch"]
+)
 _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
 from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.microbatch_walk import BestStages
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
+from autopar.inter_op.posed_problems import Posed
 from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_answers import in_turn
@@ -72,23 +74,24 @@ class PipelineEvaluator:
 
     def search(
         self,
-        problems: Sequence[StageProblem],
-        of_problem: Sequence[tuple[int, tuple[PricedOption, ...]]],
+        posed: Sequence[Posed],
         first_alone: int,
         within: float,
         under_s: float = math.inf,
+        answers: Sequence[StagePlan | NoStages] = (),
     ) -> Sequence[StagePlan | NoStages]:
         """Solves the problems and builds the best answers; the problems from `first_alone` on have one fixed number of
         stages. Where the fastest pipeline exceeds the memory, all problems are solved again, with a lower limit for the
-        schedules that exceeded it. `of_problem` holds the number of micro-batches and the options of each problem.
-        Returns the answers under the limit itself, of several stages those that take less than `under_s`.
+        schedules that exceeded it. `answers`: those under the limit itself, where they are known. Returns these, of
+        several stages those that take less than `under_s`.
         """
-        first_answers: Sequence[StagePlan | NoStages] = ()
+        first_answers, problems, of_problem = answers, [problem for problem, _ in posed], [of for _, of in posed]
         searched = list(problems)
         for tightened in range(1 + TIGHTENED):
-            with self.context.progress.pass_("stages"):
-                several, alone = searched[:first_alone], searched[first_alone:]
-                answers = [*best_stages(several, within, under_s), *best_stages(alone, 1.0)]
+            if tightened or not answers:
+                with self.context.progress.pass_("stages"):
+                    several, alone = searched[:first_alone], searched[first_alone:]
+                    answers = [*best_stages(several, within, under_s), *best_stages(alone, 1.0)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
             kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
@@ -342,11 +345,13 @@ class PipelineEvaluator:
             self.kept.append(candidate)
             self.kept = [near for near in self.kept if near.fits(self.limit_bytes) and near.step_time_s <= longest_s]
 
-    @property
-    def best_of_several_stages(self) -> PipelineCandidate | PipelineEstimate | None:
-        """The fastest of those that fit."""
+    def best_of_several_stages(self, within: float) -> BestStages | None:
+        """The fastest that fits, where it takes at most `within` times as long as the best."""
         several = (c for (stages, _), (c, _) in self.best_of.items() if stages > 1 and c.fits(self.limit_bytes))
-        return min(several, key=lambda candidate: candidate.step_time_s, default=None)
+        found = min(several, key=lambda candidate: candidate.step_time_s, default=None)
+        if found is None or self.best is None or found.step_time_s > within * self.best.step_time_s:
+            return None
+        return BestStages(found.num_microbatches, [mesh.num_devices for mesh in found.choice.group_meshes])
 
     @property
     def longest_s(self) -> float:
@@ -354,12 +359,7 @@ class PipelineEvaluator:
         best_s = self.best.step_time_s if self.best is not None and self.best.fits(self.limit_bytes) else math.inf
         return self.keep_tolerance * min(self.to_beat_s, best_s)
 
-    def work_out_near(
-        self,
-        problems: Sequence[StageProblem],
-        of_problem: Sequence[tuple[int, tuple[PricedOption, ...]]],
-        answers: Sequence[StagePlan | NoStages],
-    ) -> None:
+    def work_out_near(self, posed: Sequence[Posed], answers: Sequence[StagePlan | NoStages]) -> None:
         """With a tolerance, builds for each number of stages the answer that is fastest by the tables, if it may be
         within the tolerance of the best, which stays the best. Does nothing where the best does not fit.
         """
@@ -376,9 +376,9 @@ class PipelineEvaluator:
                 stages = len(answer.stages)
                 fastest[stages] = min(fastest.get(stages, (math.inf, n)), (answer.step_time_s, n))
         for estimated_s, n in sorted(fastest.values()):
-            answer, (m, options) = answers[n], of_problem[n]
+            answer, (problem, (m, options)) = answers[n], posed[n]
             assert isinstance(answer, StagePlan), "only plans are among the fastest"
-            choice = choice_of(problems[n], answer, options)
+            choice = choice_of(problem, answer, options)
             if estimated_s > self.longest_s or (m, choice) in self.built:
                 continue
             self.built.add((m, choice))

@@ -45,60 +45,93 @@ def lowest_price(model: CostModel) -> float:
 def layer_decisions(
     folded: FoldedGraph, model: CostModel, room_bytes: float, in_flight: int, equal: bool, time_limit_s: float
 ) -> Decisions:
-    """The fastest decisions on the model's mesh, and smaller ones too where state or saved values take much memory.
+    """The fastest decisions on the model's mesh, and smaller ones too where state or saved values take much memory."""
+    return LayerDecider(folded, model, room_bytes, in_flight, equal, time_limit_s).decisions()
+
+
+class LayerDecider:
+    """Decisions for a graph of layers on one mesh: the fastest at first, then all that are wanted.
 
     `room_bytes` is the memory of all layers on this mesh if each stage holds its share of them: their state, with
     hoisted copies, and the values saved for `in_flight` micro-batches, as many as the first stage has (0: saved values
     are not priced). Where all stages are `equal`, decisions whose state alone exceeds the room are dropped, but the
     smallest.
     """
-    # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
-    intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops)
-    state, copies = state_values(folded.graph), folded.copies()
-    saved = saved_values(folded.graph, intra_op.saved_in_host)
-    state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
-    saved_prices = dataclasses.replace(state_prices, values=saved)
-    several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}
-    home_prices = dataclasses.replace(state_prices, values=held_values(folded.graph))
-    decided_by_choice: dict[tuple[int, ...], Decided] = {}
 
-    def decide(terms: ObjectiveWeights) -> Sequence[int] | None:
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        model: CostModel,
+        room_bytes: float,
+        in_flight: int,
+        equal: bool,
+        time_limit_s: float,
+    ) -> None:
+        self.model, self.room_bytes, self.in_flight, self.equal = model, room_bytes, in_flight, equal
+        self.time_limit_s = time_limit_s
+        # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
+        self.intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops)
+        state, copies = state_values(folded.graph), folded.copies()
+        saved = saved_values(folded.graph, self.intra_op.saved_in_host)
+        self.state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
+        self.saved_prices = dataclasses.replace(self.state_prices, values=saved)
+        several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}
+        self.both_prices = dataclasses.replace(self.state_prices, values=state | saved, copies=several)
+        self.home_prices = dataclasses.replace(self.state_prices, values=held_values(folded.graph))
+        self.decided_by_choice: dict[tuple[int, ...], Decided] = {}
+        self.terms = ObjectiveWeights(s_per_byte=lowest_price(model), exposed_fraction=model.exposed_fraction)
+        self.choice = self.decide(self.terms)
+
+    @property
+    def fastest(self) -> Decided | None:
+        """None where there is no solution in time."""
+        return self.decided_by_choice[tuple(self.choice)] if self.choice is not None else None
+
+    def decide(self, terms: ObjectiveWeights) -> Sequence[int] | None:
         """The choice under these terms, which is added to those found."""
-        prices = dataclasses.replace(state_prices, s_per_byte=terms.s_per_byte)
-        if terms.in_flight:
-            prices = dataclasses.replace(prices, values=state | saved, copies=several)
-        solution = intra_op.solve(
-            time_limit_s=time_limit_s, prices=prices, exposure=Exposure(terms.exposed_fraction), rounds=ROUNDS
+        prices = self.both_prices if terms.in_flight else self.state_prices
+        solution = self.intra_op.solve(
+            time_limit_s=self.time_limit_s,
+            prices=dataclasses.replace(prices, s_per_byte=terms.s_per_byte),
+            exposure=Exposure(terms.exposed_fraction),
+            rounds=ROUNDS,
         )
         if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
             return None
-        decided_by_choice.setdefault(tuple(solution.choice), Decided(terms=terms, sharding=intra_op.decode(solution)))
+        decided = Decided(terms=terms, sharding=self.intra_op.decode(solution))
+        self.decided_by_choice.setdefault(tuple(solution.choice), decided)
         return solution.choice
 
-    terms = ObjectiveWeights(s_per_byte=lowest_price(model), exposed_fraction=model.exposed_fraction)
-    choice = decide(terms)
-    if choice is not None and (state_bytes := intra_op.priced_bytes(choice, state_prices)) > STATE_SHARE * room_bytes:
-        raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / state_bytes
-        if model.overlap.kinds:
-            decide(ObjectiveWeights(s_per_byte=raised_s_per_byte, exposed_fraction=LEAST_EXPOSED_FRACTION))
+    def decisions(self) -> Decisions:
+        """The fastest, and smaller ones where state or saved values take much memory."""
+        terms, choice, intra_op, room_bytes = self.terms, self.choice, self.intra_op, self.room_bytes
+        if choice is not None and (state_bytes := self.state_bytes(choice)) > STATE_SHARE * room_bytes:
+            raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / state_bytes
+            if self.model.overlap.kinds:
+                self.decide(ObjectiveWeights(s_per_byte=raised_s_per_byte, exposed_fraction=LEAST_EXPOSED_FRACTION))
 
-        def is_lean(s_per_byte: float) -> bool | None:
-            nonlocal terms, choice
-            terms = dataclasses.replace(terms, s_per_byte=s_per_byte)
-            choice = decide(terms)
-            if choice is None:
-                return None
-            return intra_op.priced_bytes(choice, state_prices) <= STATE_SHARE * room_bytes
+            def is_lean(s_per_byte: float) -> bool | None:
+                nonlocal terms, choice
+                terms = dataclasses.replace(terms, s_per_byte=s_per_byte)
+                choice = self.decide(terms)
+                return None if choice is None else self.state_bytes(choice) <= STATE_SHARE * room_bytes
 
-        search_price(is_lean, [raised_s_per_byte * PRICE_RISE**raised for raised in range(LEANER)])
-    saved_bytes = in_flight * intra_op.priced_bytes(choice, saved_prices) if choice is not None else 0.0
-    if choice is not None and saved_bytes > SAVED_SHARE * room_bytes:
-        raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
-        decide(dataclasses.replace(terms, s_per_byte=max(terms.s_per_byte, raised_s_per_byte), in_flight=in_flight))
-    if not equal:
-        return tuple(decided_by_choice.values())
-    home_bytes = {choice: intra_op.priced_bytes(choice, home_prices) for choice in decided_by_choice}
-    most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
-    over_limit = any(nbytes > room_bytes for nbytes in home_bytes.values())
-    fitting = (decided for choice, decided in decided_by_choice.items() if home_bytes[choice] <= most_bytes)
-    return tuple(dataclasses.replace(decided, over_limit=over_limit) for decided in fitting)
+            search_price(is_lean, [raised_s_per_byte * PRICE_RISE**raised for raised in range(LEANER)])
+        saved_bytes = self.in_flight * intra_op.priced_bytes(choice, self.saved_prices) if choice is not None else 0.0
+        if choice is not None and saved_bytes > SAVED_SHARE * room_bytes:
+            raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
+            s_per_byte = max(terms.s_per_byte, raised_s_per_byte)
+            self.decide(dataclasses.replace(terms, s_per_byte=s_per_byte, in_flight=self.in_flight))
+        return self.that_fit() if self.equal else tuple(self.decided_by_choice.values())
+
+    def state_bytes(self, choice: Sequence[int]) -> float:
+        return self.intra_op.priced_bytes(choice, self.state_prices)
+
+    def that_fit(self) -> Decisions:
+        """Without those whose state alone exceeds the room, but the smallest."""
+        decided, room_bytes = self.decided_by_choice, self.room_bytes
+        home_bytes = {choice: self.intra_op.priced_bytes(choice, self.home_prices) for choice in decided}
+        most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
+        over_limit = any(nbytes > room_bytes for nbytes in home_bytes.values())
+        fitting = (each for choice, each in decided.items() if home_bytes[choice] <= most_bytes)
+        return tuple(dataclasses.replace(each, over_limit=over_limit) for each in fitting)

@@ -27,6 +27,14 @@ class Tried:
     policies: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BestStages:
+    """The fastest pipeline of several stages so far: its number of micro-batches, and the devices of each stage."""
+
+    num_microbatches: int
+    sizes: Sequence[int]
+
+
 def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes: int, largest: int) -> list[int]:
     """The numbers to try next: fewer micro-batches than the fastest so far has, and more of them, by two times at
     least. Nothing where the fastest lies between numbers that are slower.
@@ -54,6 +62,18 @@ def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes
     return found
 
 
+def numbers_within(numbers: Sequence[int], tried: Mapping[int, Tried], longest_s: float) -> list[int]:
+    """The numbers in which one stage may take at most so long. A larger micro-batch takes no less than a smaller one,
+    so of fewer the step takes its share of the time at least; of more, which need no recomputation, half of it.
+
+    Args:
+        tried: As in `next_numbers`.
+    """
+    best = min(tried, key=lambda m: tried[m].step_time_s)
+    fastest_s = tried[best].step_time_s
+    return [m for m in numbers if math.isinf(fastest_s) or fastest_s * (m / best if m < best else 0.5) <= longest_s]
+
+
 def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
     """The most that one stage needs in m micro-batches, fewer than `best`, with the recomputation of that number: by a
     line over the examples of a micro-batch through another number, else as if all of the peak grew with them.
@@ -72,7 +92,8 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
 
 def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
     """The numbers in which several stages are tried next: those midway between the fastest so far and the next ones on
-    either side, by their ratio; half of it where none is below, and double where none is above.
+    either side, by their ratio; then half of it where none is below, and double where none is above. So a number that
+    is found between two spares a look beyond them.
 
     Args:
         numbers: All that the batch admits, in rising order.
@@ -81,12 +102,12 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
     """
     below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
     found = []
-    if below is None:
-        found += [m for m in numbers if 2 * m <= best][-1:]
     for low, high in ((below, best), (best, above)):
         if low is not None and high is not None:
             between = [m for m in numbers if APART * low <= m <= high / APART]
             found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
+    if below is None:
+        found += [m for m in numbers if 2 * m <= best][-1:]
     if above is None:
         found += [m for m in numbers if m >= 2 * best][:1]
     return found

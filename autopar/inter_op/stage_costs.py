@@ -22,7 +22,7 @@ from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.intra_op.overlapped_axes import with_overlapped_axes
-from autopar.intra_op.spmd_candidate import timed_sharding
+from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
@@ -101,20 +101,28 @@ def remat_ops(folded: FoldedGraph) -> RematOps:
 
 
 def stage_options(
-    folded: FoldedGraph, remat: RematOps, layers: Layers, model: CostModel, link: Link, decisions: Decisions
+    folded: FoldedGraph,
+    remat: RematOps,
+    layers: Layers,
+    model: CostModel,
+    link: Link,
+    decisions: Decisions,
+    known: TimedSharding | None = None,
 ) -> tuple[PricedOption, ...]:
     """Options for stages on the model's mesh: each of the decisions, and the same with products in pieces where that is
     faster, under each recomputation policy.
 
     `remat` is `remat_ops(folded)`; `link` joins a stage with the next one. A value that crosses a
-    boundary is sent in parts, one from each device of the mesh.
+    boundary is sent in parts, one from each device of the mesh. `known`: decisions of the same graph and mesh that are
+    on the clock already.
     """
     devices = model.links.mesh.num_devices
     send_s = send_seconds(layers, devices, link)
     options: list[PricedOption] = []
-    costs = NodeCosts(folded.graph, model)
+    costs = known.costs if known is not None else NodeCosts(folded.graph, model)
     for decided in decisions:
-        whole = timed_sharding(folded.graph, model, decided.sharding, costs)
+        is_known = known is not None and known.sharding is decided.sharding
+        whole = known if is_known and known else timed_sharding(folded.graph, model, decided.sharding, costs)
         in_pieces = with_overlapped_axes(folded.graph, model, whole)
         for found in (whole,) if in_pieces is whole else (whole, in_pieces):
             terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)

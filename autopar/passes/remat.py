@@ -104,6 +104,16 @@ class _Readers:
     def __init__(self, graph: OpGraph, layer_of: Mapping[int, int | None]) -> None:
         self.ops = graph.block.ops
         self.layer = layer_of
+        # The positions of operations that are computed again, and of those that may read that, by layer.
+        self.forward_of: dict[int | None, list[int]] = {}
+        self.backward_of: dict[int | None, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+                continue
+            if op.section is Section.FORWARD and op.kind not in (OpKind.SPLIT, OpKind.BARRIER):
+                self.forward_of.setdefault(layer_of[op.id], []).append(i)
+            elif op.section.is_backward:
+                self.backward_of.setdefault(layer_of[op.id], []).append(i)
         self.position = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
         self.layers: dict[int, set[int]] = {}
         for op in reversed(self.ops):
@@ -138,13 +148,8 @@ class _Readers:
 def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
     """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
     # What every stage can make for itself (masks) is made again too; each layer makes its own.
-    forward = [
-        op
-        for op in readers.ops
-        if op.section is Section.FORWARD
-        and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK, OpKind.SPLIT, OpKind.BARRIER)
-        and readers.layer[op.id] in (layer, None)
-    ]
+    of_layer, of_all = readers.forward_of.get(layer, ()), readers.forward_of.get(None, ())
+    forward = [readers.ops[i] for i in sorted((*of_layer, *of_all))]
     kept = _kept(layer, policy, forward, readers)
     recomputable = {v: op for op in forward if op.id not in kept for v in op.outputs}
     # What other layers keep as their input is there anyway.
@@ -193,11 +198,8 @@ def _recomputation(
     """(position, operations to insert there, new names for the operands of the layer's backward operations)."""
     ops = readers.ops
     read, recomputed = _recomputed(layer, policy, readers)
-    backward = [
-        i
-        for i, op in enumerate(ops)
-        if op.section.is_backward and op.kind not in (OpKind.ACCUMULATE, OpKind.STACK) and _is_of(op, layer, readers)
-    ]
+    of_all = (i for i in readers.backward_of.get(None, ()) if _is_read_by(ops[i], layer, readers))
+    backward = sorted((*readers.backward_of.get(layer, ()), *of_all))
     at = next((i for i in backward if not {*read}.isdisjoint(read_by(ops[i]))), None)
     if at is None:
         return 0, [], {}
@@ -223,9 +225,9 @@ def _is_parameter(v: int, readers: _Readers) -> bool:
     return position is None or readers.ops[position].section is Section.BEFORE
 
 
-def _is_of(op: Op, layer: int, readers: _Readers) -> bool:
-    own = readers.layer[op.id]
-    return own == layer if own is not None else any(readers.layers.get(v) == {layer} for v in op.outputs)
+def _is_read_by(op: Op, layer: int, readers: _Readers) -> bool:
+    """Whether a layer alone reads something that an operation of no layer makes."""
+    return any(readers.layers.get(v) == {layer} for v in op.outputs)
 
 
 def _needed(values: Sequence[int], producer: Mapping[int, Op], forward: Sequence[Op]) -> list[Op]:

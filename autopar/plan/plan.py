@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -118,6 +118,11 @@ class Plan:
         if platform != self.cluster.device.platform:
             return {}
         return self.compiler_options | (self.exchange_options if exchanges else {})
+
+    def with_compiler_options(self, options: Mapping[str, OptionValue]) -> Plan:
+        """The plan with these of XLA's options beside its own, or in their place."""
+        record = dataclasses.replace(self.record, compiler_options={**self.record.compiler_options, **options})
+        return dataclasses.replace(self, record=record)
 
     def with_note(self, note: str) -> Plan:
         """The plan with one more note, unless it has it."""

@@ -7,11 +7,15 @@ import dataclasses
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+
+# XLA's options for programs whose runs are recorded, by JAX's name of the backend. A kernel in a CUDA graph bears the
+# name of the graph and not of its operation, so that programs for a GPU are without graphs.
+RECORDED_PROGRAM_OPTIONS: Mapping[str, Mapping[str, str]] = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
 
 _DEVICE_PLANE = re.compile(r"^/device:\w+:(\d+)")
 

@@ -136,6 +136,8 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     # No schedule is faster than its slowest stage's own passes: most moves go here, before anything else is made.
     alone_s = sums.forward_s if problem.schedule is Schedule.INFERENCE else sums.forward_s + sums.backward_s
     could = (alone_s * problem.num_microbatches < under_s) & (devices <= problem.num_devices)[:, None]
+    if problem.fixed_num_stages == 1 and problem.chunks == 1:  # all layers on all devices
+        could &= (devices == problem.num_devices)[:, None] & (sums.last - sums.first == problem.num_layers)
     at = option, where = np.nonzero(could)
     room = limits_of(problem)[option] - sums.state_bytes[at] - sums.working_bytes[at]
     held = held_bytes(problem, sums.saved_bytes[at], sums.deferred_bytes[at])
@@ -161,16 +163,16 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
         most_behind=most[option],
     )
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
-    kind = _kinds(moves)  # options of one size, in one place, stand for one another
+    kind = _kinds(devices, least, most)[moves.option]  # options of one size, in one place, stand for one another
     order = np.lexsort((moves.add_s, kind, moves.to, moves.first))
     moves, kind = moves.take(order), kind[order]
     ranking = (moves.fill_s, moves.add_s, moves.last_s, moves.steady_s, moves.allowed)
     return moves.take(loops.undominated(moves.first, moves.to, kind, *ranking))
 
 
-def _kinds(moves: Moves) -> np.ndarray:
-    """Equal numbers for moves on as many devices in the same place."""
-    keys = np.stack([moves.devices, moves.least_behind, moves.most_behind], axis=1)
+def _kinds(devices: np.ndarray, least_behind: np.ndarray, most_behind: np.ndarray) -> np.ndarray:
+    """Equal numbers for options on as many devices in the same place."""
+    keys = np.stack([devices, least_behind, most_behind], axis=1)
     return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
 
 

@@ -227,16 +227,16 @@ def step_time_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
         return math.inf
     made = [group_terms(problem, group) for group in groups_of(problem, stages)]
     if problem.schedule is Schedule.INTERLEAVED:
-        made = [replace(each, steady_s=_rounds_s(problem, stages)) for each in made]
+        rounds_s = _rounds_s(problem, stages)
+        made = [replace(each, steady_s=rounds_s) for each in made]
     return combine(made)
 
 
 def _rounds_s(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """What is added to filling and draining by interleaved groups, round after round of their chunks."""
-    sizes = [group_terms(problem, (stage,)) for stage in stages]
+    steady_s = [group_terms(problem, (stage,)).steady_s for stage in stages]
     groups = len(stages) // problem.chunks
-    of_round = [sizes[begun : begun + groups] for begun in range(0, len(stages), groups)]
-    return sum(max(each.steady_s for each in chunks) for chunks in of_round)
+    return sum(max(steady_s[begun : begun + groups]) for begun in range(0, len(stages), groups))
 
 
 def groups_of(problem: StageProblem, stages: Sequence[Stage]) -> list[Sequence[Stage]]:

@@ -5,7 +5,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.inter_op.microbatch_walk import APART, Tried, largest_peak_bytes, next_for_stages, next_numbers
+from autopar.inter_op.microbatch_walk import (
+    APART,
+    Tried,
+    largest_peak_bytes,
+    next_for_stages,
+    next_numbers,
+    numbers_within,
+)
 
 NUMBERS = [1, 2, 4, 8, 16, 32, 64]
 KEEPS = ("nothing",) * 2
@@ -21,6 +28,13 @@ def test_the_fewest_that_surely_fit_are_tried_first():
     assert next_numbers(NUMBERS, tried, 50, 64) == [2]  # half: with other recomputation it may fit
     tried[2] = Tried(step_time_s=1.5, peak_bytes=45, policies=RECOMPUTES)
     assert next_numbers(NUMBERS, tried, 50, 64) == []
+
+
+def test_numbers_in_which_one_stage_cannot_come_near_the_best_are_left_out():
+    tried = {16: Tried(step_time_s=3.0), 32: Tried(step_time_s=4.0)}
+    assert numbers_within(NUMBERS, tried, 3.0) == NUMBERS
+    assert numbers_within(NUMBERS, tried, 1.4) == [1, 2, 4]  # 0.75 s at least in four, 1.5 s in eight or in many more
+    assert numbers_within(NUMBERS, tried, 0.1) == []
 
 
 def test_a_peak_by_the_tables_is_as_good_as_one_that_was_built():
@@ -74,7 +88,7 @@ def test_between_numbers_for_stages_the_middle_is_tried():
 
 
 def test_beyond_the_numbers_for_stages_half_and_double_are_tried():
-    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [32, 144]
+    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [144, 32]  # what lies between first
     assert next_for_stages(BATCH_1152, {1152}, 1152) == [576]
     assert next_for_stages([1, 3, 9], {1}, 1) == [3]
     assert next_for_stages([1], {1}, 1) == []

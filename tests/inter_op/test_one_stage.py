@@ -11,6 +11,7 @@ from autopar.inter_op import search
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
+from autopar.inter_op.posed_problems import PosedProblems
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.split_scan import split_scans
@@ -84,7 +85,7 @@ def test_in_one_micro_batch_one_stage_that_sends_little_is_enough(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(search._Search, "several_may_pay", lambda *_: True)
         searched = planned(**options)
-    monkeypatch.setattr(search._Search, "problems", lambda *_: pytest.fail("several stages were searched for"))
+    monkeypatch.setattr(PosedProblems, "of", lambda *_, **__: pytest.fail("several stages were searched for"))
     found = planned(**options)
     assert [len(plan.record.pipeline.stages) for plan in (searched, found)] == [1, 1]
     assert found.predicted.step_time_s <= searched.predicted.step_time_s * (1 + 1e-9)

@@ -49,6 +49,7 @@ def cluster(inside=presets.NVLINK4, memory_bytes_per_s=None):
     )
 
 
+LIMITS = BuildLimits(limit_bytes=80 * 10**9, time_limit_s=5.0)
 MATRIX = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
 
 
@@ -82,7 +83,7 @@ RESIDUAL = {
 def two_stages(step, schedule, policy):
     """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
     on = cluster()
-    found = tables(step, on, [2], 80 * 10**9, 5.0, {})
+    found = tables(step, on, [2], LIMITS, {})
     option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
     choice = StageChoice(
@@ -92,7 +93,7 @@ def two_stages(step, schedule, policy):
         group_meshes=(option.mesh, option.mesh),
         policies=(policy,) * len(step.layers),
     )
-    return option, half, build(step, choice, on, BuildLimits(limit_bytes=80 * 10**9, time_limit_s=5.0))
+    return option, half, build(step, choice, on, LIMITS)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -156,7 +157,7 @@ def test_where_examples_divide_among_more_devices_layers_are_decided_anew(prices
     found = [
         len(decided)
         for m in numbers
-        if tables(cut(m, batch=16), cluster(), [1, 2, 4], 80 * 10**9, 5.0, decided, prices_saved=prices_saved)
+        if tables(cut(m, batch=16), cluster(), [1, 2, 4], LIMITS, decided, prices_saved=prices_saved)
     ]
     assert found == [4, 4 + anew]  # four devices are a line or a square
 

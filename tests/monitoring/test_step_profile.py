@@ -1,15 +1,18 @@
 """A step under the profiler beside its plan: which events are counted where, and a real step of each kind."""
 
 import json
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
 from autopar import recipes
 from autopar.monitoring.step_profile import step_profile
-from autopar.xla.profile_events import DeviceEvent
+from autopar.plan.plan import Plan
+from autopar.xla.profile_events import RECORDED_PROGRAM_OPTIONS, DeviceEvent, events_of
 from autopar.xla.program_operations import ProgramOperation, module_of, operations_of
 from benchmarks.zoo import CASES
 from tests.small_steps import slow_cluster
@@ -52,6 +55,59 @@ def test_operations_belong_to_kinds_and_modules():
     assert found["jit_after", "multiply.1"] == ProgramOperation(kind="compute", module="")
     assert ("jit_F_of_stage_0", "while.2") not in found  # its body's operations have events of their own
     assert module_of("") == ""
+    assert module_of("jit(step)/while/body/eval_jaxpr/transpose(jvp(M))/a/dot_general") == "M/a"
+
+
+def stats_on_gpu(operation, **stats):
+    return {"hlo_op": operation, "hlo_module": "jit_step", **stats}
+
+
+def test_kernels_of_a_gpu_are_operations_where_they_are_launched_one_by_one():
+    """As recorded on an H200 with jax 0.11.2: a kernel in a CUDA graph bears the name of the graph."""
+    kernels = [
+        ("loop_broadcast_fusion_1", 98_111, stats_on_gpu("command_buffer_1", cuda_graph_id=5)),
+        ("loop_broadcast_fusion_1", 97_631, stats_on_gpu("loop_broadcast_fusion.1", name="jit(step)/while")),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>", 11_657, stats_on_gpu("custom-call.3")),
+    ]
+    copies = [("MemcpyH2D", 3_808, {"memcpy_details": "kind_src:pinned kind_dst:device size:32768"})]
+
+    def line(name, rows):
+        events = [
+            SimpleNamespace(name=n, start_ns=100_000 * i, duration_ns=d, stats=list(stats.items()))
+            for i, (n, d, stats) in enumerate(rows)
+        ]
+        return SimpleNamespace(name=name, events=events)
+
+    lines = [line("Stream #14(Compute)", kernels), line("Stream #15(MemcpyH2D)", copies)]
+    events = events_of(SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=lines)]))
+    assert [(e.device, e.program, e.operation) for e in events] == [
+        (0, "jit_step", "command_buffer_1"),
+        (0, "jit_step", "loop_broadcast_fusion.1"),
+        (0, "jit_step", "custom-call.3"),
+    ]
+    assert events[1].end_s - events[1].start_s == pytest.approx(97.631e-6)
+
+
+def test_where_a_backend_asks_for_it_programs_with_other_options_are_recorded(monkeypatch):
+    compiled = []
+    options_on = Plan.compiler_options_on
+    monkeypatch.setattr(
+        Plan, "compiler_options_on", lambda *a, **k: compiled.append(options_on(*a, **k)) or compiled[-1]
+    )
+    monkeypatch.setattr("autopar.step.RECORDED_PROGRAM_OPTIONS", {"cpu": RECORDED_PROGRAM_OPTIONS["gpu"]})
+    step = autopar.parallelize(
+        MLP.step, plan=recipes.zero(1), cluster=slow_cluster(4), cache_dir=None, show_progress=False
+    )
+    state, _ = step(step.init(MLP.init, jax.random.key(0)), MLP.batch(0))
+    expected = step.plain(state, MLP.batch(1))
+    for _ in range(2):  # a second profile has its programs already
+        profile = step.profile(jax.tree.map(jnp.copy, state), MLP.batch(1))
+        np.testing.assert_allclose(profile.results[1]["loss"], expected[1]["loss"], rtol=1e-5)
+        products = {m.module for m in step.latest_plan.record.modules if m.splits}
+        assert products <= {row.module for row in profile.modules if row.measured_s > 0}
+    state, metrics = step(state, MLP.batch(1))
+    np.testing.assert_allclose(metrics["loss"], expected[1]["loss"], rtol=1e-5)
+    assert compiled == [{}, {"xla_gpu_enable_command_buffer": ""}]
 
 
 def test_lanes_and_modules_are_means_over_devices():

@@ -1,0 +1,139 @@
+"""The problems of the search over stages: for each number of micro-batches, schedule and number of equal parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from autopar.hardware.cluster_parts import WHOLE
+from autopar.inter_op.build_stages import MicrobatchedStep
+from autopar.inter_op.device_parts import on_part, orders, placements
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.layer_decisions import Decisions
+from autopar.inter_op.mesh_screen import MeshScreen
+from autopar.inter_op.option_tables import DecidedFor, tables
+from autopar.inter_op.search_space import chunk_numbers, is_long, schedules_of, sizes_for, stage_numbers
+from autopar.inter_op.stage_costs import PricedOption, undominated
+from autopar.passes.split_scan import SplitStep, one_part_a_group
+from autopar.plan.context import PlanningContext
+from autopar.solver import Schedule as SearchedSchedule
+from autopar.solver import StageProblem
+
+# A problem, with its number of micro-batches and its options.
+Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
+
+
+class PosedProblems:
+    """Makes the problems of a step, whose scans are in parts, from the tables of its layers.
+
+    `screen` leaves out meshes that no fast pipeline has; decisions are kept for other numbers of micro-batches.
+    """
+
+    def __init__(self, context: PlanningContext, step: SplitStep, screen: MeshScreen | None) -> None:
+        self.context, self.step, self.screen = context, step, screen
+        self.decided: dict[DecidedFor, Decisions] = {}
+
+    def screen_from(self, longest_s: float) -> None:
+        """From now on, pipelines that take so long or longer are of no use."""
+        if self.screen is not None:
+            self.screen.longest_s = longest_s
+
+    def of(
+        self,
+        microbatched: MicrobatchedStep,
+        *,
+        is_largest: bool = False,
+        sizes_between: tuple[float, float] = (0, math.inf),
+    ) -> list[Posed]:
+        """The problems for a number of micro-batches: each schedule and, for scans, each number of stages, on submeshes
+        of these sizes. `is_largest`: no micro-batches that are searched are larger.
+        """
+        posed: list[Posed] = []
+        least, most = sizes_between
+        equal = stage_numbers(self.step, self.context.cluster) if self.step.parts > 1 else ()
+        with self.context.progress.pass_("layer costs"):
+            sizes = self.sizes(microbatched, is_largest)
+            sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
+            priced = self.priced(microbatched, sizes, self.screen)
+            if is_long(self.context.traced):  # options dominated in small micro-batches are not priced for large ones
+                better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
+                meshes = {(mesh, part) for mesh, part, _ in better}
+                for key, of in self.decided.items():
+                    if (key[0], key[-1]) in meshes:
+                        self.decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
+        for name in schedules_of(self.context.request):
+            problems = self.on_schedule(microbatched, name, priced, equal or (None,))
+            m = microbatched.graph.num_microbatches
+            posed += [(problem, (m, options)) for problem, options in problems]
+        return posed
+
+    def sizes(self, microbatched: MicrobatchedStep, is_largest: bool) -> dict[int, Sequence[int]]:
+        """The sizes of submeshes to price, for each part of the cluster and for the whole of it."""
+        cluster, request = self.context.cluster, self.context.request
+        if not cluster.parts:
+            return {WHOLE: sizes_for(microbatched, cluster, request, is_largest)}
+        of_parts = {n: sizes_for(microbatched, at, request, is_largest) for n, at in enumerate(cluster.parts)}
+        return {**of_parts, WHOLE: [cluster.num_devices]}
+
+    def priced(
+        self, microbatched: MicrobatchedStep, sizes: dict[int, Sequence[int]], screen: MeshScreen | None = None
+    ) -> tuple[PricedOption, ...]:
+        """The undominated options of submeshes of these sizes."""
+        cluster, options = self.context.cluster, list[PricedOption]()
+        limit_bytes, solve_s = self.context.limit_bytes, self.context.deadline.solve_s()
+        for number, of_part in sizes.items():
+            found = tables(
+                microbatched,
+                cluster,
+                of_part,
+                BuildLimits(limit_bytes=limit_bytes, time_limit_s=solve_s),
+                self.decided,
+                prices_saved=not is_long(self.context.traced),
+                number=number,
+                screen=screen,
+            )
+            options += found if number == WHOLE else on_part(found, number, cluster, microbatched.layers)
+        return undominated(options)
+
+    def on_schedule(
+        self,
+        microbatched: MicrobatchedStep,
+        name: str,
+        priced: tuple[PricedOption, ...],
+        numbers: Sequence[int | None],
+    ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
+        """The problems of one schedule, one for each number of chunks of a group, and of stages; None: any number."""
+        request, cluster = self.context.request, self.context.cluster
+        chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
+        if self.step.parts > 1 and chunks_of_group[0] > 1:
+            if request.schedule is not None or request.chunks is not None:
+                raise one_part_a_group(self.step, name, chunks_of_group[0])
+            return []
+        if cluster.parts and chunks_of_group[0] > 1:
+            return []  # all chunks have one option: none lies on two kinds of devices
+        problems = []
+        for num_stages, chunks, order in itertools.product(numbers, chunks_of_group, orders(cluster)):
+            options = priced if self.step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
+            if self.step.parts > 1 and not options:
+                continue  # more devices than examples
+            problem = StageProblem(
+                options=tuple(o.option for o in options),
+                num_devices=cluster.num_devices,
+                num_layers=len(microbatched.layers),
+                num_microbatches=microbatched.graph.num_microbatches,
+                schedule=SearchedSchedule(name),
+                limit_bytes=self.context.limit_bytes,
+                host_devices=cluster.domain_devices,
+                chunks=chunks,
+                fixed_num_stages=num_stages,
+                placements=placements(options, cluster, order),
+            )
+            problems.append((problem, options))
+        return problems
+
+
+def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
+    """The options of stages on this number of devices."""
+    return tuple(o for o in options if o.mesh.num_devices == num_devices)
