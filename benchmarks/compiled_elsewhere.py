@@ -309,12 +309,16 @@ written all the same, for the backward pass. XLA's analyses count no arithmetic 
 What stays off, on TPU. XLA keeps what it can in vector memory (112 MiB for values on v5e, 96 on v6e, 48 on v5p), by
 times and free space: of two programs for the same plan of the mixture of experts, that for v5e leaves the scores of
 attention there from the forward to the backward pass, that for v6e does not, and they take 252 and 322 MB. The
-prediction, which keeps a value there while the next kernels read it, lies between them. The one-layer GPT on v6e is the
-same case: of the 132 MB predicted beside its state, 34 MB are scores that the program keeps there. What is lost so is
+prediction, which keeps a value there while the next kernels read it, lies between them. The one-layer GPT on v5e and
+v6e is the same case (0.94 and 1.23): 34 MB of it are scores that the program for v6e keeps there. What is lost so is
 at most the vector memory, which is little beside the memory of a device.
 
-The program of Llama 8k for v5e also computes the gradients of its last layer before that of the head, so that the
-logits wait in the meantime (1.6 GB, beside 117 MB of that layer's gradients), and 100 MB are lost between its buffers.
+Logits of a loss are held in 16 bits and once more in 32, as the gather of the labels' logits reads them: 805 MB of the
+large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
+
+On v5p the large GPT is split eight ways, its products in pieces along the ring (collective matmul). The program takes
+4.9 GB, and 2.9 are predicted: XLA computes pieces ahead of their turn and keeps them, and loses 1.1 GB between buffers.
+A plan with products in pieces that fits by little may not fit.
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes

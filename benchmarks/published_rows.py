@@ -27,7 +27,9 @@ Sources, by table:
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
         TF32) compiled by XLA, images per second.
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
-        of whole attention, as it counts them, over the rate.
+        of whole attention, as it counts them, over the rate. What layers hand on lies split over the axis of tensor
+        parallelism (activation_embed in MaxText/configs/base.yml), by width; here it is split by positions, which takes
+        as much memory and sends as many bytes.
 """
 
 import dataclasses
@@ -307,7 +309,7 @@ def _maxtext(size: str, kind: str, chips: int, of_chip: int, tflops: float, *, t
     batch = of_chip * chips
     return Row(
         table="maxtext", name=f"{size} on {chips} {kind}", model=model, hardware=f"TPU {kind}", gpus=chips, batch=batch,
-        micro_batch=of_chip * tp, tp=tp, zero=3, recompute="input" if full else "matmuls",
+        micro_batch=of_chip * tp, tp=tp, zero=3, sequence_parallel=tp > 1, recompute="input" if full else "matmuls",
         step_time_s=llama_flops(model, batch) / (tflops * 1e12 * chips),
     )  # fmt: skip
 

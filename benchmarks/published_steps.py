@@ -39,6 +39,12 @@ RESULTS = Path(__file__).parent / "results" / "published_steps.md"
 TARGET = 0.10
 SHORT = (2, 4)  # layers
 GIBIBYTE = 1 << 30
+# What programs have of a chip's memory, as libtpu 0.0.42.1 says where one needs more.
+TPU_MEMORY_BYTES = {
+    "TPU v5e": int(15.75 * GIBIBYTE),
+    "TPU v5p": int(95.74 * GIBIBYTE),
+    "TPU v6e": int(31.25 * GIBIBYTE),
+}
 COLUMNS = (
     "row", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published", "predicted", "ratio",
     "memory published", "predicted", "planned in",
@@ -67,7 +73,7 @@ def step_of(row: Row) -> tuple:
     if model.family == "llama":
         sizes |= {
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
-            "block": model.length, "float8": row.float8,
+            "block": model.length, "float8": row.float8, "one_hot_labels": row.table == "maxtext",
         }  # fmt: skip
     else:
         # The masks of the whole batch are made before the loop over micro-batches, in memory that the published system
@@ -146,9 +152,12 @@ def with_constants(device: DeviceKind, constants: dict[str, float]) -> DeviceKin
 def options_of(row: Row) -> dict[str, Any]:
     """How attention is planned: without scores where the run had flash attention. Scales of float8 are those of a
     micro-batch, as torchao computes them: the largest number of each operand as it comes. The run fitted its cards, so
-    that the limit is what the driver reports of them, where that is known, and not 90 % of a nominal size.
+    that the limit is what the driver, or the compiler, reports of them, where that is known, and not 90 % of a nominal
+    size.
     """
     options: dict[str, Any] = {"attention": "blockwise"} if row.flash else {}
+    if row.hardware in TPU_MEMORY_BYTES:
+        options["memory_limit_bytes"] = TPU_MEMORY_BYTES[row.hardware]
     device = CLUSTERS[row.hardware][0](row.gpus).device
     for card in CARDS.values():
         if card.kind == device:
@@ -253,7 +262,8 @@ def keep(made: Sequence[str]) -> None:
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
         "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had "
         "reserved, with logits in float32 for the\nloss (but for the H200s, where it is compiled); predicted is what "
-        "lives at once. Rows may use the\nmemory that the driver reports of their cards: the published runs fitted."
+        "lives at once. Rows may use the\nmemory that the driver, or the compiler, reports of their devices: the "
+        "published runs fitted."
     )
     RESULTS.write_text(
         f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n\n"

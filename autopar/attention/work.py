@@ -12,6 +12,7 @@ from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_shar
 from autopar.attention.query_blocks import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
+from autopar.common.attention_kernels import tpu_block
 
 
 def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:
@@ -69,13 +70,13 @@ def block_bytes(eqn: Any, split: int = 1, ring: int = 1) -> int:
 
 def row_bytes(eqn: Any, kernel: Kernel) -> int:
     """Bytes that a kernel takes for numbers of each row of scores beside its operands and results: the TPU's has each
-    number once for each lane, of two arrays forward, of three backward.
+    number once for each lane, of two arrays; backward it has those of a third one for each key of a block too.
     """
     if kernel is not Kernel.TPU_FLASH:
         return 0
     sizes = sizes_of(eqn)
     rows = functools.reduce(lambda n, letter: n * sizes[letter], eqn.params["form"].rows, 4)
-    return rows * LANES * (2 if eqn.params["gradients"] is None else 3)
+    return rows * (2 * LANES + (0 if eqn.params["gradients"] is None else tpu_block(sizes[KEY])))
 
 
 def repeated_operands(eqn: Any, kernel: Kernel) -> tuple[int, ...]:

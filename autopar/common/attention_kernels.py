@@ -60,7 +60,7 @@ def tpu_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[
     """(result, largest, total)."""
     flash = _flash()
     k, v = (_repeated(a, q) for a in (k, v))
-    n, of_keys = _tpu_block(q), _tpu_block(k)
+    n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
     out, total, largest = flash._flash_attention_impl(
         q, k, v, None, None, True, causal, scale, 1, n, of_keys, of_keys, False
     )
@@ -76,7 +76,7 @@ def tpu_backward(
     k, v = (_repeated(a, q) for a in (k, v))
     change = change.astype(q.dtype)
     along = jnp.sum(out.astype(jnp.float32) * change.astype(jnp.float32), axis=-1)
-    n, of_keys = _tpu_block(q), _tpu_block(k)
+    n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
     common = {"sm_scale": scale, "causal": causal, "mask_value": flash.DEFAULT_MASK_VALUE, "debug": False}
     blocks = {"block_q_major": n, "block_k_major": of_keys, "block_k": of_keys}
     args = (q, k, v, None, None, total, largest, change, along)
@@ -85,9 +85,9 @@ def tpu_backward(
     return q_change, _gathered(k_change, shared), _gathered(v_change, shared)
 
 
-def _tpu_block(array: Any) -> int:
+def tpu_block(positions: int) -> int:
     """Positions of a block: the most of jax's own benchmarks' that divide those of an array."""
-    return next(n for n in (512, 256, 128) if array.shape[2] % n == 0)
+    return next(n for n in (512, 256, 128) if positions % n == 0)
 
 
 def _repeated(a: Any, q: Any) -> Any:

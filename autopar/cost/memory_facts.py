@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.cost.roofline import is_fusible
+from autopar.cost.xla_program import Compiler
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import Compute, Instruction, Move
+
+
+def facts_of(op: Op, compiler: Compiler) -> tuple[str, bool, bool, bool]:
+    """(kind, fusible, reduces_last, half_precision) of an equation, as of `xla_program.MemoryStep`."""
+    if compiler.scatters_select and puts_one_in_each_row(op):
+        return "select_n", True, reduces_last(op), is_half_precision(op)
+    return kind_of(op), is_fusible(op.primitive), reduces_last(op), is_half_precision(op)
+
 
 # Over dimensions of size one they are reshapes.
 _RESHAPING = frozenset({"broadcast_in_dim", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
@@ -40,6 +51,20 @@ def reduces_last(op: Op) -> bool:
     """Whether a reduction runs over its operand's last dimension."""
     axes = op.eqn.params.get("axes", ())
     return not axes or len(op.eqn.invars[0].aval.shape) - 1 in axes
+
+
+def puts_one_in_each_row(op: Op) -> bool:
+    """Whether a scatter puts one number into each row, as the gradient of `take_along_axis` of one index a row does."""
+    if op.primitive not in ("scatter-add", "scatter"):
+        return False
+    numbers, (operand, indices, _) = op.eqn.params["dimension_numbers"], (v.aval.shape for v in op.eqn.invars)
+    last = len(operand) - 1
+    return (
+        numbers.update_window_dims == ()
+        and (*numbers.operand_batching_dims, *numbers.inserted_window_dims) == tuple(range(last + 1))
+        and numbers.scatter_dims_to_operand_dims == (last,)
+        and math.prod(indices) == math.prod(operand[:-1])
+    )
 
 
 def transposed_alone(instructions: Sequence[Instruction]) -> dict[int, Sequence[int]]:

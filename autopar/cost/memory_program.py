@@ -20,8 +20,7 @@ from autopar.cost import peak_memory
 from autopar.cost.attention_cost import kernel_under
 from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
-from autopar.cost.memory_facts import is_half_precision, kind_of, reduces_last, transposed_alone
-from autopar.cost.roofline import is_fusible
+from autopar.cost.memory_facts import facts_of, transposed_alone
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.cost.xla_program import Tile
@@ -143,7 +142,7 @@ class _MemoryWriter:
     def facts(self, op: Op) -> tuple[str, bool, bool, bool]:
         """(kind, fusible, reduces_last, half_precision) of an equation; equal keys, equal facts."""
         if op.key not in self._facts:
-            self._facts[op.key] = kind_of(op), is_fusible(op.primitive), reduces_last(op), is_half_precision(op)
+            self._facts[op.key] = facts_of(op, self.model.compiler)
         return self._facts[op.key]
 
     def new(self, nbytes: int) -> int:

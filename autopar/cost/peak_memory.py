@@ -10,23 +10,25 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 `benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
 0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
 
-On TPU what a kernel makes or reads lies in vector memory as far as there is room.
+On TPU what a kernel makes or reads lies in vector memory as far as there is room, and the space that is lost between
+the buffers counts (`buffer_places`).
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
-layout take, and space lost between buffers. On GPU, what XLA chooses without being asked: it copies reductions into one
-buffer of up to 30 MiB and sends that, and may cut a matrix product's contraction into parts, whose results are there at
-once before they are added up.
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
+layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
+sends that, may cut a matrix product's contraction into parts, whose results are there at once before they are added up,
+and may put the gradients of a layer's weights off until the layer before it is computed again.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from autopar.common.records import made_often
-from autopar.cost import xla_fusion, xla_program, xla_schedule
+from autopar.cost import buffer_places, rewritten_steps, xla_fusion, xla_program, xla_schedule
 from autopar.cost.xla_fusion import Kernel
 from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -86,6 +88,7 @@ class MemoryEstimate:
         argument_bytes: All arguments, donated ones too.
         result_bytes: Results that do not take over an argument's memory.
         temporary_bytes: The rest of the peak.
+        lost_bytes: Of temporaries the space between them.
         at_peak: (value id, bytes) of everything that is alive at the peak, largest first.
         course: (position, bytes alive from there on), in the order of XLA's kernels.
     """
@@ -94,6 +97,7 @@ class MemoryEstimate:
     argument_bytes: int
     result_bytes: int
     temporary_bytes: int
+    lost_bytes: int
     at_peak: tuple[tuple[int, int], ...]
     course: tuple[tuple[int, int], ...] = ()
 
@@ -123,6 +127,9 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
     result_bytes = sum(size[v] for v in set(program.results) - taken_over)
+    alive_bytes = peak_bytes
+    if compiler.loses_between:
+        peak_bytes = max(peak_bytes, argument_bytes + result_bytes + _heap_bytes(program, ranges, elsewhere))
     # XLA sets the memory of results aside from the start, whatever is alive.
     peak_bytes = max(peak_bytes, argument_bytes + result_bytes)
     return MemoryEstimate(
@@ -130,6 +137,7 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
         argument_bytes=argument_bytes,
         result_bytes=result_bytes,
         temporary_bytes=peak_bytes - argument_bytes - result_bytes,
+        lost_bytes=peak_bytes - max(alive_bytes, argument_bytes + result_bytes),
         at_peak=tuple(at_peak),
         course=tuple(course),
     )
@@ -137,6 +145,17 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
 
 def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
     return int(live.share * size[live.value])
+
+
+def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere: Mapping[int, list[LiveRange]]) -> int:
+    """The heap of what is neither an argument nor a result nor always in vector memory."""
+    size, lasting = program.nbytes, {*program.arguments, *program.results}
+    away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
+    return buffer_places.heap_bytes(
+        (_bytes(r, size), r.start, r.stop)
+        for r in ranges
+        if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
+    )
 
 
 def _in_vector_memory(
@@ -235,9 +254,18 @@ def _kernels(
 ) -> tuple[tuple[Kernel, ...], Mapping[int, int], Mapping[int, int]]:
     """The kernels, the bytes of their values, and for each value that is no value of the program one of its size."""
     steps = xla_program.without_recomputation(program.steps, program.results, compiler)
-    steps, like = xla_program.with_broadcasts(steps, program.nbytes)
-    nbytes = {**program.nbytes, **{v: program.nbytes[other] for v, other in like.items()}}
+    like: dict[int, int] = {}
+    if compiler.sinks_broadcasts:
+        steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, program.nbytes, like)
+    steps = xla_program.with_broadcasts(steps, {**program.nbytes, **_sizes(like, program)}, like)
+    if compiler.products_shift:
+        like |= rewritten_steps.shifted_scores(steps, {**program.nbytes, **_sizes(like, program)})
+    nbytes = {**program.nbytes, **_sizes(like, program)}
     return xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler), nbytes, like
+
+
+def _sizes(like: Mapping[int, int], program: MemoryProgram) -> dict[int, int]:
+    return {v: program.nbytes[other] for v, other in like.items()}
 
 
 _Flat = list[tuple[Kernel, bool]]  # kernels in order, and whether the kernel begins there: a loop ends elsewhere
@@ -306,7 +334,7 @@ def _flatten(kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: C
     if compiler.breadth_first:
         order = xla_schedule.breadth_first(kernels)
     else:
-        order = xla_schedule.freeing_first(kernels, nbytes, kept)
+        order = xla_schedule.freeing_first(kernels, nbytes, kept, compiler.reduces_late)
     for kernel in order:
         flat.append((kernel, True))
         for block in kernel.blocks:

@@ -41,6 +41,7 @@ class Kernel:
         reduces_rows: A reduction over the last dimension.
         read_by_rows: Inputs whose memory no output may take all the same.
         after: Outputs of other kernels that must be there first although they are not read (barriers).
+        begins_again: The first behind a barrier of several values, as a layer begins that is computed again.
         behind_others: Of kernels that become ready together this one runs last.
         twice: Inputs or outputs that take their memory twice over.
         halves: Inputs that could be kept in half their memory as far as this kernel cares.
@@ -56,6 +57,7 @@ class Kernel:
     reduces_rows: bool = False
     read_by_rows: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    begins_again: bool = False
     behind_others: bool = False
     twice: tuple[int, ...] = ()
     halves: tuple[int, ...] = ()
@@ -134,11 +136,17 @@ def _block(
     transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
     found: list[Kernel] = []
     sources = _Sources(memory)
+    begins_again = False
+    by_products = _read_by_products(steps) if compiler.products_absorb else {}
     for step in steps:
         inputs, after = sources.of(step)
+        begins_again = begins_again or (step.kind == BARRIER and len(step.inputs) > 1)
         if step.kind in ALIASES and (step.kind == BARRIER or step.outputs[0] not in results):
             sources.rename(step, list(dict.fromkeys(after + inputs)) if step.kind == BARRIER else after)
-        elif step.outputs and written.isdisjoint(step.outputs):
+            continue
+        is_fused = bool(step.outputs) and written.isdisjoint(step.outputs)
+        is_for_products = is_fused and _is_worth_writing(step, inputs, by_products, nbytes)
+        if is_fused and not is_for_products:
             sources.inline(step, inputs, after)
         else:
             blocks, block_results, block_carried = _blocks(step, nbytes, memory, compiler)
@@ -147,9 +155,11 @@ def _block(
                     inputs=tuple(inputs),
                     outputs=step.outputs,
                     kind=step.kind,
-                    in_place=step.fusible or bool(step.body) or step.kind in ABSORBING,
+                    # What is written for several products takes no memory that is read for it (seen on TPU).
+                    in_place=(step.fusible or bool(step.body) or step.kind in ABSORBING) and not is_for_products,
                     reduces_rows=step.kind in REDUCTIONS and step.reduces_last,
                     after=tuple(after),
+                    begins_again=begins_again,
                     # XLA folds the transpose of a weight's gradient into its product, which is made anew by that.
                     behind_others=step.kind in MATRIX_PRODUCTS and step.outputs[0] in transposed,
                     twice=_twice(step, tuple(inputs), compiler),
@@ -159,7 +169,57 @@ def _block(
                     block_carried=block_carried,
                 )
             )
+            begins_again = False
+    if compiler.products_convert:
+        found = _with_converted_products(found, results)
     return _with_row_kernels(found) if compiler.row_kernels else tuple(found)
+
+
+def _read_by_products(steps: Sequence[MemoryStep]) -> Counter[int]:
+    """By how many products a value is read, as it is or with its dimensions in another order."""
+    source: dict[int, int] = {}
+    found: Counter[int] = Counter()
+    for step in steps:
+        if step.kind == "transpose" or step.kind in ALIASES:
+            source |= {out: source.get(v, v) for v, out in zip(step.inputs, step.outputs, strict=False)}
+        elif step.kind in MATRIX_PRODUCTS:
+            found.update({source.get(v, v) for v in step.inputs})
+    return found
+
+
+def _is_worth_writing(
+    step: MemoryStep, inputs: Sequence[int], by_products: Mapping[int, int], nbytes: Mapping[int, int]
+) -> bool:
+    """Whether products move no more bytes when they read this result than when each computes it on the way in.
+
+    Of an input that is larger than the result in 32 bits a part is read, as of what is sliced.
+    """
+    n, result = by_products.get(step.outputs[0], 0), nbytes[step.outputs[0]]
+    read = sum(min(nbytes[v], 2 * result) for v in inputs)
+    return n > 1 and n * read >= read + (1 + n) * result
+
+
+def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int]) -> list[Kernel]:
+    """Leaves out conversions of what matrix products make for nothing else: the products write what is made of it.
+
+    The largest of converted numbers is found among those that are not.
+    """
+    readers: Counter[int] = Counter(results)
+    inside = list(kernels)
+    while inside:
+        kernel = inside.pop()
+        readers.update((*kernel.inputs, *kernel.after, *kernel.block_results))
+        inside += [k for block in kernel.blocks for k in block]
+    alone = {v for k in kernels if k.kind in MATRIX_PRODUCTS for v in k.outputs if readers[v] == 1}
+    converting = (k for k in kernels if k.kind == "convert_element_type" and len(k.inputs) == 1)
+    in_order = {v for k in kernels if k.kind in ("reduce_max", "reduce_min", "argmax", "argmin") for v in k.inputs}
+    wide = {k.inputs: k.outputs for k in converting if alone.issuperset(k.inputs) and in_order.isdisjoint(k.outputs)}
+    left_out = frozenset(wide.values())
+    return [
+        dataclasses.replace(kernel, outputs=wide.get(kernel.outputs, kernel.outputs))
+        for kernel in kernels
+        if kernel.outputs not in left_out
+    ]
 
 
 def _with_row_kernels(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:

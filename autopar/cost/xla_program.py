@@ -80,14 +80,23 @@ class Compiler:
         writes_row_operands: Computes a reduction over the last dimension, what is made of its result and what leads to
             it in one kernel of a library, for which broadcasts, and values that others read too, are written first.
         keeps: What is computed once and kept where several kernels read it, and not computed again in each of them.
-        products_absorb: Computes what a matrix product reads on the way in.
+        products_absorb: Computes what a matrix product reads on the way in; what several products read only where that
+            moves fewer bytes than to write it once.
         gathers_absorb: Computes what a gather reads on the way in: of log-probabilities those of the targets only.
+        products_convert: Writes the result of a matrix product in the type to which alone it is converted.
+        products_shift: Takes the softmax's maximum, and what arithmetic in a wider type stands before it, into the
+            kernel of the product that makes the scores, which writes scores less their maximum.
+        sinks_broadcasts: Makes the broadcasts that a loop reads inside of its body, where they are not written.
+        scatters_select: Makes of one number that is scattered into each row a comparison with its column.
         products_round: Keeps what only matrix products read, and made, in the 16 bits that their precision looks at.
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
         copies_gathered_state: Copies state at the start of the step, and back at its end, where its new value comes
             out of a collective.
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
+        reduces_late: Reduces the gradients of a layer that is computed again among the devices when its backward pass
+            has ended, one after the other (seen in programs for 8 and 256 chips of v5e).
+        loses_between: Puts buffers into memory as `buffer_places` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
         vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
@@ -100,11 +109,17 @@ class Compiler:
     writes_row_operands: bool
     keeps: frozenset[str]
     products_absorb: bool
+    products_convert: bool
+    products_shift: bool
+    sinks_broadcasts: bool
+    scatters_select: bool
     gathers_absorb: bool
     products_round: bool
     widens_half_precision: bool
     copies_gathered_state: bool
     row_kernels: bool
+    reduces_late: bool
+    loses_between: bool
     tile: Tile | None = None
     vector_memory_bytes: int = 0
     vector_memory_kernels: int = 0
@@ -116,11 +131,17 @@ CPU = Compiler(
     writes_row_operands=True,
     keeps=EXPENSIVE,
     products_absorb=False,
+    products_convert=False,
+    products_shift=False,
+    sinks_broadcasts=False,
+    scatters_select=False,
     gathers_absorb=False,
     products_round=False,
     widens_half_precision=True,
     copies_gathered_state=False,
     row_kernels=False,
+    reduces_late=False,
+    loses_between=False,
 )
 GPU = Compiler(
     breadth_first=False,
@@ -128,19 +149,32 @@ GPU = Compiler(
     writes_row_operands=False,
     keeps=frozenset({"tanh"}),  # the dearest of them: an exponential is computed again
     products_absorb=False,
+    products_convert=False,
+    products_shift=False,
+    sinks_broadcasts=False,
+    scatters_select=False,
     gathers_absorb=True,
     products_round=False,
     widens_half_precision=False,
     copies_gathered_state=False,
     row_kernels=True,
+    reduces_late=False,
+    loses_between=False,
 )
 TPU = dataclasses.replace(
     GPU,
     keeps=frozenset(),
     products_absorb=True,
+    gathers_absorb=False,
+    products_convert=True,
+    products_shift=True,
+    sinks_broadcasts=True,
+    scatters_select=True,
     products_round=True,
     copies_gathered_state=True,
     row_kernels=False,
+    reduces_late=True,
+    loses_between=True,
     tile=Tile(rows=8, columns=128),
     vector_memory_kernels=3,
 )
@@ -194,19 +228,12 @@ class MemoryStep:
 
 
 def with_broadcasts(
-    steps: Sequence[MemoryStep], nbytes: Mapping[int, int]
-) -> tuple[tuple[MemoryStep, ...], dict[int, int]]:
-    """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
-
-    Returns the steps, and for each new value (ids below zero) the value whose size it has.
-    """
-    like: dict[int, int] = {}
-    return _spelled_out(steps, nbytes, like), like
-
-
-def _spelled_out(
     steps: Sequence[MemoryStep], nbytes: Mapping[int, int], like: dict[int, int]
 ) -> tuple[MemoryStep, ...]:
+    """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
+
+    New values get ids below zero; `like` gains for each the value whose size it has.
+    """
     done: list[MemoryStep] = []
     known: dict[tuple[int, int], int] = {}
     alias: dict[int, int] = {}
@@ -215,7 +242,7 @@ def _spelled_out(
             for v, out in zip(step.inputs, step.outputs, strict=False):
                 alias[out] = alias.get(v, v)
         elif step.body:
-            step = dataclasses.replace(step, body=_spelled_out(step.body, nbytes, like))
+            step = dataclasses.replace(step, body=with_broadcasts(step.body, nbytes, like))
         elif step.kind in ARITHMETIC:
             (out,) = step.outputs
             inputs = list(step.inputs)

@@ -25,10 +25,13 @@ _TILE = (8, 128)
 
 
 def gradients_in_rows(graph: OpGraph, mesh: Mesh) -> frozenset[int]:
-    """The matrices that operations of the top block make for the update; none where the devices are no TPUs."""
+    """The matrices that operations of the top block make for the update, or to be added up for it; none where the
+    devices are no TPUs.
+    """
     if mesh.devices.flat[0].platform != "tpu":
         return frozenset()
-    read = {v for op in graph.block.ops if op.role is Role.UPDATE for v in op.inputs if isinstance(v, int)}
+    readers = (op for op in graph.block.ops if op.role is Role.UPDATE or op.kind is OpKind.ACCUMULATE)
+    read = {v for op in readers for v in op.inputs if isinstance(v, int)}
     return frozenset(
         v
         for op in graph.block.ops

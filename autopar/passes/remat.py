@@ -1,8 +1,10 @@
 """Rematerialisation by layer: forward values that the backward pass reads are computed again instead of kept.
 
 A layer's forward operations are cloned into the backward section behind a barrier over what they start from. The
-barrier takes the cotangents that arrive at the layer as well, so that the work waits for the backward pass. Source:
-Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174.
+barrier takes the cotangents that arrive at the layer as well, so that the work waits for the backward pass. Parameters
+that the recomputation starts from are read behind the barrier by the layer's other backward operations too: where
+devices share the parameters, a layer gathers each once for both, when its turn comes. Source: Chen et al., "Training
+deep nets with sublinear memory cost", arXiv:1604.06174.
 """
 
 from __future__ import annotations
@@ -204,6 +206,7 @@ def _recomputation(
     results = {v for op in recomputed for v in op.outputs}
     starts = dict.fromkeys(v for op in recomputed for v in read_by(op) if v not in results)
     cotangents = _cotangents(layer, at, backward, readers)
+    parameters = [v for v in starts if _is_parameter(v, readers)]
     through = {v: fresh.copy_of(v) for v in (*starts, *cotangents)}
     first = ops[at]
     barrier = Op(
@@ -213,7 +216,13 @@ def _recomputation(
     )  # fmt: skip
     names = dict(through)
     clones = [replaced(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
-    return at, [barrier, *clones], {v: names[v] for v in (*read, *cotangents)}
+    return at, [barrier, *clones], {v: names[v] for v in (*read, *parameters, *cotangents)}
+
+
+def _is_parameter(v: int, readers: _Readers) -> bool:
+    """Whether a value is there before the first micro-batch, as parameters and their casts are."""
+    position = readers.position.get(v)
+    return position is None or readers.ops[position].section is Section.BEFORE
 
 
 def _is_read_by(op: Op, layer: int, readers: _Readers) -> bool:

@@ -19,7 +19,7 @@ from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import next_token_batch
 from benchmarks.zoo.float8 import float8_product
 from benchmarks.zoo.gpt_scan import rms_norm
-from benchmarks.zoo.training import cross_entropy, training_case
+from benchmarks.zoo.training import cross_entropy, one_hot_cross_entropy, training_case
 
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]  # as jnp.tensordot
 Core = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries (batch, length, k, g, head), keys and values
@@ -83,6 +83,7 @@ def llama(
     core: Core | None = None,
     scan: bool = False,
     float8: bool = False,
+    one_hot_labels: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     tolerance: float = 1e-5,
@@ -92,7 +93,7 @@ def llama(
     `block` divides the length, or is as long; `core` replaces attention in such blocks. Parameters are float32 whatever
     `dtype` is. With `scan` the layers are stacked and a scan runs over them, each recomputed in the backward pass, as
     MaxText has it. `float8`: the products of all layers (not the last one, and not those of attention) have operands of
-    8 bits.
+    8 bits. `one_hot_labels`: the loss multiplies with labels as one of 0 and 1 for each word, as MaxText has it too.
     """
     head = head or width // heads
     product = float8_product if float8 else jnp.tensordot
@@ -133,7 +134,8 @@ def llama(
         else:
             for layer_params in params["layers"]:
                 x = layer(x, layer_params, core, product)
-        return cross_entropy(rms_norm(x, params["final_scale"]) @ params["head"], batch["targets"])
+        logits = rms_norm(x, params["final_scale"]) @ params["head"]
+        return (one_hot_cross_entropy if one_hot_labels else cross_entropy)(logits, batch["targets"])
 
     return training_case(
         name="llama",

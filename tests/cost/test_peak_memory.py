@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost import peak_memory
+from autopar.cost.buffer_places import heap_bytes
 from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
 from autopar.cost.xla_program import Tile
 from autopar.hardware.kinds import Platform
@@ -154,6 +155,18 @@ def test_a_parameter_is_updated_in_place_as_soon_as_its_gradient_is_there(compil
     assert 7 * BIG <= found <= 8 * BIG
 
 
+# On TPU the product writes it converted.
+@pytest.mark.parametrize(("compiler", "expected"), [(GPU, 3 * BIG + 7 * SMALL), (TPU, 2 * BIG + 8 * SMALL)])
+def test_a_gradient_is_converted_and_sent_before_the_next_one_is_there(compiler, expected):
+    op = Builder()
+    x = op.value(SMALL)
+    gradients = [op("dot_general", x, key=i) for i in range(8)]
+    # The backward pass of casts at the start of a loss stands at its end.
+    wide = [op("convert_element_type", g, nbytes=2 * BIG) for g in gradients]
+    parts = [op("reduce_scatter", g, nbytes=SMALL) for g in wide]
+    assert peak(op.program([x], parts), compiler) == expected
+
+
 def test_a_global_norm_keeps_all_gradients():
     op = Builder()
     x, weights, gradients = layers(op, 6)
@@ -201,6 +214,29 @@ def test_a_barrier_keeps_recomputation_late():
     assert peak(rematerialised(Builder(), with_barrier=True)) == BIG + 2 * SMALL
     undone = peak_memory.compiler_for(Platform.CPU, (0, 10, 2))  # which finds the first product again, and keeps it
     assert peak(rematerialised(Builder(), with_barrier=True), undone) == 2 * BIG + SMALL
+
+
+@pytest.mark.parametrize(("late", "expected"), [(False, BIG + 5 * SMALL), (True, 3 * BIG + 3 * SMALL)])
+def test_gradients_of_a_layer_that_is_computed_again_may_be_sent_at_its_end(late, expected):
+    """Two layers of two gradients; those of a layer are there at once, with what it makes of its input last."""
+    op = Builder()
+    x = op.value(SMALL)
+    cotangent, parts = x, []
+    for layer in range(2):
+        passed = op.value(SMALL), op.value(SMALL)
+        op.steps.append(MemoryStep(inputs=(x, cotangent), outputs=passed, kind="optimization_barrier", fusible=False))
+        again = op("dot_general", *passed, nbytes=SMALL, key=layer)
+        gradients = [op("dot_general", again, passed[1], key=(layer, i)) for i in range(2)]
+        cotangent = op("sort", op("dot_general", again, passed[0]), nbytes=SMALL)
+        parts += [op("reduce_scatter", g, nbytes=SMALL) for g in gradients]
+    compiler = dataclasses.replace(GPU, reduces_late=late)
+    assert peak(op.program([x], parts), compiler) == expected
+
+
+def test_space_is_lost_between_buffers_that_are_placed_as_they_are_made():
+    assert heap_bytes([(4, 0, 2), (2, 1, 4), (5, 2, 4)]) == 4 + 2 + 5  # the third does not fit where the first was
+    assert heap_bytes([(4, 0, 2), (2, 1, 4), (3, 2, 4), (1, 3, 4)]) == 4 + 2
+    assert heap_bytes([(3, 0, 1), (3, 0, 2), (3, 0, 3), (6, 2, 3)]) == 9  # two holes that touch are one
 
 
 def test_the_same_computation_is_done_once_but_each_result_has_memory_of_its_own():

@@ -14,10 +14,12 @@ import autopar
 from autopar import recipes
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
+from autopar.ir.graph import OpKind
 from autopar.ir.layout import Layout
 from autopar.lowering.gradient_rows import gradients_in_rows, in_whole_tiles
 from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target
+from tests.sections import plain_step
 
 EXPERTS, WIDTH, HIDDEN = 8, 1024, 4096
 
@@ -47,6 +49,15 @@ def test_the_gradients_that_the_update_reads_are_found_on_tpu_only():
     found = gradients_in_rows(graph, devices_of("tpu"))
     assert sorted(graph.values[v].shape for v in found) == [(EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)]
     assert gradients_in_rows(graph, devices_of("gpu")) == frozenset()
+
+
+def test_gradients_that_micro_batches_add_up_are_found_too():
+    def step(w, batch):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(batch @ w)))(w), ()
+
+    graph, _ = plain_step(step, np.ones((4, 4), np.float32), np.ones((6, 4), np.float32), 2)
+    (found,) = gradients_in_rows(graph, devices_of("tpu"))
+    assert [op.kind for op in graph.block.ops if found in op.inputs] == [OpKind.ACCUMULATE]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,18 @@ def test_a_layer_is_computed_again_from_its_input_behind_a_barrier():
     assert set(again.block.ops[at + 3].inputs) == {barrier.outputs[2], *cos.outputs}
 
 
+def test_a_layer_reads_its_parameter_behind_the_barrier_for_both_passes():
+    graph, args = two_layers()
+    again = rematerialise(graph, find_layers(graph, flops_of), [Recompute.NOTHING, Recompute.ALL])
+    assert_same_numbers(graph, again, args)
+    (barrier,) = [op for op in again.block.ops if op.kind is OpKind.BARRIER]
+    (b,) = [v for v in again.block.inputs if again.values[v].name == "state['b']"]
+    (behind,) = [out for v, out in zip(barrier.inputs, barrier.outputs, strict=True) if v == b]
+    readers = {v: [op.primitive for op in again.block.ops if v in op.inputs] for v in (b, behind)}
+    # Forward and for the update; the product again, and the transpose for the gradient of what enters the layer.
+    assert readers == {b: ["dot_general", "optimization_barrier", "sub"], behind: ["dot_general", "dot_general"]}
+
+
 def test_matmuls_keeps_the_products():
     graph, args = two_layers()
     layers = find_layers(graph, flops_of)
