@@ -250,7 +250,8 @@ class Step:
         It is a call of the step: arguments are donated, and the step is planned and compiled first where it is not yet.
         The first run of a program is slower than later ones: profile a step after a few others. Of several processes
         each profiles its own devices, and all have to call this. On a GPU it compiles programs of its own, without CUDA
-        graphs, whose kernels bear no names of operations: kernels are launched one by one, and short ones wait for it.
+        graphs, whose kernels bear no names of operations. Kernels are then launched one by one, so that there are gaps
+        between short ones; the first profile is of a first run, so that there the second one counts.
         """
         args = self._signature.places(args, kwargs)
         options = RECORDED_PROGRAM_OPTIONS.get(jax.default_backend())
@@ -318,11 +319,12 @@ class Step:
     @contextlib.contextmanager
     def _programs_with(self, options: Mapping[str, OptionValue]) -> Iterator[None]:
         """Inside, the step runs programs compiled with these of XLA's options too; they are kept for another time."""
-        fast, self._fast, self._more_options = self._fast, None, options
-        try:
-            yield
-        finally:
-            self._fast, self._more_options = fast, None
+        with turn:  # no other thread's call, profile or `replan` sees the programs change
+            fast, self._fast, self._more_options = self._fast, None, options
+            try:
+                yield
+            finally:
+                self._fast, self._more_options = fast, None
 
     def _build(self, traced: TracedStep, plan: Plan) -> CompiledStep:
         self._sources.check_purity(traced)

@@ -148,13 +148,15 @@ def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
 
 
 def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere: Mapping[int, list[LiveRange]]) -> int:
-    """The heap of what is neither an argument nor a result nor always in vector memory."""
-    size, lasting = program.nbytes, {*program.arguments, *program.results}
+    """The heap of what is in no argument's or result's memory, and not always in vector memory."""
+    size, end = program.nbytes, max((r.stop for r in ranges), default=0)
+    arguments, results = frozenset(program.arguments), frozenset(program.results) - set(program.donated.values())
     away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
     return buffer_places.heap_bytes(
         (_bytes(r, size), r.start, r.stop)
         for r in ranges
-        if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
+        if not (r.stop == end and (r.value in results or (r.value in arguments and r.start == 0)))
+        and away[r.value, r.start] < r.stop - r.start
     )
 
 
@@ -167,10 +169,10 @@ def _in_vector_memory(
     if not compiler.vector_memory_bytes:
         return {}
     accesses: dict[int, list[int]] = {}
-    kernels, nbytes, _ = _kernels(program, compiler)
+    kernels, nbytes, like = _kernels(program, compiler)
     for position, (kernel, _) in enumerate(_in_order(program, kernels, nbytes, compiler)):
         for v in (*kernel.inputs, *kernel.outputs):
-            accesses.setdefault(v, []).append(position)
+            accesses.setdefault(like.get(v, v), []).append(position)
     lasting = {*program.arguments, *program.results}
     near: dict[int, list[LiveRange]] = {}
     for r in ranges:
@@ -259,7 +261,7 @@ def _kernels(
         steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, program.nbytes, like)
     steps = xla_program.with_broadcasts(steps, {**program.nbytes, **_sizes(like, program)}, like)
     if compiler.products_shift:
-        like |= rewritten_steps.shifted_scores(steps, {**program.nbytes, **_sizes(like, program)})
+        like |= rewritten_steps.shifted_scores(steps, program.results, {**program.nbytes, **_sizes(like, program)})
     nbytes = {**program.nbytes, **_sizes(like, program)}
     return xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler), nbytes, like
 

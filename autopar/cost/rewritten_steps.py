@@ -21,7 +21,11 @@ def with_sunk_broadcasts(
     for step in steps:
         if _is_cheap(step, cheap, nbytes, like):
             cheap[step.outputs[0]] = step
-        if step.body:
+        if step.kind == "cond":
+            bodies = (with_sunk_broadcasts(b.body, b.body_outputs, nbytes, like) for b in step.body)
+            branches = zip(step.body, bodies, strict=True)
+            step = dataclasses.replace(step, body=tuple(dataclasses.replace(b, body=body) for b, body in branches))
+        elif step.body:
             step = _with_constants_inside(step, cheap, nbytes, like)
         done.append(step)
     read = set(results)
@@ -82,7 +86,7 @@ def _with_constants_inside(
     )
 
 
-def shifted_scores(steps: Sequence[MemoryStep], nbytes: Mapping[int, int]) -> dict[int, int]:
+def shifted_scores(steps: Sequence[MemoryStep], results: Sequence[int], nbytes: Mapping[int, int]) -> dict[int, int]:
     """For each product whose kernel takes in the shift of a softmax, the scores less their maximum, which it writes.
 
     So it is where arithmetic in a wider type than the product's stands between them. A maximum of scores that are only
@@ -94,26 +98,28 @@ def shifted_scores(steps: Sequence[MemoryStep], nbytes: Mapping[int, int]) -> di
         for v in step.inputs:
             readers.setdefault(v, []).append(step)
         if step.body:
-            found |= shifted_scores(step.body, nbytes)
+            found |= shifted_scores(step.body, step.body_outputs, nbytes)
     for step in steps:
         if step.kind in MATRIX_PRODUCTS:
-            shifted = _shifted(step.outputs[0], readers, nbytes)
+            shifted = _shifted(step.outputs[0], readers, frozenset(results), nbytes)
             if shifted is not None:
                 found[step.outputs[0]] = shifted
     return found
 
 
-def _shifted(made: int, readers: Mapping[int, list[MemoryStep]], nbytes: Mapping[int, int]) -> int | None:
+def _shifted(
+    made: int, readers: Mapping[int, list[MemoryStep]], results: frozenset[int], nbytes: Mapping[int, int]
+) -> int | None:
     value, widened = made, False
     reading = readers.get(value, [])
-    while len(reading) == 1 and (reading[0].fusible or reading[0].kind in ALIASES):
+    while len(reading) == 1 and value not in results and (reading[0].fusible or reading[0].kind in ALIASES):
         step = reading[0]
         widened = widened or (nbytes[value] > nbytes[made] and step.kind not in ALIASES)
         value = step.outputs[0]
         if nbytes[value] < nbytes[made]:
             return None
         reading = readers.get(value, [])
-    if not widened or len(reading) != 2:
+    if not widened or len(reading) != 2 or value in results:
         return None
     reduces = any(step.kind in REDUCTIONS and step.reduces_last for step in reading)
     return next((step.outputs[0] for step in reading if reduces and step.kind == "sub"), None)

@@ -190,13 +190,13 @@ def _read_by_products(steps: Sequence[MemoryStep]) -> Counter[int]:
 def _is_worth_writing(
     step: MemoryStep, inputs: Sequence[int], by_products: Mapping[int, int], nbytes: Mapping[int, int]
 ) -> bool:
-    """Whether products move no more bytes when they read this result than when each computes it on the way in.
+    """Whether products move fewer bytes when they read this result than when each computes it on the way in.
 
     Of an input that is larger than the result in 32 bits a part is read, as of what is sliced.
     """
     n, result = by_products.get(step.outputs[0], 0), nbytes[step.outputs[0]]
     read = sum(min(nbytes[v], 2 * result) for v in inputs)
-    return n > 1 and n * read >= read + (1 + n) * result
+    return n > 1 and n * read > read + (1 + n) * result
 
 
 def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int]) -> list[Kernel]:

@@ -23,7 +23,8 @@ class MeshScreen:
         longest_s: The step time from which on pipelines are of no use; inf while none is known.
         least_device_s: For each part of the cluster, seconds of one device for all layers on the mesh that takes
             fewest.
-        has_left_out: Whether any mesh was left out because a pipeline is known.
+        has_left_out: Whether any mesh was left out.
+        has_left_out_for_pipeline: Whether one was because a pipeline is known.
     """
 
     num_devices: int
@@ -31,6 +32,7 @@ class MeshScreen:
     longest_s: float = math.inf
     least_device_s: dict[int, float] = dataclasses.field(default_factory=dict)
     has_left_out: bool = False
+    has_left_out_for_pipeline: bool = False
 
     @property
     def knows_pipeline(self) -> bool:
@@ -44,12 +46,14 @@ class MeshScreen:
         if num_devices == self.num_devices:
             return True
         if ran.end_s > MUCH_SLOWER * fastest_s:
+            self.has_left_out = True
             return False
         if not self.knows_pipeline:
             return True
         least_device_s = min(self.least_device_s.get(part, math.inf), fastest_s * num_devices)
         pays = ran.end_s * num_devices <= MUCH_SLOWER * least_device_s and self.get_through(num_devices, ran, fastest_s)
         self.has_left_out |= not pays
+        self.has_left_out_for_pipeline |= not pays
         return pays
 
     def get_through(self, num_devices: int, ran: Ran, fastest_s: float) -> bool:

@@ -122,7 +122,8 @@ class _Search:
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
-            if best is None or not best.fits(self.context.limit_bytes) or best.step_time_s > screen.longest_s:
+            is_slow = best is not None and screen.has_left_out_for_pipeline and best.step_time_s > screen.longest_s
+            if best is None or not best.fits(self.context.limit_bytes) or is_slow:
                 return dataclasses.replace(self, screens=False).run()
         found_any = any(isinstance(answer, StagePlan) for answer in answered.answers)
         slow = builder.best is None and found_any  # the reason is not memory
