@@ -148,15 +148,16 @@ def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
 
 
 def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere: Mapping[int, list[LiveRange]]) -> int:
-    """The heap of what is in no argument's or result's memory, and not always in vector memory."""
-    size, end = program.nbytes, max((r.stop for r in ranges), default=0)
-    arguments, results = frozenset(program.arguments), frozenset(program.results) - set(program.donated.values())
+    """The heap of what is neither an argument nor a result nor always in vector memory.
+
+    Copies of state are left out: with them small steps with ZeRO on v5p are predicted to need 16 % more than they do.
+    """
+    size, lasting = program.nbytes, {*program.arguments, *program.results}
     away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
     return buffer_places.heap_bytes(
         (_bytes(r, size), r.start, r.stop)
         for r in ranges
-        if not (r.stop == end and (r.value in results or (r.value in arguments and r.start == 0)))
-        and away[r.value, r.start] < r.stop - r.start
+        if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
     )
 
 
