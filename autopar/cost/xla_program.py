@@ -94,8 +94,8 @@ class Compiler:
             out of a collective.
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
-        reduces_late: Reduces the gradients of a layer that is computed again among the devices when its backward pass
-            has ended, one after the other (seen in programs for 8 and 256 chips of v5e).
+        reduces_late: Does not hurry the reductions of a layer that is computed again, though they would free memory:
+            they run in program order or at the end of its backward pass (seen in programs for 8 and 256 chips of v5e).
         loses_between: Puts buffers into memory as `buffer_places` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
