@@ -54,6 +54,7 @@ TIMEOUT_S, SMALL_TIMEOUT_S = 180.0, 900.0  # of one row: on a card, on a CPU tha
 BUDGET_S = 570.0  # a command on a lent card may take ten minutes
 ROUNDS, CALLS, LEAVES = 10, 200, (10, 100, 400)
 TUNE_S = 10.0
+WARM_UP_S = 2.0  # of steps before any is timed: a card's power and clock are then those of a long run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +198,9 @@ def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, A
     worst = max((worst_difference(case, a, b) for a, b in zip((state, metrics), results, strict=True)), key=_relative)
     by_hand = Running(plain, state, jax.device_put(case.batch(0)))
     del results, state, metrics
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_UP_S:
+        own.run()
     take_turns([own, by_hand], ROUNDS)
     profile, own.state = profiled(step, own.state, own.batch)
     predicted_s = {"preset": plan.predicted.step_time_s}

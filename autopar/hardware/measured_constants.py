@@ -130,7 +130,7 @@ def _device(
         dtype_efficiency=efficiency,
         flops_efficiency=dict(efficiency).get("bfloat16", dict(efficiency)["float32"]),
         memory_efficiency=memory.rate_per_s / table.peak_memory_bytes_per_s,
-        sustained_share=1.0,  # the card was under its own power limit when it was measured
+        sustained_share=1.0,  # samples of products last until power limits the card
     )
 
 
