@@ -16,6 +16,9 @@ from autopar.errors import InvalidArgumentError
 
 # In `DeviceKind.peak_flops`, products of float32 that round nothing, where "float32" is the rate of TF32.
 FULL_FLOAT32 = "float32 without rounding"
+# What the caches of a GPU hand over at once (CUDA C++ Programming Guide, "Device Memory Accesses"): a kernel that reads
+# one number here and one there reads as much for each.
+SECTOR_BYTES = 32
 CPU_NAME = "CPU"  # of every `DeviceKind` that is a virtual device of a host's processors
 
 
