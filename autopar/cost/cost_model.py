@@ -14,6 +14,7 @@ from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.island_collectives import island_collectives
+from autopar.cost.kernel_counts import kernels_ended
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
@@ -148,7 +149,7 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        key = (op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), op.count, id(strategy))
+        key = (*self._work_key(op), op.count, id(strategy))
         if key not in self._seconds:
             split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             self._seconds[key] = strategy, op.count * self._strategy_s(op, self._work(op), split, sends=False)
@@ -189,10 +190,15 @@ class NodeCosts:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
-        key = op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op)
+        key = self._work_key(op)
         if key not in self._works:
             self._works[key] = self._new_work(op)
         return self._works[key]
+
+    def _work_key(self, op: Op) -> tuple:
+        return (
+            op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), self._small_kernels(op)
+        )  # fmt: skip
 
     def _new_work(self, op: Op) -> Work:
         rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
@@ -209,8 +215,19 @@ class NodeCosts:
             is_convolution=op.primitive == "conv_general_dilated",
             kernel_bytes=None if op.kernel_bytes is None else op.kernel_bytes + order.more_bytes,
             order_copy=self._order_copy(op, order),
+            small_kernels=self._small_kernels(op),
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
+
+    def _small_kernels(self, op: Op) -> int:
+        """How many kernels end with an operation, where its own is not counted anyhow."""
+        return self._kernels_ended[op.id] if op.kernel_bytes is None else 0
+
+    @functools.cached_property
+    def _kernels_ended(self) -> Counter[int]:
+        if self.model.device.least_kernel_s is None:
+            return Counter()
+        return kernels_ended(self.graph, self.model.compiler)
 
     def _order_copy(self, op: Op, order: OrderCost) -> OrderCopy | None:
         if not order.copied_itemsize:
