@@ -31,6 +31,7 @@ NONE = {
     "attention.kernels._CUDNN_WIDTH": "what cuDNN takes",
     "attention.kernels._CUDNN_WIDTH_MULTIPLE": "what cuDNN takes",
     "attention.work.KEYS_AND_VALUES": "a number of arrays",
+    "attention.score_orders._LEAST_OF_TILES": "of a kernel of XLA's",
     "attention.query_blocks.QUERY_BLOCK": "of the program that runs: the same for every plan",
     "solver.anytime.compiled_loops.SAFETY": "rounding",
     "solver.stages.dynamic_program.EQUAL": "rounding",

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.attention.form import ELEMENTWISE
+from autopar.attention.score_orders import NO_ORDERS, Orders, orders_of
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, OrderCost, Value, read_by
 from autopar.ir.rewrite import makers
 
 _MOVES = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "copy"})
@@ -42,7 +43,7 @@ _SLICES = frozenset({"slice", "dynamic_slice", "concatenate", "squeeze", "reshap
 
 
 def mark_score_kernels(graph: OpGraph) -> OpGraph:
-    """The graph with `Op.kernel_bytes` of the operations between the products of each attention."""
+    """The graph with `Op.kernel_bytes` and `Op.order_cost` of the operations of each attention."""
     block, _ = _marked(graph.block, graph.values, frozenset(), frozenset())
     return dataclasses.replace(graph, block=block)
 
@@ -74,14 +75,26 @@ def _marked(
             stacks.update(op.outputs)
         ops.append(replaced(op, blocks=tuple(bodies)) if bodies else op)
     block = dataclasses.replace(block, ops=tuple(ops))
-    found = _found(block, values, scores)
+    found, joined = _found(block, values, scores)
     if not found:
         return block, ()
-    moved = _moved(block, values, found, constants)
-    block = dataclasses.replace(
-        block, ops=tuple(replaced(op, kernel_bytes=moved.get(op.id, op.kernel_bytes)) for op in ops)
-    )
+    between = [op for op in block.ops if _is_fused(op) and not found.isdisjoint((*op.outputs, *_read(op)))]
+    orders = orders_of(between, block, values, found, joined)
+    moved = _moved(block, values, found, constants, NO_ORDERS)
+    in_order = _moved(block, values, found, constants, orders)
+    costs = dict(orders.costs)
+    for op in between:
+        cost = costs.get(op.id, OrderCost())
+        more_bytes = in_order[op.id] - moved[op.id] + cost.beside_itemsize * values[op.outputs[0]].size
+        if more_bytes:
+            costs[op.id] = dataclasses.replace(cost, more_bytes=more_bytes)
+    marked = (replaced(op, kernel_bytes=moved.get(op.id, op.kernel_bytes), order_cost=costs.get(op.id)) for op in ops)
+    block = dataclasses.replace(block, ops=tuple(marked))
     return block, tuple(i for i, atom in enumerate(block.outputs) if isinstance(atom, int) and atom in found)
+
+
+def _read(op: Op) -> list[int]:
+    return [a for a in op.inputs if isinstance(a, int)]
 
 
 def _is_fused(op: Op) -> bool:
@@ -92,8 +105,8 @@ def _is_batched_product(op: Op) -> bool:
     return op.primitive == "dot_general" and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-def _found(block: Block, values: Sequence[Value], scores: frozenset[int]) -> set[int]:
-    """The values that are computed element by element of scores, or meet them so."""
+def _found(block: Block, values: Sequence[Value], scores: frozenset[int]) -> tuple[set[int], DisjointSet]:
+    """The values that are computed element by element of scores, or meet them so; and which of them belong together."""
     joined: DisjointSet = DisjointSet(scores)
     for op in block.ops:
         for v in op.outputs:
@@ -112,19 +125,24 @@ def _found(block: Block, values: Sequence[Value], scores: frozenset[int]) -> set
     exponentials = roots(v for op in block.ops if op.primitive in ("exp", "exp2") for v in op.outputs)
     largest = roots(a for op in block.ops if op.primitive == "reduce_max" for a in op.inputs)
     of_scores = roots(scores) | (products & exponentials & largest)
-    return {v for v in joined if joined[v] in of_scores}
+    return {v for v in joined if joined[v] in of_scores}, joined
 
 
-def _moved(block: Block, values: Sequence[Value], found: set[int], constants: frozenset[int]) -> dict[int, float]:
+def _moved(
+    block: Block, values: Sequence[Value], found: set[int], constants: frozenset[int], orders: Orders
+) -> dict[int, float]:
     """Of each operation between products the bytes that its kernel moves: zero but for those that kernels end with.
 
     One kernel reads scores for each row's largest and sum; another makes what a product reads; what a loop hands on is
-    written as well.
+    written as well. Where rows do not lie one after the other, each reduction over them is a kernel.
     """
     made_by = makers(block.ops)
     left: set[int] = set()
     for op in block.ops:
-        left.update(() if _is_fused(op) else (_before_moves(v, made_by) for v in read_by(op) if v in found))
+        if not _is_fused(op):
+            rewritten = orders.costs.get(op.id, OrderCost()).rewritten_operand
+            elsewhere = None if rewritten is None else op.inputs[rewritten]
+            left.update(_before_moves(v, made_by) for v in read_by(op) if v in found and v != elsewhere)
     handed_on = {a for a in block.outputs if isinstance(a, int) and a in found}
 
     def read_bytes(value: int) -> int:
@@ -134,7 +152,8 @@ def _moved(block: Block, values: Sequence[Value], found: set[int], constants: fr
             at = stack.pop()
             maker = made_by.get(at)
             if maker is None or not _is_fused(maker):
-                nbytes += 0 if at in constants else values[at].nbytes
+                copied = orders.costs.get(maker.id, OrderCost()).copied_itemsize if maker is not None else 0
+                nbytes += 0 if at in constants else values[at].size * (copied or values[at].itemsize)
                 continue
             for a in maker.inputs:
                 if isinstance(a, int) and a not in seen and values[a].size == values[value].size:
@@ -144,14 +163,14 @@ def _moved(block: Block, values: Sequence[Value], found: set[int], constants: fr
 
     moved: dict[int, float] = {}
     for op in block.ops:
-        read = [a for a in op.inputs if isinstance(a, int)]
+        read = _read(op)
         if not _is_fused(op) or found.isdisjoint((*op.outputs, *read)):
             continue
         (out,) = op.outputs
         moved[op.id] = float(values[out].nbytes if out in left or out in handed_on else 0)
         if out in left:
             moved[op.id] += read_bytes(out)
-        elif op.primitive == "reduce_max":
+        elif op.primitive == "reduce_max" or op.id in orders.columns:
             moved[op.id] += read_bytes(read[0])
     return moved
 

@@ -14,9 +14,11 @@ from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.island_collectives import island_collectives
+from autopar.cost.kernel_counts import kernels_ended
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
+    OrderCopy,
     Work,
     copies_are_fused,
     flops_of,
@@ -31,8 +33,8 @@ from autopar.cost.stream_work import KeptWork
 from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster, DeviceKind
-from autopar.hardware.kinds import Platform
-from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind
+from autopar.hardware.kinds import SECTOR_BYTES, Platform
+from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -66,6 +68,10 @@ class CostModel:
     def widening(self, dtype: str) -> float:
         """Bytes sent for each byte stored of a value of this type."""
         return self.device.widening(dtype)
+
+    def order_cost(self, op: Op) -> OrderCost:
+        """What the order of dimensions adds to an operation on scores of attention."""
+        return op.order_cost if op.order_cost is not None and self.compiler.keeps_product_order else OrderCost()
 
 
 # Cheap elementwise results are computed again for so many readers.
@@ -143,7 +149,7 @@ class NodeCosts:
 
     def compute_s(self, op: Op, strategy: Strategy | None) -> float:
         """Seconds of an operation in a step, without the collectives it makes; None: every device does all of it."""
-        key = (op.key, self._copied(op), op.kernel_bytes, self._adds_up(op), op.count, id(strategy))
+        key = (*self._work_key(op), op.count, id(strategy))
         if key not in self._seconds:
             split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             self._seconds[key] = strategy, op.count * self._strategy_s(op, self._work(op), split, sends=False)
@@ -184,15 +190,21 @@ class NodeCosts:
         return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
-        key = op.key, self._copied(op), op.kernel_bytes, self._adds_up(op)
+        key = self._work_key(op)
         if key not in self._works:
             self._works[key] = self._new_work(op)
         return self._works[key]
+
+    def _work_key(self, op: Op) -> tuple:
+        return (
+            op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), self._small_kernels(op)
+        )  # fmt: skip
 
     def _new_work(self, op: Op) -> Work:
         rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
         if op.primitive in MATRIX_PRODUCTS:
             rate = product_rate(op.eqn, self.model.device.platform)
+        order = self.model.order_cost(op)
         return Work(
             flops=flops_of(op) * rate.passes,
             dtype=rate.dtype,
@@ -201,9 +213,28 @@ class NodeCosts:
             fusible=is_fusible(op.primitive),
             is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
-            kernel_bytes=op.kernel_bytes,
+            kernel_bytes=None if op.kernel_bytes is None else op.kernel_bytes + order.more_bytes,
+            order_copy=self._order_copy(op, order),
+            small_kernels=self._small_kernels(op),
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
+
+    def _small_kernels(self, op: Op) -> int:
+        """How many kernels end with an operation, where its own is not counted anyhow."""
+        return self._kernels_ended[op.id] if op.kernel_bytes is None else 0
+
+    @functools.cached_property
+    def _kernels_ended(self) -> Counter[int]:
+        if self.model.device.least_kernel_s is None:
+            return Counter()
+        return kernels_ended(self.graph, self.model.compiler)
+
+    def _order_copy(self, op: Op, order: OrderCost) -> OrderCopy | None:
+        if not order.copied_itemsize:
+            return None
+        result = self.graph.values[op.outputs[0]]
+        read = result.nbytes if order.in_tiles else SECTOR_BYTES * result.size
+        return OrderCopy(read_bytes=read, written_bytes=order.copied_itemsize * result.size, in_tiles=order.in_tiles)
 
     def _adds_up(self, op: Op) -> bool:
         """Whether a product reads and writes the sum over micro-batches of what it makes."""

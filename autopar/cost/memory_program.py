@@ -6,19 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.attention import ring
-from autopar.attention.form import KEY, sizes_of
-from autopar.attention.work import (
-    block_bytes,
-    held_in_steps,
-    in_steps,
-    order_of,
-    repeated_operands,
-    row_bytes,
-    travelling,
-)
 from autopar.cost import peak_memory
-from autopar.cost.attention_cost import kernel_under
+from autopar.cost.attention_memory import attention_steps
 from autopar.cost.collective_usage import results_of
+from autopar.cost.convolution_padding import written_padding
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_facts import facts_of, transposed_alone
 from autopar.cost.rounded_copies import rounded_copies
@@ -193,23 +184,7 @@ class _MemoryWriter:
         elif isinstance(instruction, Compute) and instruction.pieces is not None:
             self.in_pieces(instruction, instruction.pieces, env, steps)
         elif isinstance(instruction, Compute):
-            op = instruction.op
-            outputs = tuple([self.define(v, place, env) for v, place in instruction.keys_made])
-            if self.model.compiler.tile is not None and op.primitive in MATRIX_PRODUCTS:
-                for v, place, number in zip(op.outputs, instruction.places, outputs, strict=True):
-                    self.nbytes[number] = self.tiled(v, place[0], self.model.compiler.tile)
-            kind, fusible, last, half_precision = self.facts(op)
-            steps.append(
-                MemoryStep(
-                    inputs=tuple([env[key] for key in instruction.keys_read]),
-                    outputs=outputs,
-                    kind=kind,
-                    fusible=fusible,
-                    reduces_last=last,
-                    half_precision=half_precision,
-                    key=(op.key, instruction.results),
-                )
-            )
+            self.equation(instruction, env, steps)
         elif isinstance(instruction, Pass):
             op = instruction.op
             inputs = self.read(op, instruction.reads, env)
@@ -226,6 +201,43 @@ class _MemoryWriter:
             steps.append(MemoryStep(inputs=inputs, outputs=(output,), kind="host_copy", fusible=False))
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env, steps)
+
+    def equation(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
+        op, compiler = compute.op, self.model.compiler
+        inputs = [env[key] for key in compute.keys_read]
+        outputs = tuple([self.define(v, place, env) for v, place in compute.keys_made])
+        if compiler.tile is not None and op.primitive in MATRIX_PRODUCTS:
+            for v, place, number in zip(op.outputs, compute.places, outputs, strict=True):
+                self.nbytes[number] = self.tiled(v, place[0], compiler.tile)
+        kind, fusible, last, half_precision = self.facts(op)
+        if compiler.pads_convolutions and op.primitive == "conv_general_dilated":
+            padding = written_padding(op.eqn)
+            if padding.is_copied:
+                images, copy = inputs[0], self.new(int(self.nbytes[inputs[0]] * padding.copy_share))
+                steps.append(MemoryStep(inputs=(images,), outputs=(copy,), kind="pad", fusible=True, key=padding))
+                inputs[0] = copy
+            self.nbytes[outputs[0]] = int(self.nbytes[outputs[0]] * padding.result_share)
+        order = self.model.order_cost(op)
+        if order.rewritten_operand is not None:
+            del inputs[order.rewritten_operand]
+        steps.append(
+            MemoryStep(
+                inputs=tuple(inputs),
+                outputs=outputs,
+                kind=kind,
+                fusible=fusible,
+                reduces_last=last,
+                half_precision=half_precision,
+                key=(op.key, compute.results),
+            )
+        )
+        if order.copied_itemsize or order.beside_itemsize:
+            (value,), (made,), (key,) = op.outputs, outputs, compute.keys_made
+            size = self.nbytes[made] // self.graph.values[value].itemsize
+            self.nbytes[made] += size * order.beside_itemsize
+            if order.copied_itemsize:
+                env[key] = self.new(size * order.copied_itemsize)
+                steps.append(MemoryStep(inputs=(made,), outputs=(env[key],), kind="order_copy", fusible=False))
 
     def in_pieces(
         self, compute: Compute, pieces: Pieces, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
@@ -249,45 +261,9 @@ class _MemoryWriter:
             steps.append(MemoryStep(inputs=read, outputs=made, kind=kind, fusible=False, key=(compute.op.id, made)))
 
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
-        """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round; of a
-        kernel that keeps none, what it makes of each row.
-        """
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
-        buffers: list[int] = []
-        split = 1 if compute.strategy is None else compute.strategy.split
-        ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
-        kernel = kernel_under(op, self.device, ring_size)
-        if compute.strategy is not None and ring_size > 1:
-            held = travelling(op.eqn)
-            if in_steps(op.eqn, kernel, ring_size):
-                held = (*held, *held_in_steps(op.eqn, order_of(op.eqn, ring_size)))
-            for i, itemsize in held:
-                shape = op.eqn.invars[i].aval.shape
-                buffers.append(self.new(local_bytes(shape, itemsize, compute.strategy.operands[i], self.mesh)))
-            steps.append(
-                MemoryStep(
-                    inputs=inputs, outputs=tuple(buffers), kind="collective_permute", fusible=False, key=("ring", op.id)
-                )
-            )
-        for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
-            sizes = sizes_of(op.eqn)
-            buffers.append(self.new(self.nbytes[inputs[0]] * sizes[KEY] // sizes[op.eqn.params["form"].position]))
-            steps.append(
-                MemoryStep(
-                    inputs=(inputs[i],), outputs=(buffers[-1],), kind="repeat", fusible=False, key="heads of queries"
-                )
-            )
-        at = (*inputs, *buffers)
-        if not kernel.writes_scores:
-            rows = self.new(row_bytes(op.eqn, kernel) // split)
-            for made, read in (((rows,), at), (outputs, (*at, rows))):
-                steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
-            return
-        nbytes = block_bytes(op.eqn, split, ring_size)
-        scores, weights = self.new(nbytes), self.new(nbytes)
-        for made, read in (((scores,), at), ((weights,), (*at, scores)), (outputs, (*at, weights))):
-            steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
+        steps += attention_steps(op, compute.strategy, inputs, outputs, self.device, self.mesh, self.nbytes, self.new)
 
     def crossing(
         self, instruction: Split | Accumulate | Stack, env: dict[tuple[int, Place], int], steps: list[MemoryStep]

@@ -28,7 +28,7 @@ from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.stream_simulator import Overlap, run
 from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
-from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import axes_text
 from autopar.lowering.instructions import (
@@ -196,7 +196,7 @@ class _Writer:
                 StreamWork(
                     name=_named(instruction.op.module),
                     stream=Stream.BOTH if sends else Stream.COMPUTE,
-                    seconds=sum(ran.end_s for ran in inside),
+                    seconds=sum(ran.end_s for ran in inside) + self.turns_s(instruction.op),
                     reads=reads,
                     makes=self.define(self.places(instruction.keys_made), made),
                     inside=inside,
@@ -371,6 +371,10 @@ class _Writer:
             latency_s=min(use.time_s, links.time_s(use.kind, 0.0, use.axes) * use.count),
             causes=(((use.kind, use.axes, use.module), 1.0),),
         )
+
+    def turns_s(self, loop: Op) -> float:
+        """Seconds between the turns of a loop, all its runs together."""
+        return 0.0 if loop.kind is OpKind.COND else loop.count * loop.trips * self.model.device.loop_turn_s
 
     def inside(self, loop: Loop) -> tuple[Ran, ...]:
         rans = tuple(self.timed(block, results_of(block)) for block in loop.blocks)

@@ -40,6 +40,23 @@ def is_fusible(primitive: str) -> bool:
     return primitive not in _NOT_FUSED
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OrderCopy:
+    """A copy of a result in another order of dimensions. `in_tiles`: at the rate of memory-bound kernels; else it reads
+    sectors of caches, which come at no less than the peak rate of the memory behind them.
+    """
+
+    read_bytes: float
+    written_bytes: float
+    in_tiles: bool
+
+    def time_s(self, parts: int, device: DeviceKind) -> float:
+        """Of one shard of so many."""
+        moved = (self.read_bytes + self.written_bytes) / parts
+        moving_s = device.memory_s(moved, moved) if self.in_tiles else moved / device.peak_memory_bytes_per_s
+        return moving_s + device.small_kernel_s
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
@@ -48,7 +65,8 @@ class Work:
     which reaches another rate than products. `transposed`: the operands that are copied with another dimension last,
     where that takes its time; for each the bytes of a row, and how many times its size the copy reads, for what is
     computed on the way. `kernel_bytes`: what the kernel moves that has this operation and others, where this one makes
-    the kernel's result, else zero; None of an operation that is priced by itself.
+    the kernel's result, else zero; None of an operation that is priced by itself. `order_copy`: what a product's result
+    is copied to before anything reads it. `small_kernels`: how many kernels end with the operation beside its own.
     """
 
     flops: float
@@ -60,6 +78,8 @@ class Work:
     is_convolution: bool = False
     transposed: tuple[tuple[int, int, float], ...] = ()
     kernel_bytes: float | None = None
+    order_copy: OrderCopy | None = None
+    small_kernels: int = 0
 
 
 def flops_of(op: Op) -> float:
@@ -99,15 +119,18 @@ def time_s(
     if work.kernel_bytes is not None and device.platform is not Platform.CPU:
         # A share of a kernel of several operations: its arithmetic, and what the kernel moves where this is its result.
         moved = work.kernel_bytes / strategy.split
-        launch_s = device.launch_overhead_s if work.kernel_bytes else 0.0
+        launch_s = device.small_kernel_s if work.kernel_bytes else 0.0
         return work.flops / strategy.split / device.flops_per_s("float32") + device.memory_s(moved, moved) + launch_s
+    small_s = work.small_kernels * device.small_kernel_s
     if work.fusible:
-        return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest)
+        return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest) + small_s
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
     arithmetic_s = work.flops / strategy.split / rate + device.fill_s(work.dtype)
     if work.is_product:
         arithmetic_s += device.packing_s(read)
-    return max(arithmetic_s, device.memory_s(read + written, largest)) + device.launch_overhead_s
+    launch_s = device.launch_overhead_s if work.is_product or work.is_convolution else device.small_kernel_s
+    copied_s = work.order_copy.time_s(result_parts[0], device) if work.order_copy is not None else 0.0
+    return max(arithmetic_s, device.memory_s(read + written, largest)) + launch_s + small_s + copied_s
 
 
 def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:

@@ -132,7 +132,7 @@ def _block(
     compiler: Compiler,
 ) -> tuple[Kernel, ...]:
     """`memory` names for each alias the value whose memory it is."""
-    written = _written(steps, results, nbytes, compiler)
+    written = written_values(steps, results, nbytes, compiler)
     transposed = {step.inputs[0] for step in steps if step.kind == "transpose"}
     found: list[Kernel] = []
     sources = _Sources(memory)
@@ -284,8 +284,8 @@ def _blocks(
     return tuple(blocks), tuple(handed_back), tuple(carried)
 
 
-def _written(
-    steps: tuple[MemoryStep, ...], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
+def written_values(
+    steps: Sequence[MemoryStep], results: frozenset[int], nbytes: Mapping[int, int], compiler: Compiler
 ) -> set[int]:
     """Values that go to memory, found from the last step to the first."""
     written = set(results)
@@ -351,7 +351,7 @@ def _absorbing(compiler: Compiler) -> frozenset[str]:
     return ABSORBING | products | ({"gather"} if compiler.gathers_absorb else frozenset())
 
 
-def _row_broadcasts(steps: tuple[MemoryStep, ...], nbytes: Mapping[int, int]) -> set[int]:
+def _row_broadcasts(steps: Sequence[MemoryStep], nbytes: Mapping[int, int]) -> set[int]:
     """Broadcasts of what reductions over the last dimension gave."""
     per_row: set[int] = set()
     broadcasts: set[int] = set()

@@ -92,6 +92,11 @@ class Compiler:
         widens_half_precision: Keeps the 16-bit operands and results of matrix products in 32 bits.
         copies_gathered_state: Copies state at the start of the step, and back at its end, where its new value comes
             out of a collective.
+        pads_convolutions: Writes the padding of images and gradients that its library does not know
+            (`convolution_padding`).
+        keeps_product_order: Leaves what products make, and what is made of it element by element, in the order of
+            dimensions in which the first of them makes it; what other products make in another is copied
+            (`autopar.attention.score_orders`).
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
         reduces_late: Does not hurry the reductions of a layer that is computed again, though they would free memory:
@@ -117,6 +122,8 @@ class Compiler:
     products_round: bool
     widens_half_precision: bool
     copies_gathered_state: bool
+    pads_convolutions: bool
+    keeps_product_order: bool
     row_kernels: bool
     reduces_late: bool
     loses_between: bool
@@ -139,6 +146,8 @@ CPU = Compiler(
     products_round=False,
     widens_half_precision=True,
     copies_gathered_state=False,
+    pads_convolutions=False,
+    keeps_product_order=False,
     row_kernels=False,
     reduces_late=False,
     loses_between=False,
@@ -157,6 +166,8 @@ GPU = Compiler(
     products_round=False,
     widens_half_precision=False,
     copies_gathered_state=False,
+    pads_convolutions=True,
+    keeps_product_order=True,
     row_kernels=True,
     reduces_late=False,
     loses_between=False,
@@ -172,6 +183,8 @@ TPU = dataclasses.replace(
     scatters_select=True,
     products_round=True,
     copies_gathered_state=True,
+    pads_convolutions=False,
+    keeps_product_order=False,
     row_kernels=False,
     reduces_late=True,
     loses_between=True,

@@ -16,6 +16,9 @@ from autopar.errors import InvalidArgumentError
 
 # In `DeviceKind.peak_flops`, products of float32 that round nothing, where "float32" is the rate of TF32.
 FULL_FLOAT32 = "float32 without rounding"
+# What the caches of a GPU hand over at once (CUDA C++ Programming Guide, "Device Memory Accesses"): a kernel that reads
+# one number here and one there reads as much for each.
+SECTOR_BYTES = 32
 CPU_NAME = "CPU"  # of every `DeviceKind` that is a virtual device of a host's processors
 
 
@@ -49,7 +52,11 @@ class DeviceKind:
             name float32; all float8 are one.
         memory_bytes: Memory of one device.
         peak_memory_bytes_per_s: Peak rate of that memory.
-        launch_overhead_s: Time of a kernel beyond its arithmetic and memory traffic.
+        launch_overhead_s: Time of a kernel beyond its arithmetic and memory traffic; of products where that of other
+            kernels is known.
+        least_kernel_s: That time of a kernel that is no product, where it was measured: then every kernel of
+            elementwise operations counts with it.
+        loop_turn_s: Time between two turns of a loop, in which nothing runs.
         flops_efficiency: Share of the peak that large matrix products reach, of all dtypes that are not named apart.
         memory_efficiency: Share of the peak that memory-bound kernels reach.
         source: Where the constants come from.
@@ -109,6 +116,8 @@ class DeviceKind:
     has_cudnn_attention: bool = False
     attention_shares: tuple[tuple[int, float, float], ...] = ()
     vector_memory_bytes: int = 0
+    least_kernel_s: float | None = None
+    loop_turn_s: float = 0.0
 
     def __post_init__(self) -> None:
         if "float32" not in dict(self.peak_flops):
@@ -145,8 +154,10 @@ class DeviceKind:
         yield from ((name, "above zero") for name in needed if not above(getattr(self, name)))
         known = ("fresh_bytes_per_s", "packing_bytes_per_s", "host_link_bytes_per_s")
         yield from ((n, "above zero, or None") for n in known if (x := getattr(self, n)) is not None and not above(x))
-        times = ("launch_overhead_s", "float32_fill_s", "call_s")
+        times = ("launch_overhead_s", "float32_fill_s", "call_s", "loop_turn_s")
         yield from ((name, "of zero or more") for name in times if not 0 <= getattr(self, name) < math.inf)
+        if self.least_kernel_s is not None and not 0 <= self.least_kernel_s < math.inf:
+            yield "least_kernel_s", "of zero or more, or None"
         curves = ("memory_shares", "transposing", "attention_shares")
         yield from ((n, "above zero, of ascending sizes") for n in curves if not ascending(getattr(self, n)))
 
@@ -156,6 +167,11 @@ class DeviceKind:
         if self.name == CPU_NAME:
             return Platform.CPU
         return Platform.TPU if self.name.startswith("TPU") else Platform.GPU
+
+    @property
+    def small_kernel_s(self) -> float:
+        """Time of a kernel that is no product, beyond what it moves."""
+        return self.launch_overhead_s if self.least_kernel_s is None else self.least_kernel_s
 
     @property
     def memory_bytes_per_s(self) -> float:

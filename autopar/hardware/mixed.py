@@ -52,6 +52,8 @@ def slowest_kind(kinds: Sequence[DeviceKind]) -> DeviceKind:
         has_cudnn_attention=all(kind.has_cudnn_attention for kind in kinds),
         memory_bytes=min(kind.memory_bytes for kind in kinds),
         launch_overhead_s=max(kind.launch_overhead_s for kind in kinds),
+        least_kernel_s=_slowest_kernel_s(kinds),
+        loop_turn_s=max(kind.loop_turn_s for kind in kinds),
         float32_fill_s=max(kind.float32_fill_s for kind in kinds),
         call_s=max(kind.call_s for kind in kinds),
         widens_bfloat16=any(kind.widens_bfloat16 for kind in kinds),
@@ -64,6 +66,12 @@ def slowest_kind(kinds: Sequence[DeviceKind]) -> DeviceKind:
 def _least(rates: Iterable[float | None]) -> float | None:
     """The lowest of the rates that are known; None, which costs no time, where none is."""
     return min((rate for rate in rates if rate is not None), default=None)
+
+
+def _slowest_kernel_s(kinds: Sequence[DeviceKind]) -> float | None:
+    """Of kernels that are no products, where it is known of each."""
+    known = [kind.least_kernel_s for kind in kinds if kind.least_kernel_s is not None]
+    return max(known) if len(known) == len(kinds) else None
 
 
 def _host_link(kinds: Sequence[DeviceKind]) -> float | None:

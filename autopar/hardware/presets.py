@@ -51,6 +51,7 @@ class _Products:
     half: float
     single: float
     fill_us: float = 0.0
+    small_kernel_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,9 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
         float32_fill_s=products.fill_us * _MICRO,
         source=source,
     )
+    if products.small_kernel_us is not None:
+        small_s, turn_s = products.small_kernel_us * _MICRO, _LOOP_TURN_US * _MICRO
+        device = dataclasses.replace(device, least_kernel_s=small_s, loop_turn_s=turn_s)
     return host.of(device)
 
 
@@ -148,8 +152,11 @@ _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
 # XLA's measured table of matrix products (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16 and
 # float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
 # of the relative error of `autopar.cost.roofline.time_s`; benchmarks/hardware_model.py has the errors.
-_H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5)
-_B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1)
+# Other kernels as recorded on an H200 (programs of jax 0.11, as command buffers): the sum of two numbers takes 1.2 to
+# 1.3 us, 0.1 us pass between kernels; between turns of a loop 3.7 and 5.1 us (LSTM), 4.6 us (layers of a Llama).
+_SMALL_KERNEL_US, _LOOP_TURN_US = 1.35, 4.5
+_H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5, small_kernel_us=_SMALL_KERNEL_US)
+_B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1, small_kernel_us=_SMALL_KERNEL_US)
 
 
 # One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B

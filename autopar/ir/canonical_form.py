@@ -29,11 +29,22 @@ class CanonicalForm:
 
     def op_key(self, op: Op) -> tuple:
         self.ops.append(op.id)
-        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim, op.kernel_bytes)
+        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim)
         operands = tuple(map(self._atom, op.inputs))
         blocks = tuple(map(self.block_key, op.blocks))
         outputs = tuple(map(self._value, op.outputs))
-        return op.kind, op.section, op.key or op.primitive, self._attributes(op), counts, operands, blocks, outputs
+        kernel = op.kernel_bytes, op.order_cost
+        return (
+            op.kind,
+            op.section,
+            op.key or op.primitive,
+            self._attributes(op),
+            counts,
+            kernel,
+            operands,
+            blocks,
+            outputs,
+        )
 
     def block_key(self, block: Block) -> tuple:
         inputs = tuple(map(self._value, block.inputs))

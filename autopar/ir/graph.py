@@ -180,6 +180,26 @@ class Constant:
 Atom = int | Constant
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OrderCost:
+    """What an operation on scores costs more where results of products stay in the order of dimensions in which they
+    are made (`autopar.attention.score_orders`).
+
+    Attributes:
+        copied_itemsize: Of a product whose result is copied in another order, the bytes of an element of the copy.
+        in_tiles: Whether that copy moves tiles; else each element is read for itself.
+        beside_itemsize: Of an operation whose kernel writes weights anew beside its result, the bytes of an element.
+        rewritten_operand: Of a product the operand that another kernel writes anew beside its result.
+        more_bytes: What its kernel moves beyond `Op.kernel_bytes`.
+    """
+
+    copied_itemsize: int = 0
+    in_tiles: bool = True
+    beside_itemsize: int = 0
+    rewritten_operand: int | None = None
+    more_bytes: float = 0.0
+
+
 @made_often
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -192,7 +212,7 @@ class Op:
     inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
     `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
     bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
-    (`autopar.attention.score_kernels`).
+    (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions.
     """
 
     id: int
@@ -214,6 +234,7 @@ class Op:
     section: Section = Section.WHOLE
     dim: int = 0
     kernel_bytes: float | None = None
+    order_cost: OrderCost | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

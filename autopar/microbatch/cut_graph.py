@@ -168,8 +168,8 @@ class _Cutter:
         """A block on a micro-batch, without the bytes of attention's kernels, which are those of the whole batch."""
         ops = []
         for op in block.ops:
-            if op.kernel_bytes is not None:
-                op = replaced(op, kernel_bytes=None)
+            if op.kernel_bytes is not None or op.order_cost is not None:
+                op = replaced(op, kernel_bytes=None, order_cost=None)
             if op.blocks:
                 op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
             ops.append(self._equation(op) if op.kind is OpKind.EQUATION and self._num_cut(op) else op)

@@ -89,3 +89,56 @@ def test_numbers_among_operands_are_no_scores():
         return jax.lax.dynamic_slice_in_dim(causal(q, k, v, batch), 1, 2, axis=1)
 
     assert [nbytes for _, nbytes in moved(trained(sliced), (shapes(), BATCH))] == [4.0, 8.0, 12.0]
+
+
+def grouped(query, key, value):
+    """Two queries to a key; (batch, length, keys, group, head) and (batch, length, keys, head)."""
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", query, key).astype(jnp.float32)
+    return jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(scores).astype(query.dtype), value)
+
+
+def orders(attention, *shapes_of_operands):
+    """(primitive, what the order of dimensions adds) of a gradient's operations, bytes for each of 2 x 2 x 2 x 32 x 32
+    scores."""
+
+    def step(state, batch):
+        return jax.grad(lambda state: jnp.sum(jnp.sin(attention(*state).astype(jnp.float32))))(state)
+
+    state = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes_of_operands)
+    traced = trace(step, (state, BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
+    found = [(op.primitive, op.order_cost) for op in build_graph(traced, RuleBook()).ops() if op.order_cost is not None]
+    return [
+        (name, cost.copied_itemsize, cost.in_tiles, cost.rewritten_operand, cost.more_bytes / (2 * 2 * 2 * 32 * 32))
+        for name, cost in found
+    ]
+
+
+def test_gradients_of_weights_of_grouped_heads_are_copied_in_the_order_of_the_scores():
+    """Scores are (keys, queries, group): what is summed over keys is so in kernels of their own, two bytes a score."""
+    query, key = (2, 32, 2, 2, 8), (2, 32, 2, 8)
+    assert orders(grouped, query, key, key) == [
+        ("reduce_sum", 0, True, None, 2.0),
+        ("dot_general", 4, False, None, 0.0),  # written in float32; two queries to a key are too few for tiles
+        ("dot_general", 0, True, 1, 0.0),  # by the weights, which another kernel writes for it
+        ("reduce_sum", 0, True, None, 6.0),  # reads scores and the copy
+        ("convert_element_type", 0, True, None, 2.0),  # reads the copy, of four bytes, and not two
+        ("transpose", 0, True, None, 2.0),  # with the weights beside it
+    ]
+
+
+def test_a_group_as_wide_as_a_tile_is_copied_in_tiles():
+    found = orders(grouped, (2, 32, 2, 16, 8), (2, 32, 2, 8), (2, 32, 2, 8))
+    assert [(copied, in_tiles) for _, copied, in_tiles, _, _ in found if copied] == [(4, True)]
+
+
+def test_heads_of_their_own_keys_have_one_order():
+    def attention(query, key, value):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(query.dtype), value)
+
+    assert orders(attention, *[(2, 32, 4, 8)] * 3) == []
+
+
+def test_rows_of_keys_are_read_in_either_order_of_queries_and_group():
+    """Both products of jax's own attention end with the keys."""
+    assert orders(jax.nn.dot_product_attention, (2, 32, 4, 8), (2, 32, 2, 8), (2, 32, 2, 8)) == []
