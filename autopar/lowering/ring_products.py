@@ -63,9 +63,9 @@ def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> 
         for k in range(ring.size):
             number = (ring.index() + ring.size - 1 - k) % ring.size
             if total is not None:
-                # In order: else all products may be run first, and nothing is left to hide what is sent. Whole operands
-                # wait, for parts that do would be written to memory, all of them before the first is read.
-                total, *parts = jax.lax.optimization_barrier((total, *parts))
+                # In order: else all products may be run first, and nothing is left to hide what is sent. The number of
+                # the part waits, for operands that do, whole or in parts, would be written to memory beforehand.
+                total, number = jax.lax.optimization_barrier((total, number))
             cut = [_part(part, along.operands.get(i), number, ring) for i, part in enumerate(parts)]
             arriving = None if total is None else ring.send(total, forward=True)
             summand = _product(compute.op.eqn, cut)
