@@ -99,12 +99,12 @@ def use_of_step(
 
 
 def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
-    """The permutes by which pieces of an operand, or of the result, of a product go round; none where another product
-    has sent them, or where it runs whole. Pieces that are sent in place are copies: no kernel of a collective is
-    launched for them, but one of the device itself.
+    """The permutes by which pieces of an operand, or of the result, of a product go round; none where it runs whole.
+    Pieces that are sent in place are copies: no kernel of a collective is launched for them, but one of the device
+    itself.
     """
     pieces, links, op = compute.pieces, model.links, compute.op
-    if pieces is None or not pieces.sends:
+    if pieces is None:
         return []
     atom = op.outputs[0] if pieces.operand is None else op.inputs[pieces.operand]
     assert isinstance(atom, int), "literals are not sent"

@@ -158,9 +158,9 @@ class NodeCosts:
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
-        bits wide. A compiler whose products absorb what they read and make needs no copies but the last. Where pieces
-        are sent in place, each piece of a sum that is sent is read once more, and a product that sums over pieces runs
-        once over all of them, which stand side by side.
+        bits wide. A compiler whose products absorb what they read makes no copies of what it cuts; sums and what is put
+        in its place are kernels of their own for all. Where pieces are sent in place, each piece of a sum that is sent
+        is read once more, and a product that sums over pieces runs once over all of them, which stand side by side.
         """
         work, mesh = self._work(op), self.model.links.mesh
         n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
@@ -168,22 +168,23 @@ class NodeCosts:
         result_parts = strategy.results[0].shards(mesh) * (1 if along.result is None else n)
         split = dataclasses.replace(strategy, split=strategy.split * n)
         in_place = self.model.links.link(pieces.axes).sends_in_place
-        seconds = time_s(work, split, (parts, (result_parts,)), self.model.device)
-        if in_place and pieces.operand is not None and along.result is None:
-            seconds = self._strategy_s(op, work, strategy, sends=False) / n
-        result_bytes = self._nbytes(op.outputs[0]) / result_parts
-        copied_bytes = 0.0
+        if along.result is None:
+            wider = max(1, 4 // self.graph.values[op.outputs[0]].itemsize)
+            work = dataclasses.replace(work, result_bytes=tuple(wider * nbytes for nbytes in work.result_bytes))
+        result_bytes = work.result_bytes[0] / result_parts
+        if in_place and along.result is None:
+            return op.count * self._strategy_s(op, self._work(op), strategy, sends=False) / n
+        seconds, copied_bytes = time_s(work, split, (parts, (result_parts,)), self.model.device), 0.0
         if in_place and pieces.operand is None:
             copied_bytes = result_bytes
-        if not (in_place or self.model.compiler.products_absorb):
-            cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
-            copied_bytes += 2.0 * sum(cut)
-            if pieces.operand is None:
-                copied_bytes += 3.0 * result_bytes
-            elif along.result is None:
-                copied_bytes += 3.0 * result_bytes * max(1.0, 4.0 / self.graph.values[op.outputs[0]].itemsize)
-        if along.result is not None and pieces.operand is not None and not in_place:
-            copied_bytes += 2.0 * result_bytes
+        elif not in_place:
+            is_added = pieces.operand is None or along.result is None
+            copied_bytes = 3.0 * result_bytes * (n - 1) / n if is_added else 2.0 * result_bytes
+            if pieces.operand is not None and pieces.is_read_again:
+                copied_bytes += 2.0 * work.operand_bytes[pieces.operand] / parts[pieces.operand]
+            if not self.model.compiler.products_absorb:
+                cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
+                copied_bytes += 2.0 * sum(cut)
         return op.count * (seconds + self.model.device.memory_s(copied_bytes, result_bytes))
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from autopar.cost.convolution_padding import written_padding
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_facts import facts_of, transposed_alone
 from autopar.cost.rounded_copies import rounded_copies
+from autopar.cost.xla_program import SUM_OF_PIECES, Tile
 from autopar.cost.xla_program import MemoryStep as MemoryStep
-from autopar.cost.xla_program import Tile
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -242,22 +242,29 @@ class _MemoryWriter:
     def in_pieces(
         self, compute: Compute, pieces: Pieces, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
     ) -> None:
-        """A product in pieces, beside its result: a piece of it that is put in its place or added to it, and of a sum
-        of pieces the sum in 32 bits. Of what is scattered there are the sum of a part and the one that comes in.
+        """A product in pieces, beside its result: a piece of it that is put in its place, or, of a sum of pieces, the
+        sum and the piece that is added to it, in 32 bits. Of what is scattered there are the sum of a part and the one
+        that comes in. An operand that is read again is there whole from its first piece on.
         """
         (value,), (place,) = compute.op.outputs, compute.places
         inputs = self.read(compute.op, compute.reads, env)
         itemsize, n = self.graph.values[value].itemsize, self.mesh.size(pieces.axes)
         output = self.define(value, place, env)
+        together, kinds = tuple[int, ...](), [compute.op.primitive] * 2
         if pieces.operand is None:
             self.nbytes[output] = self.local(value, pieces.step.after)
             beside = self.nbytes[output]
         elif Along.of(compute.op.eqn, pieces.operand, pieces.dim).result is None:
-            beside = self.nbytes[output] * max(4, itemsize) // itemsize
+            beside = 2 * (self.nbytes[output] * max(4, itemsize) // itemsize)
+            kinds[1] = SUM_OF_PIECES
         else:
             beside = self.nbytes[output] // n
-        buffer, kind = self.new(beside), compute.op.primitive
-        for made, read in (((buffer,), inputs), ((output,), (*inputs, buffer))):
+        if pieces.operand is not None and pieces.is_read_again:
+            operand, at = compute.op.inputs[pieces.operand], compute.reads[pieces.operand]
+            together = (self.define(operand, at, env),) if isinstance(operand, int) and at is not None else ()
+        buffer = self.new(beside)
+        parts = ((buffer, *together), inputs), ((output,), (*inputs, buffer, *together))
+        for kind, (made, read) in zip(kinds, parts, strict=True):
             steps.append(MemoryStep(inputs=read, outputs=made, kind=kind, fusible=False, key=(compute.op.id, made)))
 
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
@@ -294,11 +301,9 @@ class _MemoryWriter:
         if move.in_pieces and move.steps[0].kind.reduces:
             env[move.value, move.target] = at  # as its product left it
         elif move.in_pieces:
-            # The pieces that come in: of the only product that reads them the next and the one after it.
+            # Of the pieces that come in the next and the one after it.
             (step,) = move.steps
-            after = self.define(move.value, move.target, env)
-            arriving = self.mesh.size(step.axes) - 1
-            self.nbytes[after] = self.nbytes[at] * (min(arriving, 2) if move.in_pieces == 1 else arriving)
+            after = env[move.value, move.target] = self.new(self.nbytes[at] * min(self.mesh.size(step.axes) - 1, 2))
             kind, key = "collective_permute", ("pieces", step)
             steps.append(MemoryStep(inputs=(at,), outputs=(after,), kind=kind, fusible=False, key=key))
         for step in move.steps if not move.in_pieces else ():

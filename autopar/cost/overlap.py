@@ -274,8 +274,8 @@ class _Writer:
         op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)
         assert strategy is not None, "products in pieces are split"
         reads = self.read(compute.keys_read, made)
-        uses = uses_of_pieces(self.graph, compute, self.model)
-        send = [dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1)) for use in uses]
+        (use,) = uses_of_pieces(self.graph, compute, self.model)
+        send = dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1))
         product = StreamWork(
             name=_named(op.module),
             stream=Stream.COMPUTE,
@@ -286,10 +286,10 @@ class _Writer:
         arrived: tuple[int, ...] = ()
         outs: list[int] = []
         for k in range(n):
-            sends = bool(send) and k + 1 < n
+            sends = k + 1 < n
             if pieces.operand is not None and sends:
                 on_its_way = self.new()
-                works.append(self.collective(send[0], int(send[0].sent_bytes), is_sent, (on_its_way,), reduces=False))
+                works.append(self.collective(send, int(send.sent_bytes), is_sent, (on_its_way,), reduces=False))
             outs.append(self.new())
             waits_for = arrived if pieces.operand is not None else ()
             works.append(dataclasses.replace(product, reads=(*reads, *waits_for), makes=(outs[-1],)))
@@ -303,7 +303,7 @@ class _Writer:
                 outs[-1:] = [summed]
                 if sends:
                     arrived = (self.new(),)
-                    works.append(self.collective(send[0], int(send[0].sent_bytes), (summed,), arrived, reduces=False))
+                    works.append(self.collective(send, int(send.sent_bytes), (summed,), arrived, reduces=False))
         result: tuple[int, ...] = tuple(outs) if pieces.operand is not None else (outs[-1],)
         if compute.reduced:
             (use,), (layout,), (v,) = uses_of_reduction(self.graph, compute, self.model), compute.results, op.outputs
@@ -312,8 +312,8 @@ class _Writer:
             works.append(self.collective(use, nbytes, result, (whole,), reduces=True))
             result = (whole,)
         works.append(_renamed(result, self.define(self.places(compute.keys_made), made)))
-        if pieces.operand is not None and send:
-            # Later products read all pieces.
+        if pieces.operand is not None and pieces.is_read_again:
+            # What reads it behind this product needs all pieces.
             (place,) = self.places(k for k in compute.keys_read if k[0] == op.inputs[pieces.operand])
             made[place] = self.new()
             works.append(_renamed((*is_sent, *arrived), (made[place],)))

@@ -21,6 +21,7 @@ from autopar.cost.xla_program import (
     RANDOM_BITS,
     REDUCTIONS,
     SCALAR_BYTES,
+    SUM_OF_PIECES,
     Compiler,
     MemoryStep,
 )
@@ -347,7 +348,7 @@ def written_values(
 
 def _absorbing(compiler: Compiler) -> frozenset[str]:
     """Kernels that are not elementwise and compute what they read on the way in."""
-    products = MATRIX_PRODUCTS if compiler.products_absorb else frozenset()
+    products = MATRIX_PRODUCTS | {SUM_OF_PIECES} if compiler.products_absorb else frozenset()
     return ABSORBING | products | ({"gather"} if compiler.gathers_absorb else frozenset())
 
 

@@ -30,9 +30,10 @@ def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding)
     if found.sharding.overlapped_axes or not model.overlap.kinds or waits_s < least_s:
         return found
     axes = range(len(model.links.mesh.axis_sizes))
+    combinations = [chosen for n in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, n)]
     best = found
-    for chosen in (chosen for n in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, n)):
-        in_pieces = with_collective_matmuls(found.lowered, chosen)
+    for chosen, gathers_whole in itertools.product(combinations, (False, True)):
+        in_pieces = with_collective_matmuls(found.lowered, chosen, gathers_whole=gathers_whole)
         sent_whole_s = _sent_whole_s(graph, model, found.lowered, in_pieces)
         if sent_whole_s < least_s:
             continue
@@ -41,7 +42,7 @@ def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding)
         least_send_s = found.ran.send_s - sent_whole_s + sent_in_pieces_s
         if max(least_compute_s, least_send_s) >= min(best.ran.end_s, found.ran.end_s - least_s):
             continue  # one of the streams alone takes too long
-        sharding = dataclasses.replace(found.sharding, overlapped_axes=chosen)
+        sharding = dataclasses.replace(found.sharding, overlapped_axes=chosen, gathers_whole=gathers_whole)
         best = min(best, timed_sharding(graph, model, sharding, found.costs), key=lambda each: each.ran.end_s)
     return best if best.ran.end_s < found.ran.end_s - least_s else found
 
@@ -75,12 +76,15 @@ def _pieces_s(graph: OpGraph, in_pieces: LoweredBlock, costs: NodeCosts) -> tupl
 
 
 def _sent_in_pieces(lowered: LoweredBlock, in_pieces: LoweredBlock) -> tuple[Instruction, ...]:
-    """The instructions of a block that send what products send in pieces in the other."""
+    """The instructions of a block that send what products send in pieces in the other, whose products may stand in
+    another order.
+    """
     found: list[Instruction] = []
-    for whole, marked in zip(lowered.instructions, in_pieces.instructions, strict=True):
+    pairs = [[i for i in block.instructions if isinstance(i, (Loop, Move))] for block in (lowered, in_pieces)]
+    for whole, marked in zip(*pairs, strict=True):
         if isinstance(whole, Loop) and isinstance(marked, Loop):
-            pairs = zip(whole.blocks, marked.blocks, strict=True)
-            found += (each for block, other in pairs for each in _sent_in_pieces(block, other))
+            blocks = zip(whole.blocks, marked.blocks, strict=True)
+            found += (each for block, other in blocks for each in _sent_in_pieces(block, other))
         elif isinstance(marked, Move) and marked.in_pieces:
             found.append(whole)
     return tuple(found)

@@ -1,9 +1,10 @@
 """Products in pieces, so that what they gather or scatter is sent while they are computed ("collective matmul").
 
-An operand that is gathered over mesh axes for products alone is sent round the devices of these axes part by part, and
-each part is multiplied while the next one is on its way. A sum that is scattered is computed part by part, and each
-part's sum goes round while the next part is computed. In the instructions these are the same moves and products as
-before, marked with `Pieces`; `autopar.lowering.ring_products` runs them.
+An operand that is gathered over mesh axes is sent round the devices of these axes part by part, and each part is
+multiplied while the next one is on its way: by the first product that reads it and does not sum over the parts, or by
+the first, if all do. What reads the operand behind it has nothing to wait for, and reads it put together. A sum that is
+scattered is computed part by part, and each part's sum goes round while the next part is computed. In the instructions
+these are the same moves and products as before, marked with `Pieces`; `autopar.lowering.ring_products` runs them.
 
 Source: Wang et al., "Overlap communication with dependent computation via decomposition in large deep learning models",
 2023.
@@ -12,7 +13,7 @@ Source: Wang et al., "Overlap communication with dependent computation via decom
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autopar.kernels.local import runs_locally
@@ -20,81 +21,109 @@ from autopar.lowering.instructions import Compute, Instruction, Key, Loop, Lower
 from autopar.sharding.resharding import ReshardStep, StepKind
 
 
-def with_collective_matmuls(lowered: LoweredBlock, axes: Collection[int]) -> LoweredBlock:
+def with_collective_matmuls(
+    lowered: LoweredBlock, axes: Collection[int], *, gathers_whole: bool = False
+) -> LoweredBlock:
     """A block whose products run in pieces where one of their operands is gathered, or their result is scattered, over
-    some of the axes.
+    some of the axes; with `gathers_whole` only where their result is scattered.
 
-    Left as they are: gathers that something else reads too (it wants the whole array), sums that something else reads,
-    resharding of several steps, and products that leave another section than they read.
+    Left as they are: gathers that something else reads first (it wants the whole array), sums that something else
+    reads, resharding of several steps, and products that leave another section than they read.
     """
-    instructions = [_with_blocks(i, axes) for i in lowered.instructions]
-    kept = {(a, p) for a, p in zip(lowered.block.outputs, lowered.outputs, strict=True) if isinstance(a, int)}
-    readers: dict[Key, list[int]] = {}
-    maker: dict[Key, int] = {}
-    for i, instruction in enumerate(instructions):
-        for key in dict.fromkeys(instruction.keys_read):
-            readers.setdefault(key, []).append(i)
-        for key in instruction.keys_made:
-            maker[key] = i
-    for i, move in enumerate(instructions):
+    marking = _Marking(lowered, axes, gathers_whole)
+    for i, move in enumerate(marking.instructions):
         if not isinstance(move, Move) or len(move.steps) != 1 or not set(move.steps[0].axes) <= set(axes):
             continue
-        (step,), source, target = move.steps, (move.value, move.source), (move.value, move.target)
-        if step.kind is StepKind.ALL_GATHER and target not in kept:
-            _gather(instructions, i, step, readers.get(target, ()))
-        elif step.kind is StepKind.REDUCE_SCATTER and source not in kept and readers[source] == [i]:
-            _scatter(instructions, i, step, maker.get(source))
-    return dataclasses.replace(lowered, instructions=tuple(instructions))
+        if move.steps[0].kind is StepKind.ALL_GATHER and not gathers_whole:
+            marking.gather(i, move, move.steps[0])
+        elif move.steps[0].kind is StepKind.REDUCE_SCATTER:
+            marking.scatter(i, move, move.steps[0])
+    return dataclasses.replace(lowered, instructions=marking.in_order())
 
 
-def _with_blocks(instruction: Instruction, axes: Collection[int]) -> Instruction:
+def _with_blocks(instruction: Instruction, axes: Collection[int], gathers_whole: bool) -> Instruction:
     if not isinstance(instruction, Loop):
         return instruction
-    blocks = tuple(with_collective_matmuls(block, axes) for block in instruction.blocks)
+    blocks = tuple(with_collective_matmuls(block, axes, gathers_whole=gathers_whole) for block in instruction.blocks)
     return dataclasses.replace(instruction, blocks=blocks)
 
 
-def _gather(instructions: list[Instruction], at: int, step: ReshardStep, readers: Sequence[int]) -> None:
-    """Marks a gather and the products that read it, where they alone do."""
-    move = instructions[at]
-    assert isinstance(move, Move), "only moves gather"
-    dim = _changed(step)
-    axes = step.before.dims[dim][len(step.after.dims[dim]) :]
-    marked: dict[int, Compute] = {}
-    for i in readers:
-        compute = instructions[i]
-        if not isinstance(compute, Compute) or section_of(compute) is not move.section:
+class _Marking:
+    """The instructions of a block while they are marked: who reads and makes a value in a place, by position, and the
+    products that run before another position than their own.
+    """
+
+    def __init__(self, lowered: LoweredBlock, axes: Collection[int], gathers_whole: bool) -> None:
+        self.instructions = [_with_blocks(i, axes, gathers_whole) for i in lowered.instructions]
+        self.kept = {(a, p) for a, p in zip(lowered.block.outputs, lowered.outputs, strict=True) if isinstance(a, int)}
+        self.readers: dict[Key, list[int]] = {}
+        self.maker: dict[Key, int] = {}
+        self.before: dict[int, int] = {}
+        for i, instruction in enumerate(self.instructions):
+            for key in dict.fromkeys(instruction.keys_read):
+                self.readers.setdefault(key, []).append(i)
+            for key in instruction.keys_made:
+                self.maker[key] = i
+
+    def in_order(self) -> tuple[Instruction, ...]:
+        places = sorted(range(len(self.instructions)), key=lambda i: (self.before.get(i, i), i not in self.before))
+        return tuple(self.instructions[i] for i in places)
+
+    def gather(self, at: int, move: Move, step: ReshardStep) -> None:
+        """Marks a gather and the product that reads it first."""
+        target = (move.value, move.target)
+        readers = self.readers.get(target, [])
+        if not readers or target in self.kept or not self.before.keys().isdisjoint(readers):
             return
-        operands = [p for p, (atom, place) in enumerate(_reads(compute)) if (atom, place) == (move.value, move.target)]
-        if not _is_plain(compute) or len(operands) != 1:
+        if any(section_of(self.instructions[i]) is not move.section for i in readers):
             return
-        (operand,) = operands
-        pieces = Pieces(axes=axes, operand=operand, dim=dim, step=step, sends=not marked, is_last=i == readers[-1])
-        marked[i] = dataclasses.replace(compute, pieces=pieces)
-    for i, compute in marked.items():
-        instructions[i] = compute
-    if marked:
-        instructions[at] = dataclasses.replace(move, in_pieces=len(marked))
+        dim = _changed(step)
+        lead = next((i for i in readers if self.can_lead(i, readers[0], target, dim)), readers[0])
+        compute = self.instructions[lead]
+        if not isinstance(compute, Compute) or not _is_plain(compute) or len(operands := _reading(compute, target)) > 1:
+            return
+        if lead != readers[0]:
+            self.before[lead] = readers[0]
+        axes = step.before.dims[dim][len(step.after.dims[dim]) :]
+        pieces = Pieces(axes=axes, operand=operands[0], dim=dim, step=step, is_read_again=len(readers) > 1)
+        self.instructions[lead] = dataclasses.replace(compute, pieces=pieces)
+        self.instructions[at] = dataclasses.replace(move, in_pieces=True)
+
+    def can_lead(self, i: int, first: int, target: Key, dim: int) -> bool:
+        """Whether a reader is a product that could run before the first one, and does not sum over the pieces: sums of
+        pieces are read and written with each of them.
+        """
+        compute = self.instructions[i]
+        if not isinstance(compute, Compute) or not _is_plain(compute) or len(operands := _reading(compute, target)) > 1:
+            return False
+        for key in compute.keys_read:
+            made = self.maker.get(key, -1)
+            maker = self.instructions[made] if made >= 0 else None
+            if made >= first or (key != target and isinstance(maker, Move) and maker.in_pieces):
+                return False
+        return Along.of(compute.op.eqn, operands[0], dim).result is not None
+
+    def scatter(self, at: int, move: Move, step: ReshardStep) -> None:
+        """Marks a reduce-scatter and the product whose result it takes."""
+        source = (move.value, move.source)
+        made = self.maker.get(source)
+        compute = self.instructions[made] if made is not None else None
+        if source in self.kept or self.readers[source] != [at] or not isinstance(compute, Compute):
+            return
+        if section_of(compute) is not move.section or not _is_plain(compute) or not compute.written_out:
+            return
+        dim = _changed(step)
+        axes = step.after.dims[dim][len(step.before.dims[dim]) :]
+        assert made is not None, "what is marked was made here"
+        pieces = Pieces(axes=axes, operand=None, dim=dim, step=step)
+        self.instructions[made] = dataclasses.replace(compute, pieces=pieces)
+        self.instructions[at] = dataclasses.replace(move, in_pieces=True)
 
 
-def _scatter(instructions: list[Instruction], at: int, step: ReshardStep, made: int | None) -> None:
-    """Marks a reduce-scatter and the product whose result it takes."""
-    move, compute = instructions[at], instructions[made] if made is not None else None
-    assert isinstance(move, Move), "only moves scatter"
-    if not isinstance(compute, Compute) or section_of(compute) is not move.section or not _is_plain(compute):
-        return
-    if not compute.written_out:
-        return
-    dim = _changed(step)
-    axes = step.after.dims[dim][len(step.before.dims[dim]) :]
-    pieces = Pieces(axes=axes, operand=None, dim=dim, step=step, sends=True, is_last=True)
-    assert made is not None, "what is marked was made here"
-    instructions[made] = dataclasses.replace(compute, pieces=pieces)
-    instructions[at] = dataclasses.replace(move, in_pieces=1)
-
-
-def _reads(compute: Compute) -> Iterable[tuple[object, object]]:
-    return zip(compute.op.inputs, compute.reads, strict=True)
+def _reading(compute: Compute, key: Key) -> list[int]:
+    """The operands of a product that are a value in a place."""
+    reads = zip(compute.op.inputs, compute.reads, strict=True)
+    return [position for position, read in enumerate(reads) if read == key]
 
 
 def _is_plain(compute: Compute) -> bool:

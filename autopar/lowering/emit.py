@@ -182,16 +182,17 @@ class Emitter:
             env[value, place] = self.pin(array, place[0])
 
     def in_pieces(self, instruction: Compute, pieces: Pieces, env: Environment) -> None:
-        """A product that gathers an operand while it runs, or scatters its result. Of the operand, and of the result,
-        there is a list of pieces until something takes the whole.
-        """
+        """A product that gathers an operand, of which there are the devices' own parts, or scatters its result."""
         operands, (key,) = self.operands(instruction, env), instruction.keys_made
         if pieces.operand is None:
             env[key] = self.pin(scattered_product(instruction, operands, self.mesh), pieces.step.after)
             return
-        (read,) = [k for k in instruction.keys_read if env[k] is operands[pieces.operand]]
-        out, env[read] = gathered_product(instruction, operands, operands[pieces.operand], self.mesh)
+        out, whole = gathered_product(instruction, operands, self.mesh)
         env[key] = self.pin(out, key[1][0])
+        if whole is not None:
+            atom, place = instruction.op.inputs[pieces.operand], instruction.reads[pieces.operand]
+            (read,) = [k for k in instruction.keys_read if k == (atom, place)]
+            env[read] = self.pin(whole, pieces.step.after)
 
     def sum_by_hand(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs a summing operation on each device's part: the result is that device's summand.
@@ -292,10 +293,8 @@ class Emitter:
         array = env[move.value, move.source]
         if move.apart:
             array = jax.lax.optimization_barrier(array)
-        if move.in_pieces:  # a gather begins with each device's own part; of a sum the product has scattered it
-            env[move.value, move.target] = array if move.steps[0].kind.reduces else [array]
-            return
-        for step in move.steps:
+        # A gather in pieces begins with each device's own part; of a sum the product has scattered it.
+        for step in move.steps if not move.in_pieces else ():
             array = self.step(array, step)
         env[move.value, move.target] = array
 

@@ -51,17 +51,14 @@ class Pieces:
         operand: The operand that comes in pieces; None: the result leaves in pieces.
         dim: The dimension of that operand, or of the result, that is in pieces.
         step: The gather of the operand, or the reduce-scatter of the result, that the pieces stand for.
-        sends: Whether the pieces go round while this product is computed; else another one that read them had them
-            sent.
-        is_last: Whether no product behind it reads the pieces.
+        is_read_again: Whether something behind it reads the operand too, which is put together from the pieces.
     """
 
     axes: tuple[int, ...]
     operand: int | None
     dim: int
     step: ReshardStep
-    sends: bool
-    is_last: bool
+    is_read_again: bool = False
 
 
 @made_often
@@ -71,7 +68,7 @@ class Move(_Reading):
 
     `apart` says that the same steps were made before for readers of another role, and are meant to be made again
     (a gathered parameter is freed in between): the compiler must not merge the two. `in_pieces`: of a gather or a
-    reduce-scatter that products do while they run (`Pieces`), how many products read or make its pieces.
+    reduce-scatter that a product does while it runs (`Pieces`).
     """
 
     value: int
@@ -83,7 +80,7 @@ class Move(_Reading):
     role: Role
     apart: bool = False
     section: Section = Section.WHOLE
-    in_pieces: int = 0
+    in_pieces: bool = False
 
     def _read(self) -> Iterable[Key]:
         return ((self.value, self.source),)

@@ -41,7 +41,9 @@ def lower(
     they do not differ.
     """
     lowered = _Lowering(graph, plan, links, equations or LoweredEquations()).top()
-    return with_collective_matmuls(lowered, plan.overlapped_axes) if plan.overlapped_axes else lowered
+    if not plan.overlapped_axes:
+        return lowered
+    return with_collective_matmuls(lowered, plan.overlapped_axes, gathers_whole=plan.gathers_whole)
 
 
 class _Scope:

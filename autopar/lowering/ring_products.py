@@ -21,36 +21,33 @@ from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Compute, Pieces
 
 
-def gathered_product(compute: Compute, operands: Sequence[Any], known: Sequence[Any], mesh: Mesh) -> tuple[Any, list]:
-    """(the product, all pieces of the operand) as global arrays; of the last product that reads them no more pieces.
-
-    `known` are the pieces that are there: the devices' own parts, or all. The operand in pieces is not looked at.
+def gathered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> tuple[Any, Any | None]:
+    """(the product, the operand put together from its pieces, where something reads it again) as global arrays; of the
+    operand in pieces each device has its own part.
     """
     pieces, names = compute.pieces, mesh.axis_names
     strategy, (result,) = compute.strategy, compute.results
     assert pieces is not None, "runs in pieces"
+    assert pieces.operand is not None, "gathers an operand"
     assert strategy is not None, "products in pieces are split"
-    others = [i for i in range(len(operands)) if i != pieces.operand]
+    layouts = list(strategy.operands)
+    layouts[pieces.operand] = pieces.step.before
     ring = _Ring.over(pieces, mesh)
-    returned = 0 if pieces.is_last or not pieces.sends else ring.size
 
     def local(*parts: Any) -> tuple[Any, ...]:
-        *own, other = parts
-        out, all_pieces = _multiply_pieces(compute, own, other, ring)
+        out, whole = _multiply_pieces(compute, parts, ring)
         if compute.reduced:
             out = jax.lax.psum(out, tuple(names[a] for a in compute.reduced))
-        return out[None] if result.partial else out, *all_pieces[:returned]
+        out = out[None] if result.partial else out
+        return (out,) if whole is None else (out, whole)
 
-    part = partition_spec(pieces.step.before, names)
+    specs = [partition_spec(layout, names) for layout in (*layouts, result, pieces.step.after)]
+    of_results = specs[len(layouts) :] if pieces.is_read_again else specs[len(layouts) : -1]
     run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(*(part for _ in known), *(partition_spec(strategy.operands[i], names) for i in others)),
-        out_specs=(partition_spec(result, names), *(part for _ in range(returned))),
-        check_vma=False,
+        local, mesh=mesh, in_specs=tuple(specs[: len(layouts)]), out_specs=tuple(of_results), check_vma=False
     )
-    out, *all_pieces = run(*known, *(operands[i] for i in others))
-    return out, all_pieces or list(known)
+    out, *whole = run(*operands)
+    return out, whole[0] if whole else None
 
 
 def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> Any:
@@ -65,10 +62,11 @@ def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> 
         total: Any = None
         for k in range(ring.size):
             number = (ring.index() + ring.size - 1 - k) % ring.size
-            cut = [_part(part, along.operands.get(i), number, ring) for i, part in enumerate(parts)]
             if total is not None:
-                # In order: else all products may be run first, and nothing is left to hide what is sent.
-                total, *cut = jax.lax.optimization_barrier((total, *cut))
+                # In order: else all products may be run first, and nothing is left to hide what is sent. The number of
+                # the part waits, for operands that do, whole or in parts, would be written to memory beforehand.
+                total, number = jax.lax.optimization_barrier((total, number))
+            cut = [_part(part, along.operands.get(i), number, ring) for i, part in enumerate(parts)]
             arriving = None if total is None else ring.send(total, forward=True)
             summand = _product(compute.op.eqn, cut)
             total = summand if arriving is None else arriving + summand
@@ -106,36 +104,43 @@ class _Ring:
         return jax.lax.ppermute(array, self.names, [(i, (i + step) % self.size) for i in range(self.size)])
 
 
-def _multiply_pieces(compute: Compute, own: Sequence[Any], other: Any, ring: _Ring) -> tuple[Any, list[Any]]:
-    """The product on one device, and the pieces of the operand that it has seen."""
+def _multiply_pieces(compute: Compute, operands: Sequence[Any], ring: _Ring) -> tuple[Any, Any | None]:
+    """The product on one device, and the operand that came in pieces where it is read again."""
     pieces, eqn = compute.pieces, compute.op.eqn
     assert pieces is not None, "runs in pieces"
     assert pieces.operand is not None, "gathers an operand"
+    piece, other = operands[pieces.operand], operands[1 - pieces.operand]
     along = Along.of(eqn, pieces.operand, pieces.dim)
-    dtype, index, total = eqn.outvars[0].aval.dtype, ring.index(), None
+    dtype, total, whole = eqn.outvars[0].aval.dtype, None, None
     # A sum of pieces is rounded to 16 bits once, as the product of the whole is.
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
-    seen = list(own)
     for k in range(ring.size):
-        arriving = ring.send(seen[k], forward=False) if k + 1 == len(seen) < ring.size else None
-        number = (index + k) % ring.size
-        both = [seen[k], seen[k]]
+        number = (ring.index() + k) % ring.size
+        arriving = ring.send(piece, forward=False) if k + 1 < ring.size else None
+        both = [piece, piece]
         both[1 - pieces.operand] = _part(other, along.operands.get(1 - pieces.operand), number, ring)
         out = _product(eqn, both, wide if along.result is None else None)
-        if arriving is not None:
-            # In order: a compiler that does not know how long a product takes would have all pieces sent before it.
-            arriving, out = jax.lax.optimization_barrier((arriving, out))
-            seen.append(arriving)
         if along.result is None:
             total = out if total is None else total + out
-            continue
-        if total is None:
-            shape = list(out.shape)
-            shape[along.result] *= ring.size
-            total = jnp.zeros(shape, out.dtype)
-        total = jax.lax.dynamic_update_slice_in_dim(total, out, number * out.shape[along.result], along.result)
+        else:
+            total = _put(total, out, along.result, number, ring)
+        if pieces.is_read_again:
+            whole = _put(whole, piece, pieces.dim, number, ring)
+        if arriving is not None:
+            # In order: a compiler that does not know how long a product takes would have all pieces sent before it, and
+            # one that is free to add up, or to put in their places, what products make would keep it all until then.
+            piece, total, whole = jax.lax.optimization_barrier((arriving, total, whole))
     assert total is not None, "a ring has devices"
-    return total.astype(dtype), seen
+    return total.astype(dtype), whole
+
+
+def _put(whole: Any | None, part: Any, dim: int, number: Any, ring: _Ring) -> Any:
+    """An array with one of its parts along a dimension put in its place; None: of which there is none yet."""
+    if whole is None:
+        shape = list(part.shape)
+        shape[dim] *= ring.size
+        whole = jax.lax.empty(tuple(shape), part.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[dim], dim)
 
 
 def _part(array: Any, dim: int | None, number: Any, ring: _Ring) -> Any:

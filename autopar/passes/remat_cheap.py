@@ -2,7 +2,8 @@
 
 Masks, positions, and constants broadcast over the batch cost next to nothing inside the kernels that read them.
 Computed before the first micro-batch, they would occupy memory through the whole step, as much as the activations that
-they are added to.
+they are added to. So would what is larger than the part of the batch that it is made of: labels as one of 0 and 1 for
+each class.
 
 Half-precision copies of parameters take one pass over memory and occupy memory through the whole step as well. Where
 memory is short, they too may be computed again. Parameters that are cut out of what is stored padded always are: only
@@ -32,8 +33,10 @@ WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan
 
 
 def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
-    """The graph with cheap operations on constants, or also on the state, in the sections that read them."""
-    cheap = _cheap(graph, _state(graph) if of_state else frozenset()) | _cut_of_padded(graph)
+    """The graph with cheap operations in the sections that read them: those on constants, those on the batch that
+    enlarge it, and with `of_state` those on the state.
+    """
+    cheap = _cheap(graph, _state(graph) if of_state else frozenset()) | _enlarged(graph) | _cut_of_padded(graph)
     if not cheap:
         return graph
     fresh = Fresh(graph)
@@ -82,6 +85,31 @@ def _cheap(graph: OpGraph, given: frozenset[int]) -> dict[int, Op]:
         if is_cheap and all(not isinstance(a, int) or a in cheap or a in given for a in op.inputs):
             cheap.update(dict.fromkeys(op.outputs, op))
     return cheap
+
+
+def _enlarged(graph: OpGraph) -> dict[int, Op]:
+    """The operations of values that repeated sections read, and that cheap operations make before the loop of less: of
+    parts of the batch, and of what else there is but the state. With the operations on the way there.
+    """
+    batch, of_state, others = {graph.block.inputs[p] for p in graph.batch}, set(_state(graph)), set[int]()
+    for op in graph.block.ops:
+        if op.section is Section.BEFORE and not of_state.isdisjoint(read_by(op)):
+            of_state.update(op.outputs)
+        elif op.section is Section.BEFORE and (op.kind is not OpKind.EQUATION or op.primitive not in _CHEAP):
+            others.update(op.outputs)
+    cheap, parts = _cheap(graph, frozenset(batch | others)), {v: frozenset({v}) for v in batch | others}
+    for v, op in cheap.items():
+        parts[v] = frozenset().union(*(parts.get(a, frozenset()) for a in read_by(op)))
+    size = {v: sum(graph.values[part].nbytes for part in of) for v, of in parts.items()}
+    read = {v for op in graph.block.ops if op.section.repeats for v in cheap.keys() & read_by(op)}
+    found: dict[int, Op] = {}
+    waiting = [v for v in read if parts[v] and graph.values[v].nbytes > size[v]]
+    while waiting:
+        v = waiting.pop()
+        if v in cheap and v not in found:
+            found[v] = cheap[v]
+            waiting += read_by(cheap[v])
+    return found
 
 
 def _cut_of_padded(graph: OpGraph) -> dict[int, Op]:

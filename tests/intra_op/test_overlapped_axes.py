@@ -15,6 +15,8 @@ from autopar.intra_op.overlapped_axes import LEAST_GAIN, with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.collective_matmul import Along
+from autopar.lowering.instructions import Compute
 from autopar.plan.options import PlanRequest
 from tests.sections import BOOK
 
@@ -56,16 +58,14 @@ def under_sequence_parallelism(cluster):
 def test_the_fastest_axes_are_taken():
     graph, model, whole = under_sequence_parallelism(Cluster.preset("tpu-v5e", topology="2x4"))
     axes = range(len(model.links.mesh.axis_sizes))
-    every = [(), *((a,) for a in axes), tuple(axes)]
-    times_s = {
-        each: timed_sharding(
-            graph, model, dataclasses.replace(whole.sharding, overlapped_axes=each), whole.costs
-        ).ran.end_s
-        for each in every
-    }
+    every = [((), False), *((each, way) for each in (*((a,) for a in axes), tuple(axes)) for way in (False, True))]
+    times_s = {}
+    for each, gathers_whole in every:
+        sharding = dataclasses.replace(whole.sharding, overlapped_axes=each, gathers_whole=gathers_whole)
+        times_s[each, gathers_whole] = timed_sharding(graph, model, sharding, whole.costs).ran.end_s
     found = with_overlapped_axes(graph, model, whole)
     assert found.sharding.overlapped_axes
-    assert found.ran.end_s == min(times_s.values()) < (1 - LEAST_GAIN) * times_s[()]
+    assert found.ran.end_s == min(times_s.values()) < (1 - LEAST_GAIN) * times_s[(), False]
 
 
 def test_axes_that_a_recipe_has_set_stay():
@@ -89,6 +89,44 @@ def test_the_search_takes_them_where_one_example_leaves_sequences_alone():
     whole = timed_sharding(context.graph, found.model, dataclasses.replace(found.sharding, overlapped_axes=()))
     assert found.sharding.overlapped_axes == (0,)
     assert found.ran.end_s < (1 - LEAST_GAIN) * whole.ran.end_s
+
+
+def products_in_pieces(timed):
+    return [i for i in timed.lowered.instructions if isinstance(i, Compute) and i.pieces is not None]
+
+
+def test_a_product_that_does_not_sum_over_the_pieces_has_them_sent():
+    """Of the two that read the gathered cotangent, that of the weight's gradient comes first in the program."""
+    graph, model, whole = under_sequence_parallelism(Cluster.preset("tpu-v5e", topology="2x4"))
+    sharding = dataclasses.replace(whole.sharding, overlapped_axes=(0,))
+    timed = timed_sharding(graph, model, sharding, whole.costs)
+    (gathering,) = [i for i in products_in_pieces(timed) if i.pieces.operand is not None]
+    assert Along.of(gathering.op.eqn, gathering.pieces.operand, gathering.pieces.dim).result is not None
+    assert gathering.pieces.is_read_again
+    products = lambda lowered: [i for i in lowered.instructions if isinstance(i, Compute) and i.op.rule is not None]
+    numbers = [i.op.id for i in products(timed.lowered)]
+    assert sorted(numbers) == [i.op.id for i in products(whole.lowered)] != numbers
+
+
+def test_gathered_weights_come_whole_and_sums_of_their_gradients_leave_in_pieces():
+    """16,384 tokens on 8 TPUs, weights split: gathers hide by themselves, and a sum of pieces of 256 numbers is read
+    and written with each of them.
+    """
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    context = context_on(cluster)
+    found = search_mesh(context, cost_model(cluster, LogicalMesh(axis_sizes=(8,))), time_limit_s=60.0)
+    assert (found.sharding.overlapped_axes, found.sharding.gathers_whole) == ((0,), True)
+    assert [i.pieces.operand for i in products_in_pieces(found)] == [None, None]
+
+    gathers = dataclasses.replace(found.sharding, gathers_whole=False)
+    timed = timed_sharding(context.graph, found.model, gathers)
+    first = products_in_pieces(timed)[0]
+    assert Along.of(first.op.eqn, first.pieces.operand, first.pieces.dim).result is None
+    costs = NodeCosts(context.graph, found.model)
+    sum_bytes = 4 * (16_384 // 8) * HIDDEN
+    more_s = 8 * costs.piece_s(first.op, first.strategy, first.pieces) - costs.compute_s(first.op, first.strategy)
+    assert more_s > found.model.device.memory_s(7 * 3 * sum_bytes, sum_bytes)
+    assert timed.ran.end_s > found.ran.end_s
 
 
 def test_what_fits_only_with_all_gathered_whole_is_found():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.frontend.tracing import trace
-from autopar.ir.graph import Section
+from autopar.ir.graph import Section, read_by
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.remat_cheap import copies_state, sink_cheap_ops
 from autopar.sharding.rules import RuleBook
@@ -85,3 +85,30 @@ def test_a_long_chain_of_cheap_operations_sinks():
 
     graph = sink_cheap_ops(cut(step, 2), of_state=True)
     assert where(graph, "mul").count(Section.BACKWARD) > 1200
+
+
+def test_what_is_larger_than_the_batch_that_it_is_made_of_is_made_where_it_is_read():
+    """Labels of 512 classes, whose part of the gradient depends on nothing but them; but not inputs that are scaled."""
+
+    def step(w, batch):
+        def loss(w):
+            logits = jax.nn.log_softmax((3.0 * batch["x"]) @ w)
+            return -jnp.sum(jax.nn.one_hot(batch["labels"], 512) * logits)
+
+        return w - jax.grad(loss)(w), 0.0
+
+    of = jax.ShapeDtypeStruct
+    batch = {"x": of((4, 8), jnp.float32), "labels": of((4,), jnp.int32)}
+    traced = trace(step, (of((8, 512), jnp.float32), batch), names=("w", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(traced, 1, RuleBook())
+
+    def waiting(graph):
+        """The shapes of what both passes find made, without scalars."""
+        read = {v for op in graph.block.ops if op.section.repeats for v in read_by(op)}
+        made = (v for op in graph.block.ops if op.section is Section.BEFORE for v in op.outputs)
+        return [graph.values[v].shape for v in made if v in read and graph.values[v].shape]
+
+    assert waiting(graph) == [(4, 8), (4, 512), (4, 1)]
+    sunk = sink_cheap_ops(graph)
+    assert waiting(sunk) == [(4, 8), (4, 1)]
+    assert where(sunk, "eq") == [Section.BEFORE, Section.BACKWARD]
