@@ -79,10 +79,9 @@ def cut_layers(
     hoist_casts: bool = True,
     on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
 ) -> MicrobatchedStep:
-    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already, and
-    `on_fewer` gives it on fewer examples.
+    """A step in micro-batches and layers; `whole` is the graph of `step.traced`, if that exists already, and `on_fewer`
+    gives it on fewer examples.
     """
-    whole = whole if step.parts == 1 else None
     graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole, on_fewer), rules)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
