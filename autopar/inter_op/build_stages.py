@@ -30,6 +30,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import smaller_step
+from autopar.passes.assign_layers import LayerAssignment, assign_layers
+from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
@@ -63,6 +65,11 @@ class MicrobatchedStep:
     def annotated(self) -> MicrobatchedStep:
         """The same with the semantics of its values."""
         return dataclasses.replace(self, graph=annotate_semantics(self.graph))
+
+    @lazy
+    def assignment(self) -> LayerAssignment:
+        """The layer of every operation."""
+        return assign_layers(self.graph, self.layers)
 
     @lazy
     def stage_graphs(self) -> dict[tuple, StageGraphs]:
@@ -120,7 +127,8 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGra
     """The graph in which each layer recomputes values by its policy."""
     if all(p == "nothing" for p in policies):
         return microbatched.graph
-    return rematerialise(microbatched.graph, microbatched.layers, [Recompute(p) for p in policies])
+    layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
+    return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +159,13 @@ def _stage_graphs(
     graph, num_stages = recomputed(microbatched, policies), len(first_layers)
     order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
     check_directions(graph, order)
-    stages = cut_stages(graph, microbatched.layers, first_layers, order.splits_backward, num_stages)
+    assigned = assign(
+        graph,
+        microbatched.layers,
+        first_layers,
+        microbatched.assignment if graph is microbatched.graph else None,
+    )
+    stages = cut_stages(assigned, order.splits_backward, num_stages)
     return StageGraphs(graph=graph, schedule=order, stages=stages)
 
 
