@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from autopar.cost.roofline import (
     is_fusible,
     local_s,
     time_s,
+    times_s,
     transposed,
     transposing_s,
 )
@@ -125,6 +126,7 @@ class NodeCosts:
         self._works: dict[tuple, Work] = {}
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._counted: dict[int, tuple[tuple[Strategy, ...], _Counts]] = {}
         self.equations = LoweredEquations()
         self.works: dict[tuple[int, float], KeptWork] = {}
         self.numbers: dict[Key, int] = {}
@@ -137,7 +139,7 @@ class NodeCosts:
             work = self._work(op)
             member = (id(work), id(strategies), op.count)
             if member not in self._known:
-                seconds = op.count * np.array([self._strategy_s(op, work, s) for s in strategies])
+                seconds = op.count * self._strategies_s(op, work, strategies)
                 self._known[member] = strategies, seconds
             total = total + self._known[member][1]
             key.append((op.primitive, *member))
@@ -152,7 +154,7 @@ class NodeCosts:
         key = (*self._work_key(op), op.count, id(strategy))
         if key not in self._seconds:
             split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
-            self._seconds[key] = strategy, op.count * self._strategy_s(op, self._work(op), split, sends=False)
+            self._seconds[key] = strategy, op.count * self._strategy_s(op, split)
         return self._seconds[key][1]
 
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
@@ -166,15 +168,14 @@ class NodeCosts:
         n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
         parts = tuple(at.shards(mesh) * (n if i in along.operands else 1) for i, at in enumerate(strategy.operands))
         result_parts = strategy.results[0].shards(mesh) * (1 if along.result is None else n)
-        split = dataclasses.replace(strategy, split=strategy.split * n)
         in_place = self.model.links.link(pieces.axes).sends_in_place
         if along.result is None:
             wider = max(1, 4 // self.graph.values[op.outputs[0]].itemsize)
             work = dataclasses.replace(work, result_bytes=tuple(wider * nbytes for nbytes in work.result_bytes))
         result_bytes = work.result_bytes[0] / result_parts
         if in_place and along.result is None:
-            return op.count * self._strategy_s(op, self._work(op), strategy, sends=False) / n
-        seconds, copied_bytes = time_s(work, split, (parts, (result_parts,)), self.model.device), 0.0
+            return op.count * self._strategy_s(op, strategy) / n
+        seconds, copied_bytes = time_s(work, strategy.split * n, (parts, (result_parts,)), self.model.device), 0.0
         if in_place and pieces.operand is None:
             copied_bytes = result_bytes
         elif not in_place:
@@ -291,35 +292,87 @@ class NodeCosts:
     def _row_bytes(self, atom: Atom) -> int:
         return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
 
-    def _strategy_s(self, op: Op, work: Work, strategy: Strategy, *, sends: bool = True) -> float:
-        """Seconds of one run; `sends`: with those of what the operation sends itself."""
+    def _strategy_s(self, op: Op, strategy: Strategy) -> float:
+        """Seconds of one run, without what the operation sends itself."""
+        return float(self._strategies_s(op, self._work(op), (strategy,), sends=False)[0])
+
+    def _strategies_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...], *, sends: bool = True) -> np.ndarray:
+        """Seconds of one run under each strategy; `sends`: with those of what the operation sends itself."""
+        device, counts = self.model.device, self._counts(strategies)
+        is_ring, is_local = op.primitive in ring.PRIMITIVES, runs_locally(op.eqn)
+        if is_ring or (is_local and op.primitive not in MATRIX_PRODUCTS):
+            moved = zip((*work.operand_bytes, *work.result_bytes), (*counts.operands, *counts.results), strict=True)
+            moved_bytes = sum((n / parts for n, parts in moved), np.zeros(len(strategies)))
+            alone_s = self._attention_s if is_ring else self._local_s
+            seconds = np.array([alone_s(op, s, n) for s, n in zip(strategies, moved_bytes.tolist(), strict=True)])
+        else:
+            seconds = times_s(work, counts.split, counts.operands, counts.results, device)
+        if work.transposed and device.transposing:
+            seconds += [self._transposing_s(work, strategy) for strategy in strategies]
+        if sends:
+            for i, strategy in enumerate(strategies):
+                if strategy.combined or strategy.ring or is_local:
+                    seconds[i] = self._with_sends_s(op, strategy, float(seconds[i]))
+        return seconds
+
+    def _counts(self, strategies: tuple[Strategy, ...]) -> _Counts:
+        if id(strategies) in self._counted:
+            return self._counted[id(strategies)][1]
+        counts = _Counts.of(strategies, self.model.links.mesh)
+        if len(strategies) > 1:
+            self._counted[id(strategies)] = strategies, counts
+        return counts
+
+    def _attention_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
+        turns = self.model.links.mesh.size(strategy.ring)
+        kernel = kernel_under(op, self.model.device, turns)
+        return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
+
+    def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
+        return local_s(op, strategy, moved_bytes, self.model.device)
+
+    def _transposing_s(self, work: Work, strategy: Strategy) -> float:
         mesh = self.model.links.mesh
         parts = tuple(layout.shards(mesh) for layout in strategy.operands)
-        result_parts = tuple(layout.shards(mesh) for layout in strategy.results)
-        moved = zip((*work.operand_bytes, *work.result_bytes), (*parts, *result_parts), strict=True)
-        moved_bytes = sum(n / shards for n, shards in moved)
-        if op.primitive in ring.PRIMITIVES:
-            turns = mesh.size(strategy.ring)
-            kernel = kernel_under(op, self.model.device, turns)
-            seconds = attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
-        elif runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS:
-            seconds = local_s(op, strategy, moved_bytes, self.model.device)
-        else:
-            seconds = time_s(work, strategy, (parts, result_parts), self.model.device)
-        if work.transposed and self.model.device.transposing:
-            row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
-            seconds += transposing_s(work, parts, row_parts, self.model.device)
-        if sends and strategy.combined:
-            for v, n in zip(op.outputs, result_parts, strict=True):
+        row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
+        return transposing_s(work, parts, row_parts, self.model.device)
+
+    def _with_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
+        """Seconds of one run with those of what the operation sends itself."""
+        mesh, links = self.model.links.mesh, self.model.links
+        if strategy.combined:
+            for v, layout in zip(op.outputs, strategy.results, strict=True):
                 widening = self.model.widening(self.graph.values[v].dtype)
-                nbytes = self.graph.values[v].nbytes / n * widening
-                seconds += self.model.links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
-        if sends:
-            for sent in island_collectives(op, strategy, mesh):
-                nbytes = sent.result_bytes * self.model.widening(sent.dtype)
-                seconds += sent.count * self.model.links.time_s(sent.kind, nbytes, sent.axes)
-        if sends and strategy.ring:
-            seconds += sum(
-                permute.time_s for permute in ring_permutes(op, strategy, self.model.device, self.model.links)
-            )
+                nbytes = self.graph.values[v].nbytes / layout.shards(mesh) * widening
+                seconds += links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
+        for sent in island_collectives(op, strategy, mesh):
+            nbytes = sent.result_bytes * self.model.widening(sent.dtype)
+            seconds += sent.count * links.time_s(sent.kind, nbytes, sent.axes)
+        if strategy.ring:
+            seconds += sum(permute.time_s for permute in ring_permutes(op, strategy, self.model.device, links))
         return seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """Of each strategy of a list: the devices that share the work, the parts of each operand and of each result."""
+
+    split: np.ndarray
+    operands: tuple[np.ndarray, ...]
+    results: tuple[np.ndarray, ...]
+
+    @staticmethod
+    def of(strategies: Sequence[Strategy], mesh: LogicalMesh) -> _Counts:
+        def counts(layouts: Iterable[tuple[Layout, ...]]) -> tuple[np.ndarray, ...]:
+            known: dict[Layout, int] = {}
+            each = zip(*layouts, strict=True)
+            return tuple(
+                np.array([known.get(at) or known.setdefault(at, at.shards(mesh)) for at in of], np.float64)
+                for of in each
+            )
+
+        return _Counts(
+            split=np.array([strategy.split for strategy in strategies], np.float64),
+            operands=counts(strategy.operands for strategy in strategies),
+            results=counts(strategy.results for strategy in strategies),
+        )

@@ -9,7 +9,11 @@ and what does not lie as its kernels want it is copied first, so that another di
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from autopar.attention import ring
 from autopar.attention.work import flops as attention_flops
@@ -50,10 +54,10 @@ class OrderCopy:
     written_bytes: float
     in_tiles: bool
 
-    def time_s(self, parts: int, device: DeviceKind) -> float:
-        """Of one shard of so many."""
+    def times_s(self, parts: np.ndarray, device: DeviceKind) -> np.ndarray:
+        """Of one shard of so many, under each of many strategies."""
         moved = (self.read_bytes + self.written_bytes) / parts
-        moving_s = device.memory_s(moved, moved) if self.in_tiles else moved / device.peak_memory_bytes_per_s
+        moving_s = device.memory_times_s(moved, moved) if self.in_tiles else moved / device.peak_memory_bytes_per_s
         return moving_s + device.small_kernel_s
 
 
@@ -108,29 +112,42 @@ def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind) 
     return max(arithmetic_s, device.memory_s(traffic, traffic)) + device.launch_overhead_s
 
 
-def time_s(
-    work: Work, strategy: Strategy, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind
-) -> float:
-    """Seconds of one run on one device. `shard_counts`: into how many parts each operand and each result is split."""
-    operand_parts, result_parts = shard_counts
+def times_s(
+    work: Work,
+    split: np.ndarray,
+    operand_parts: Sequence[np.ndarray],
+    result_parts: Sequence[np.ndarray],
+    device: DeviceKind,
+) -> np.ndarray:
+    """Seconds of one run on one device under each of many strategies: of work that is divided among `split` devices,
+    with each operand and each result split into so many parts.
+    """  # fmt: skip
     operands = [n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True)]
     results = [n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True)]
-    read, written, largest = sum(operands), sum(results), max([*operands, *results], default=0.0)
+    none = np.zeros(len(split))
+    read, written, largest = sum(operands, none), sum(results, none), functools.reduce(np.maximum, operands, none)
+    largest = functools.reduce(np.maximum, results, largest)
     if work.kernel_bytes is not None and device.platform is not Platform.CPU:
         # A share of a kernel of several operations: its arithmetic, and what the kernel moves where this is its result.
-        moved = work.kernel_bytes / strategy.split
+        moved = work.kernel_bytes / split
         launch_s = device.small_kernel_s if work.kernel_bytes else 0.0
-        return work.flops / strategy.split / device.flops_per_s("float32") + device.memory_s(moved, moved) + launch_s
+        return work.flops / split / device.flops_per_s("float32") + device.memory_times_s(moved, moved) + launch_s
     small_s = work.small_kernels * device.small_kernel_s
     if work.fusible:
-        return device.memory_s(FUSED_TRAFFIC_SHARE * written, largest) + small_s
+        return device.memory_times_s(FUSED_TRAFFIC_SHARE * written, largest) + small_s
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
-    arithmetic_s = work.flops / strategy.split / rate + device.fill_s(work.dtype)
-    if work.is_product:
-        arithmetic_s += device.packing_s(read)
+    arithmetic_s = work.flops / split / rate + device.fill_s(work.dtype)
+    if work.is_product and device.packing_bytes_per_s is not None:
+        arithmetic_s += read / device.packing_bytes_per_s
     launch_s = device.launch_overhead_s if work.is_product or work.is_convolution else device.small_kernel_s
-    copied_s = work.order_copy.time_s(result_parts[0], device) if work.order_copy is not None else 0.0
-    return max(arithmetic_s, device.memory_s(read + written, largest)) + launch_s + small_s + copied_s
+    copied_s = work.order_copy.times_s(result_parts[0], device) if work.order_copy is not None else 0.0
+    return np.maximum(arithmetic_s, device.memory_times_s(read + written, largest)) + launch_s + small_s + copied_s
+
+
+def time_s(work: Work, split: int, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind) -> float:
+    """`times_s` of one strategy. `shard_counts`: into how many parts each operand and each result is split."""
+    operand_parts, result_parts = ([np.array([parts], np.float64) for parts in counts] for counts in shard_counts)
+    return float(times_s(work, np.array([split], np.float64), operand_parts, result_parts, device)[0])
 
 
 def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:

@@ -64,7 +64,11 @@ class _FreeingFirst:
     ) -> None:
         self.kernels, self.nbytes, self.kept, self.reduces_late = kernels, nbytes, kept, reduces_late
         self.users, self.missing = _dependencies(kernels)
-        self.uses = {v: sum(1 for i in users if v in kernels[i].inputs) for v, users in self.users.items()}
+        self.uses = dict.fromkeys(self.users, 0)
+        for kernel in kernels:
+            for v in set(kernel.inputs):
+                if v in self.uses:
+                    self.uses[v] += 1
         self.sent_by = _sent_by(kernels, self.users, self.missing, kept)
         made = [sum(nbytes[v] for v in k.outputs if v not in kept) for k in kernels]
         self.taken = [n if i not in self.sent_by else min(n, made[self.sent_by[i]]) for i, n in enumerate(made)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.frontend.pad_state import pad_state
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
@@ -95,7 +97,7 @@ class _Builder:
 
     def value(self, var: Any, name: str = "") -> int:
         aval = var.aval
-        shape, dtype = tuple(int(n) for n in aval.shape), str(aval.dtype)
+        shape, dtype = tuple(int(n) for n in aval.shape), dtype_text(aval.dtype)
         weak_type = bool(getattr(aval, "weak_type", False))
         self.values.append(Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type))
         return len(self.values) - 1
@@ -240,6 +242,7 @@ def role_of(stack: str) -> Role:
     return Role.FORWARD if "jvp(" in stack else Role.UPDATE
 
 
+@functools.lru_cache(1 << 14)
 def module_path(stack: str) -> str:
     """The user's module path in a name stack: `transpose(jvp(M))/layer0/jit(_where)` is `M/layer0`."""
     parts: list[str] = []

@@ -23,6 +23,7 @@ from autopar.kernels.operation import is_kernel, program_of
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\b[0-9]{12,}\b")  # also as `id` writes it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, np.dtype)
+_SHORT = frozenset({bool, int, str, type(None)})
 _TREE = type(jax.tree.structure(0))
 
 
@@ -83,8 +84,21 @@ class _Hasher:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bytes]] = {}  # with the jaxpr, so that its id stays its own
         self._inside: set[int] = set()
+        self._of_short: dict[tuple[type, Any], bytes] = {}  # of what most parameters of equations are
+        self._types: dict[Any, str] = {}
 
     def of(self, value: Any) -> bytes:
+        kind = type(value)
+        # Equal values of these types are written alike, which those of others need not be: 0.0 and -0.0.
+        is_short = kind in _SHORT or (kind is tuple and all(type(part) is int for part in value))
+        if is_short and (kind, value) in self._of_short:
+            return self._of_short[kind, value]
+        found = self._of_value(value)
+        if is_short:
+            self._of_short[kind, value] = found
+        return found
+
+    def _of_value(self, value: Any) -> bytes:
         if isinstance(value, _PLAIN):
             return _digest(type(value).__name__, repr(value))
         if jax_compat.is_jaxpr(value):
@@ -157,10 +171,15 @@ class _Hasher:
 
     def _of_atom(self, atom: Any, met: dict[Any, bytes]) -> bytes:
         if isinstance(atom, jax_compat.Literal):
-            return _digest("literal", self.of(_value(atom)), _type(atom.aval))
+            return _digest("literal", self.of(_value(atom)), self._type(atom.aval))
         if atom not in met:
-            met[atom] = _digest(str(len(met)), _type(atom.aval))
+            met[atom] = _digest(str(len(met)), self._type(atom.aval))
         return met[atom]
+
+    def _type(self, aval: Any) -> str:
+        if aval not in self._types:
+            self._types[aval] = _type(aval)
+        return self._types[aval]
 
 
 def _value(literal: Any) -> Any:

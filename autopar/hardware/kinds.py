@@ -12,6 +12,8 @@ import enum
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from autopar.errors import InvalidArgumentError
 
 # In `DeviceKind.peak_flops`, products of float32 that round nothing, where "float32" is the rate of TF32.
@@ -182,6 +184,13 @@ class DeviceKind:
         """Time of reading and writing so many bytes, of arrays of that size."""
         return moved_bytes / ((_interpolated(self.memory_shares, array_bytes) or 1.0) * self.memory_bytes_per_s)
 
+    def memory_times_s(self, moved_bytes: np.ndarray, array_bytes: np.ndarray) -> np.ndarray:
+        """`memory_s` of many at once."""
+        if not self.memory_shares:
+            return moved_bytes / self.memory_bytes_per_s
+        shares = np.array([_interpolated(self.memory_shares, n) or 1.0 for n in array_bytes.tolist()])
+        return moved_bytes / (shares * self.memory_bytes_per_s)
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, int4 and int2 as int8
         (compilers widen them), all else as float32.
@@ -213,10 +222,6 @@ class DeviceKind:
         XLA's CPU compiler does every collective of bfloat16 in 32 bits; those of float16 it does as they are.
         """
         return 2.0 if self.widens_bfloat16 and dtype == "bfloat16" else 1.0
-
-    def packing_s(self, operand_bytes: float) -> float:
-        """Time of laying the operands of a matrix product out anew."""
-        return 0.0 if self.packing_bytes_per_s is None else operand_bytes / self.packing_bytes_per_s
 
     def transposing_s(self, nbytes: float, row_bytes: float) -> float:
         """Time of copying an array so that another dimension is the last: between rows that were measured by a power

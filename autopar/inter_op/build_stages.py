@@ -30,6 +30,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import smaller_step
+from autopar.passes.assign_layers import LayerAssignment, assign_layers
+from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
@@ -65,6 +67,11 @@ class MicrobatchedStep:
         return dataclasses.replace(self, graph=annotate_semantics(self.graph))
 
     @lazy
+    def assignment(self) -> LayerAssignment:
+        """The layer of every operation."""
+        return assign_layers(self.graph, self.layers)
+
+    @lazy
     def stage_graphs(self) -> dict[tuple, StageGraphs]:
         """The stages of choices that were built, by what they depend on."""
         return {}
@@ -79,10 +86,9 @@ def cut_layers(
     hoist_casts: bool = True,
     on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
 ) -> MicrobatchedStep:
-    """A step in micro-batches and layers; `whole` is its graph with unsplit scans, if that exists already, and
-    `on_fewer` gives it on fewer examples.
+    """A step in micro-batches and layers; `whole` is the graph of `step.traced`, if that exists already, and `on_fewer`
+    gives it on fewer examples.
     """
-    whole = whole if step.parts == 1 else None
     graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole, on_fewer), rules)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
@@ -121,7 +127,8 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGra
     """The graph in which each layer recomputes values by its policy."""
     if all(p == "nothing" for p in policies):
         return microbatched.graph
-    return rematerialise(microbatched.graph, microbatched.layers, [Recompute(p) for p in policies])
+    layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
+    return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +159,13 @@ def _stage_graphs(
     graph, num_stages = recomputed(microbatched, policies), len(first_layers)
     order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
     check_directions(graph, order)
-    stages = cut_stages(graph, microbatched.layers, first_layers, order.splits_backward, num_stages)
+    assigned = assign(
+        graph,
+        microbatched.layers,
+        first_layers,
+        microbatched.assignment if graph is microbatched.graph else None,
+    )
+    stages = cut_stages(assigned, order.splits_backward, num_stages)
     return StageGraphs(graph=graph, schedule=order, stages=stages)
 
 

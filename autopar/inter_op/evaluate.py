@@ -47,7 +47,7 @@ class PipelineEvaluator:
     What has one stage of many equal layers is estimated on fewer of them, and built where that makes it the best
     (`settle`). Everything else is built.
 
-    `in_stages` splits a scan in small parts into as many parts as there are stages. Candidates that fit, and take at
+    `in_stages` gives a scan in as many parts as there are stages, in micro-batches. Candidates that fit, and take at
     most `context.keep_tolerance` times as long as the best candidate or as `context.to_beat_s`, are kept; 1 keeps none.
     """
 
@@ -55,7 +55,7 @@ class PipelineEvaluator:
         self,
         context: PlanningContext,
         cuts: dict[int, MicrobatchedStep],
-        in_stages: Callable[[MicrobatchedStep, int], MicrobatchedStep],
+        in_stages: Callable[[int, int], MicrobatchedStep],
     ) -> None:
         self.context, self.cuts, self.in_stages = context, cuts, in_stages
         self.cluster, self.limit_bytes, self.deadline = context.cluster, context.limit_bytes, context.deadline
@@ -217,7 +217,7 @@ class PipelineEvaluator:
         with self.context.progress.pass_("build stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
-                microbatched = self.in_stages(microbatched, len(choice.first_layers))
+                microbatched = self.in_stages(len(choice.first_layers), m)
                 choice = evened(microbatched, choice)
             if binding is not None:
                 microbatched = microbatched.annotated

@@ -9,7 +9,6 @@ from autopar.inter_op.build_stages import MicrobatchedStep, layers_of_pieces
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.mesh import LogicalMesh
-from autopar.passes.assign_layers import assign_layers
 from autopar.plan.options import FollowedStages
 
 
@@ -63,7 +62,7 @@ def _first_layers(microbatched: MicrobatchedStep, followed: FollowedStages, chun
 def _stages_at(microbatched: MicrobatchedStep, followed: FollowedStages) -> dict[int, list[tuple[int, str]]]:
     """By layer: (stage, path) of each followed leaf, or slice of one, that the step reads and that lies there first."""
     graph, place = microbatched.graph, dict(followed.leaves)
-    first, homes = len(graph.constants), assign_layers(graph, microbatched.layers).homes
+    first, homes = len(graph.constants), microbatched.assignment.homes
     read = {v for op in graph.block.ops for v in read_by(op)}
     stages_at: dict[int, list[tuple[int, str]]] = {}
     for i, piece in enumerate(microbatched.step.arguments):

@@ -20,7 +20,6 @@ from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
-from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 
 # The key of decisions: mesh, operations and values, devices over which examples split, and, where saved values have a
@@ -71,8 +70,7 @@ def tables(
     and values have the same numbers and connections, examples split over as many of the devices, and saved values have
     no price that depends on the number of examples (`prices_saved`, which is off for long steps).
     """
-    assignment = assign_layers(microbatched.graph, microbatched.layers)
-    folded = fold_layers(microbatched.graph, assignment, len(microbatched.layers))
+    folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
     wiring, remat = hash(wiring_of(folded.graph)), remat_ops(folded)
     at = cluster if number == WHOLE else cluster.parts[number]
     room = limits.limit_bytes * (1.0 if number == WHOLE else memory_shares(cluster)[number])

@@ -90,10 +90,11 @@ def asked_step(context: PlanningContext, hoist_casts: bool) -> AskedStep:
         raise one_part_a_group(step, name, chunks)
     parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
     num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
+    whole = context.graph if step.parts == 1 else None
     microbatched = context.graphs.of(
         traced,
         ("micro-batches", step.parts, num_microbatches, hoist_casts),
-        lambda: cut_layers(step, num_microbatches, rules, context.graph, hoist_casts=hoist_casts),
+        lambda: cut_layers(step, num_microbatches, rules, whole, hoist_casts=hoist_casts),
     )
     return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages)
 

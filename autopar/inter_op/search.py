@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
+from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op.answered_problems import AnsweredProblems
@@ -21,7 +23,6 @@ from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry
 from autopar.inter_op.posed_problems import Posed, PosedProblems
 from autopar.inter_op.search_space import finest, is_long, microbatch_numbers, schedules_of, uneven_stages
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
-from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.remat_cheap import copies_state
@@ -78,8 +79,8 @@ class _Search:
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
-        traced, cluster, rules = self.context.traced, self.context.cluster, self.context.rules
-        step = split_scans(traced, finest(trips_of(traced, rules)), rules)
+        traced, cluster = self.context.traced, self.context.cluster
+        step = self.split(finest(trips_of(traced, self.context.rules)))
         check_parts(cluster, step)
         cuts = self.cuts(step)
         screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
@@ -87,9 +88,7 @@ class _Search:
         builder = PipelineEvaluator(
             self.context,
             cuts,
-            lambda microbatched, num_stages: self.microbatched(
-                split_scans(traced, num_stages, rules), microbatched.graph.num_microbatches
-            ),
+            functools.cache(lambda num_stages, m: self.microbatched(self.split(num_stages), m)),
         )
         requested, long = self.context.request.num_microbatches, is_long(traced)
         within = 1.0 if long else NEAR_THE_BEST
@@ -152,8 +151,16 @@ class _Search:
             return True
         return found.step_time_s > least_in_turn_s(found.staged, max(smaller))
 
-    def microbatched(self, step: SplitStep, m: int, whole: OpGraph | None = None) -> MicrobatchedStep:
-        return cut_layers(step, m, self.context.rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
+    def split(self, parts: int) -> SplitStep:
+        """The step with its scan in so many parts: the same for every number of micro-batches."""
+        traced, rules = self.context.traced, self.context.rules
+        return self.context.graphs.of(traced, ("split", parts), lambda: split_scans(traced, parts, rules))
+
+    def microbatched(self, step: SplitStep, m: int) -> MicrobatchedStep:
+        rules, whole = self.context.rules, self.context.graph
+        if step.parts > 1:
+            whole = self.context.graphs.of(step.traced, "in parts", lambda: build_graph(step.traced, rules))
+        return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
 
     def confirms(self, results: Sequence[PipelineCandidate | Rejection]) -> bool:
         """Whether the micro-batches of every pipeline found are what a trace gives."""
@@ -175,7 +182,7 @@ class _Search:
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.microbatched(step, m, self.context.graph)
+                    cuts[m] = self.microbatched(step, m)
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
         if error_of_last is not None and not cuts:
@@ -189,7 +196,7 @@ class _Search:
         if m not in cuts:
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.microbatched(step, m, self.context.graph)
+                    cuts[m] = self.microbatched(step, m)
             except (UnsupportedError, BatchMismatchError):
                 return None  # as in `cuts`
         return cuts[m]

@@ -28,7 +28,7 @@ from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.lowering.transfer_layouts import refined, wire_layouts
-from autopar.passes.assign_stages import assign
+from autopar.passes.assign_stages import StagedGraph
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
@@ -139,11 +139,8 @@ def check_directions(graph: OpGraph, schedule: PipelineSchedule) -> None:
         )
 
 
-def cut_stages(
-    graph: OpGraph, layers: Layers, first_layers: Sequence[int], splits_backward: bool, num_stages: int
-) -> list[StageGraph]:
-    """The graph of each stage; stage q holds the layers from `first_layers[q]` up to the next stage's first."""
-    assigned = assign(graph, layers, first_layers)
+def cut_stages(assigned: StagedGraph, splits_backward: bool, num_stages: int) -> list[StageGraph]:
+    """The graph of each stage."""
     state = assigned.graph.donated | {i for i, _ in assigned.graph.tied}
     stages = split_stages(
         assigned.graph,

@@ -15,7 +15,7 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import Effort
+from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.rivals import TENSOR_PARALLEL, tensor_group
 from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
@@ -44,27 +44,28 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
         return
     row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
     along_largest = state_along_largest(context.graph, row)
-    asked: list[tuple[str, LogicalMesh, PlanningContext]] = []
+    asked: list[tuple[str, LogicalMesh, PlanRequest]] = []
     if along_largest:
-        request = dataclasses.replace(context.request, fixed=along_largest)
-        asked.append((ALONG_LARGEST, row, dataclasses.replace(context, request=request)))
+        asked.append((ALONG_LARGEST, row, dataclasses.replace(context.request, fixed=along_largest)))
     for name, binding in baseline_bindings(context.cluster):
-        request = dataclasses.replace(context.request, binding=binding)
         mesh, _ = binding.on(context.cluster.num_devices)
-        asked.append((name, mesh, dataclasses.replace(context, request=request)))
-    for name, mesh, bound in asked:
+        asked.append((name, mesh, dataclasses.replace(context.request, binding=binding)))
+    for name, mesh, request in asked:
         if context.deadline.passed and name != ALONG_LARGEST:
             why = f"not tried: {context.deadline.text}"
             yield Rejection(source=SOURCE, text=name, why=why)
             continue
         with context.progress.pass_("data parallelism"):
             model, time_s = cost_model(context.cluster, mesh), context.deadline.solve_s()
+            bound = dataclasses.replace(context, request=request)
             found = search_mesh(bound, model, folds=True, time_limit_s=time_s)
         if isinstance(found, Rejection):
             yield dataclasses.replace(found, source=SOURCE, text=name)
         else:
             context.weighed(found.step_time_s, found.peak_bytes)
-            yield dataclasses.replace(found, source=SOURCE, name=name)
+            candidate = dataclasses.replace(found, source=SOURCE, name=name)
+            yield candidate
+            context = context.after([candidate])  # the next ones are of use where they are faster than this too
     yield _tensor_parallelism(context)
 
 

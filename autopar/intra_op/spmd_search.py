@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
@@ -210,43 +210,26 @@ class _MeshSearch:
     def left_s(self) -> float:
         return max(self.until_s - time.perf_counter(), 1.0)
 
-    def least_s(self, solution: Solution, slow_s: float) -> float:
-        """Seconds that a solution takes at least: how long the busier stream of its folded program has work; where that
-        is less than `slow_s`, with what it waits for the other in a step of as few layers, of which the whole one keeps
-        `LASTING_WAIT`. Zero where nothing is folded, and the time itself costs as little, or all times are wanted.
+    def least_s(self, solution: Solution, slow_s: float) -> tuple[float, bool]:
+        """(seconds that a solution takes at least, whether it sends anything), of a folded program: how long the busier
+        stream has work; where that is less than `slow_s`, with what it waits for the other in a step of as few layers,
+        of which the whole one keeps `LASTING_WAIT`.
         """
-        if self.step is None or slow_s == math.inf:
-            return 0.0
+        assert self.step is not None, "of a whole program the time itself costs as little"
         model, costs, sharding = self.intra_op.model, self.intra_op.costs, self.intra_op.decode(solution)
-        busy_s = timed_sharding(self.step.graph, model, sharding, costs).ran.busy_s
-        if busy_s >= slow_s or not model.overlap.kinds:
-            return busy_s
+        ran = timed_sharding(self.step.graph, model, sharding, costs).ran
+        if ran.busy_s >= slow_s or not model.overlap.kinds:
+            return ran.busy_s, ran.send_s > 0
         shallow = timed_sharding(self.step.shallow_graph, model, sharding, costs).ran
-        return busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s)
+        return ran.busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s), ran.send_s > 0
 
     def fastest(self, slow_s: float) -> tuple[TimedSharding, Exposure] | float:
         """The fastest solution on the clock, with what counted of a send that can hide; or, where none can take less
-        than `slow_s`, what they take at least.
+        than `slow_s`, what they take at least. Solutions that may take least are evaluated first: others need not be.
         """
-        model, best, least_s = self.intra_op.model, None, math.inf
-        # A recipe means the plan that its source describes, which does not count on what is hidden.
-        request = self.context.request
-        hides = model.overlap.kinds and request.binding is None and model.links.mesh.num_devices > 1
-        hides = hides and request.effort is not Effort.QUICK
-        weighed: set[tuple[int, ...]] = set()
-        for exposure in (ALL_EXPOSED, *(self.exposures() if hides else ())):
-            if exposure == ALL_EXPOSED:
-                solution = self.free
-            else:
-                solution = self.intra_op.solve(time_limit_s=self.left_s, exposure=exposure)
-                if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-                    continue
-                solution = self.at_full_cost(solution)
-            if tuple(solution.choice) in weighed:
-                continue
-            weighed.add(tuple(solution.choice))
+        best, least_s = None, math.inf
+        for at_least_s, solution, exposure in self.in_turn(slow_s):
             too_long_s = slow_s if best is None else min(slow_s, best[0].ran.end_s)
-            at_least_s = self.least_s(solution, too_long_s)
             least_s = min(least_s, at_least_s)
             if at_least_s >= too_long_s:
                 continue
@@ -256,6 +239,44 @@ class _MeshSearch:
             if not found.ran.send_s:
                 break  # nothing is sent that could hide
         return least_s if best is None else best
+
+    def in_turn(self, slow_s: float) -> Iterable[tuple[float, Solution, Exposure]]:
+        """The solutions, with seconds that they take at least, which are zero where nothing is folded, and where there
+        is one solution whose time is wanted anyway.
+        """
+        if self.step is None or (slow_s == math.inf and not self.hides):
+            return ((0.0, solution, exposure) for solution, exposure in self.solutions())
+        found: list[tuple[float, Solution, Exposure]] = []
+        for solution, exposure in self.solutions():
+            at_least_s, sends = self.least_s(solution, slow_s)
+            found.append((at_least_s, solution, exposure))
+            if not sends:
+                break
+        return sorted(found, key=lambda each: each[0])
+
+    @property
+    def hides(self) -> bool:
+        """Whether the program is solved under other exposures too. A recipe means the plan that its source describes,
+        which does not count on what is hidden.
+        """
+        model, request = self.intra_op.model, self.context.request
+        several = bool(model.overlap.kinds) and request.binding is None and model.links.mesh.num_devices > 1
+        return several and request.effort is not Effort.QUICK
+
+    def solutions(self) -> Iterator[tuple[Solution, Exposure]]:
+        """The solutions under one exposure after the other, each choice once."""
+        weighed: set[tuple[int, ...]] = set()
+        for exposure in (ALL_EXPOSED, *(self.exposures() if self.hides else ())):
+            if exposure == ALL_EXPOSED:
+                solution = self.free
+            else:
+                solution = self.intra_op.solve(time_limit_s=self.left_s, exposure=exposure)
+                if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+                    continue
+                solution = self.at_full_cost(solution)
+            if tuple(solution.choice) not in weighed:
+                weighed.add(tuple(solution.choice))
+                yield solution, exposure
 
     def exposures(self) -> Iterator[Exposure]:
         """Of what is sent before a loop it depends on all else that is whether it hides: both are tried."""

@@ -6,6 +6,7 @@ operands are reduced first, which is always correct.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -72,6 +73,13 @@ def linear_operands(primitive: str, eqn: Any) -> tuple[frozenset[int], ...]:
     return _LINEAR.get(primitive, ())
 
 
+@functools.lru_cache(256)
+def dtype_text(dtype: Any) -> str:
+    """The name of a type: numpy writes it anew each time, in Python."""
+    return str(dtype)
+
+
+@functools.lru_cache(256)
 def is_inexact(dtype: Any) -> bool:
     """Whether a type is one of floating point numbers, real or complex."""
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))

@@ -20,7 +20,7 @@ from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.kernels.local import runs_locally
-from autopar.passes.assign_layers import assign_layers
+from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.layers import Layers, is_product
 
 
@@ -33,8 +33,14 @@ class Recompute(enum.Enum):
     ALL = "input"  # only what enters the layer is kept
 
 
-def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[Recompute]) -> OpGraph:
-    """The graph with recomputation, for all layers alike or for each its own.
+def rematerialise(
+    graph: OpGraph,
+    layers: Layers,
+    policy: Recompute | Sequence[Recompute],
+    assignment: LayerAssignment | None = None,
+) -> OpGraph:
+    """The graph with recomputation, for all layers alike or for each its own. `assignment` of the graph to these layers
+    saves finding it again.
 
     Forward operations keep their numbers, so that `layers` holds for the result too. Regions that the user
     rematerialises stay as they are. Random numbers come out the same again: they are functions of their key.
@@ -43,7 +49,7 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
     assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
     ids = [op.id for op in graph.ops()]
     assert ids == list(range(len(ids))), "operations are numbered in program order (`renumbered`)"
-    readers = _Readers(graph, _layer_of(graph, layers))
+    readers = _Readers(graph, _layer_of(graph, layers, assignment))
     fresh = Fresh(graph)
     inserted: dict[int, list[Op]] = {}  # by position
     recomputed: dict[int, list[tuple[int, dict[int, int]]]] = {}
@@ -65,8 +71,8 @@ def rematerialise(graph: OpGraph, layers: Layers, policy: Recompute | Sequence[R
     return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
 
 
-def _layer_of(graph: OpGraph, layers: Layers) -> dict[int, int | None]:
-    assignment = assign_layers(graph, layers)
+def _layer_of(graph: OpGraph, layers: Layers, assignment: LayerAssignment | None = None) -> dict[int, int | None]:
+    assignment = assign_layers(graph, layers) if assignment is None else assignment
     return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
 
 

@@ -169,12 +169,9 @@ class _Evaluation:
         combines = kind in (FactorKind.SUM, FactorKind.EXTREMUM) and primitive in _COMBINE
         if not passes and not (combines and not any(factor in dim for dims in rule.results for dim in dims)):
             return False
-        smaller = []
-        for part in range(self.parts):
-            shapes = [self.part_of(v.aval.shape, part) if passes else v.aval.shape for v in eqn.outvars]
-            smaller.append(_of_shape(eqn, shapes[0]))
-            if not self.fits(smaller[-1], places, shapes, part):
-                return False
+        smaller = self.of_parts(eqn, places, passes)
+        if smaller is None:
+            return False
         results = []
         for part, small in enumerate(smaller):
             with self.named(part):
@@ -208,19 +205,30 @@ class _Evaluation:
         shape = tuple(atom.aval.shape)
         return shape if place is None else self.part_of(shape, part, place)
 
-    def fits(self, small: Any, places: Sequence[int | None], shapes: Sequence[tuple[int, ...]], part: int) -> bool:
-        """Whether an equation, written for a part, takes operands of a part's shapes and makes results of theirs."""
-        variables = [
-            jax.ShapeDtypeStruct(
-                a.aval.shape if place is None else self.part_of(a.aval.shape, part, place), a.aval.dtype
-            )
-            for a, place in zip(small.invars, places, strict=True)
-        ]
-        try:
-            outs = jax.eval_shape(lambda *args: jax_compat.bind(small, args), *variables)
-        except (TypeError, ValueError):
-            return False  # sizes in its parameters that are not known here
-        return [tuple(o.shape) for o in outs] == list(shapes)
+    def of_parts(self, eqn: Any, places: Sequence[int | None], passes: bool) -> list[Any] | None:
+        """An equation as it is written for each part; None where that does not take what the parts are."""
+        made: dict[tuple[Any, ...], Any] = {}  # by the shapes of operands and results, which most parts share
+        found = []
+        for part in range(self.parts):
+            operands = tuple(self.shape_of(a, part, place) for a, place in zip(eqn.invars, places, strict=True))
+            shapes = tuple(self.part_of(v.aval.shape, part) if passes else v.aval.shape for v in eqn.outvars)
+            if (operands, shapes) not in made:
+                small = _of_shape(eqn, shapes[0])
+                if not _fits(small, operands, shapes):
+                    return None
+                made[operands, shapes] = small
+            found.append(made[operands, shapes])
+        return found
+
+
+def _fits(small: Any, operands: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an equation takes operands of these shapes and makes results of those."""
+    variables = [jax.ShapeDtypeStruct(shape, a.aval.dtype) for shape, a in zip(operands, small.invars, strict=True)]
+    try:
+        outs = jax.eval_shape(lambda *args: jax_compat.bind(small, args), *variables)
+    except (TypeError, ValueError):
+        return False  # sizes in its parameters that are not known here
+    return [tuple(o.shape) for o in outs] == list(shapes)
 
 
 def _hashable(eqn: Any) -> list[Any]:

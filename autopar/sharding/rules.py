@@ -18,7 +18,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
 from autopar.ir.graph import Factor, FactorKind, Rule
-from autopar.ir.primitives import COMBINING, SUMMING, window_dims
+from autopar.ir.primitives import COMBINING, SUMMING, dtype_text, window_dims
 
 _RULE = re.compile(r"<\((.*?)\)->\((.*?)\)(?: \{([^}]*)\})?(.*)>")
 _TENSOR = re.compile(r"\[([^\]]*)\]")
@@ -40,7 +40,7 @@ def _aval_key(var: Any) -> str:
     # By value: JAX has classes of its own for literals, whose texts differ and leave out digits.
     aval = var.aval
     literal = f"={np.asarray(var.val, aval.dtype).tolist()!r}" if isinstance(var, jax_compat.Literal) else ""
-    return f"{aval.dtype}{list(aval.shape)}{literal}"
+    return f"{dtype_text(aval.dtype)}{list(aval.shape)}{literal}"
 
 
 class RuleBook:

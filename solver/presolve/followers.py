@@ -71,11 +71,7 @@ def merge_followers(problem: Problem) -> Reduction:
         if a == b or min(edge.cost.shape) == 1:
             continue
         if id(edge.cost) not in rules:
-            finite = np.isfinite(edge.cost)
-            rules[id(edge.cost)] = (
-                finite.argmax(axis=1) if (finite.sum(axis=1) == 1).all() else None,
-                finite.argmax(axis=0) if (finite.sum(axis=0) == 1).all() else None,
-            )
+            rules[id(edge.cost)] = _rules(np.isfinite(edge.cost))
         forth, back = rules[id(edge.cost)]
         if (forth is not None and leads.join(a, b, forth)) or (back is not None and leads.join(b, a, back)):
             merged = True
@@ -84,6 +80,14 @@ def merge_followers(problem: Problem) -> Reduction:
     for node in range(len(leads.lead)):
         leads.settle(node)
     return _merged(problem, leads.lead, leads.follow)
+
+
+def _rules(allowed: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The one partner of each strategy of either side, where each has one."""
+    pairs, (rows, columns) = np.count_nonzero(allowed), allowed.shape
+    forth = pairs == rows and bool((allowed.sum(axis=1) == 1).all())
+    back = pairs == columns and bool((allowed.sum(axis=0) == 1).all())
+    return allowed.argmax(axis=1) if forth else None, allowed.argmax(axis=0) if back else None
 
 
 def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray]) -> Reduction:

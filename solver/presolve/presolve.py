@@ -15,10 +15,12 @@ uses.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
@@ -32,22 +34,29 @@ SETTLED = 0.97  # of the strategies left by a turn of all reductions: another tu
 TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
 
 
+Step = Callable[[Problem], Reduction]
+
+
 def reduce_all(problem: Problem) -> Reduction:
     """Every reduction in turn until a turn changes nothing, or only a few strategies of a large problem.
 
     Raises: ConflictError when the strategies left exclude each other.
     """
     total = Reduction(problem=problem, undo=tuple)
+    settled: dict[Step, Problem] = {}  # what each step left, which it need not look at again
     while True:
         size_before = size(total.problem)
         # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
         # dropped again before elimination, which takes for granted that every strategy left is allowed.
         merging = (merge_followers, merge_parallel, drop_forbidden)
         for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
+            if settled.get(step) is total.problem and step is not drop_dominated:
+                continue  # what is dominated may be so by what was dropped after it
             try:
                 total = chain(total, step(total.problem))
             except ConflictError as conflict:
                 raise _translated(conflict, total) from None
+            settled[step] = total.problem
         size_after = size(total.problem)
         if size_after[:2] == size_before[:2] and size_after[2] > SETTLED * size_before[2] - 1:
             return total
@@ -63,18 +72,22 @@ def _translated(conflict: ConflictError, total: Reduction) -> ConflictError:
 def merge_parallel(problem: Problem) -> Reduction:
     """Add up the edges of the same two nodes, and turn an edge from a node to itself into node cost."""
     node_cost = list(problem.node_cost)
-    merged: dict[tuple[int, int], np.ndarray] = {}
+    merged: dict[tuple[int, int], Edge] = {}
     for edge in problem.edges:
-        a, b, cost = edge.source, edge.target, edge.cost
+        a, b = edge.source, edge.target
         if a == b:
-            node_cost[a] = node_cost[a] + np.diagonal(cost)
+            node_cost[a] = node_cost[a] + np.diagonal(edge.cost)
             continue
         if a > b:
-            a, b, cost = b, a, cost.T
-        sum_so_far = merged.get((a, b))
-        merged[a, b] = cost if sum_so_far is None else sum_so_far + cost
-    # Counting is several times as fast as `any` on matrices this small.
-    edges = tuple(Edge(source=a, target=b, cost=cost) for (a, b), cost in merged.items() if np.count_nonzero(cost))
+            a, b = b, a
+            edge = Edge(source=a, target=b, cost=edge.cost.T)
+        before = merged.get((a, b))
+        merged[a, b] = edge if before is None else Edge(source=a, target=b, cost=before.cost + edge.cost)
+    matrices = {id(edge.cost): edge.cost for edge in merged.values()}
+    is_zero = dict(zip(matrices, _each(np.equal, list(matrices.values()), 0.0), strict=True))
+    edges = tuple(edge for edge in merged.values() if not is_zero[id(edge.cost)])
+    if edges == problem.edges:  # none was merged, turned or left out
+        return Reduction(problem=problem, undo=tuple)
     return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=edges), undo=tuple)
 
 
@@ -86,12 +99,12 @@ def drop_forbidden(problem: Problem) -> Reduction:
     allowed = [np.isfinite(cost) for cost in problem.node_cost]
     matrices = {id(edge.cost): edge.cost for edge in problem.edges}
     complete: dict[int, bool] = {}  # every strategy has a partner
-    for key, all_finite in zip(matrices, _all_finite(list(matrices.values())), strict=True):
+    for key, all_finite in zip(matrices, _each(np.isfinite, list(matrices.values())), strict=True):
         complete[key] = all_finite
         if not all_finite:
             pairs = np.isfinite(matrices[key])
             complete[key] = bool(pairs.any(axis=1).all() and pairs.any(axis=0).all())
-    all_finite_costs = _all_finite(problem.node_cost)
+    all_finite_costs = _each(np.isfinite, problem.node_cost)
     pending = [
         number
         for number, edge in enumerate(problem.edges)
@@ -129,13 +142,13 @@ def drop_forbidden(problem: Problem) -> Reduction:
     return keep_strategies(problem, [np.flatnonzero(keep) for keep in allowed])
 
 
-def _all_finite(arrays: Sequence[np.ndarray]) -> list[bool]:
-    """Whether each of some arrays, none of them empty, has finite entries only: all of them looked at in one go."""
+def _each(test: Callable[..., np.ndarray], arrays: Sequence[np.ndarray], *arguments: float) -> list[bool]:
+    """Whether all entries pass a test, of each of some arrays, none of them empty: all looked at in one go."""
     if not arrays:
         return []
     ends = np.cumsum([array.size for array in arrays])
-    finite = np.isfinite(np.concatenate([array.ravel() for array in arrays]))
-    return np.logical_and.reduceat(finite, np.concatenate(([0], ends[:-1]))).tolist()
+    passed = test(np.concatenate([array.ravel() for array in arrays]), *arguments)
+    return np.logical_and.reduceat(passed, np.concatenate(([0], ends[:-1]))).tolist()
 
 
 def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduction:
@@ -164,71 +177,52 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
 
 
 def drop_dominated(problem: Problem) -> Reduction:
-    """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory.
-
-    Goldstein's criterion: c[t] - c[s] + sum over edges of max over u of (e[t, u] - e[s, u]) <= 0. One node at a time,
-    so that two equal strategies do not remove each other; nodes are passed over once the work would pass
-    DOMINANCE_WORK.
+    """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
+    (`dominance`). One node at a time, so that two equal strategies do not remove each other; nodes are passed over once
+    the work would pass DOMINANCE_WORK.
     """
+    from autopar.solver.presolve import dominance
+
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    numbers: dict[int, int] = {}
+    matrices: list[np.ndarray] = []
+    for edge in problem.edges:
+        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
+            matrices.append(edge.cost.ravel())
+    edges = np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3)
     near = _neighbours(problem)
-    strategies = [np.arange(len(cost)) for cost in problem.node_cost]
-    uses: dict[int, list[np.ndarray]] = defaultdict(list)
+    uses: list[list[np.ndarray]] = [[] for _ in sizes]
     for use in problem.uses:
         if use.start < use.stop:
             uses[use.node].append(use.bytes)
-    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
-    work = 0
-    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
-        count = len(strategies[node])
-        if count == 1:
-            continue
-        edges = [problem.edges[number] for number in near[node]]
-        others = [edge.target if edge.source == node else edge.source for edge in edges]
-        work += count * count * (1 + sum(len(strategies[other]) for other in others))
-        if work > DOMINANCE_WORK:
-            break
-        cost = problem.node_cost[node]
-        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
-            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-            for edge, other in zip(edges, others, strict=True):
-                if len(strategies[other]) < len(problem.node_cost[other]):
-                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
-                    continue
-                key = id(edge.cost), edge.source == node
-                if key not in worst_of:
-                    worst_of[key] = _worst(_side(edge, node))
-                worst = worst + worst_of[key]
-        beats = worst <= 0
-        for nbytes in uses[node]:
-            beats &= nbytes[:, None] <= nbytes[None, :]
-        np.fill_diagonal(beats, False)
-        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
-        if not beaten:
-            continue
-        alive = np.ones(count, dtype=bool)
-        for s in beaten:
-            alive[s] = not (beats[:, s] & alive).any()
-        strategies[node] = np.flatnonzero(alive)
-    return keep_strategies(problem, strategies)
+    loops: Any = dominance  # numba's types do not know the arguments of what it compiles
+    kept = loops.undominated(
+        first,
+        np.concatenate([np.zeros(0), *problem.node_cost]),
+        edges,
+        _starts(matrices)[:-1],
+        np.concatenate([np.zeros(0), *matrices]),
+        _starts(near),
+        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
+        np.argsort(sizes, kind="stable"),
+        np.array([0, *itertools.accumulate(len(of) * n for of, n in zip(uses, sizes.tolist(), strict=True))]),
+        np.concatenate([np.zeros(0, dtype=np.int64), *(nbytes for of in uses for nbytes in of)]).astype(np.int64),
+        DOMINANCE_WORK,
+    )
+    return keep_strategies(problem, [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())])
 
 
-def _side(edge: Edge, node: int) -> np.ndarray:
-    """The edge's costs with this node's strategies first."""
-    return edge.cost if edge.source == node else edge.cost.T
-
-
-def _worst(side: np.ndarray) -> np.ndarray:
-    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
-    choose with s: where that excludes s, t is no worse.
-    """
-    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
-    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
-    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
+    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
 
 
 def fold_forced(problem: Problem) -> Reduction:
     """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, for their memory."""
     single = [len(cost) == 1 for cost in problem.node_cost]
+    if not any(single[edge.source] or single[edge.target] for edge in problem.edges):
+        return Reduction(problem=problem, undo=tuple)
     node_cost = list(problem.node_cost)
     edges: list[Edge] = []
     for edge in problem.edges:

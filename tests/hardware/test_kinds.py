@@ -13,8 +13,6 @@ from autopar.errors import InvalidArgumentError
 from autopar.hardware import host_cpu, presets
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import DeviceKind, Platform
-from autopar.ir.layout import Layout
-from autopar.sharding.strategies import Strategy
 from autopar.xla import collectives
 from benchmarks import hardware_model
 
@@ -122,8 +120,7 @@ def test_operands_of_products_are_packed_and_convolutions_reach_their_share(cons
         fusible=False,
         **kind,
     )
-    whole = Layout(((), ()))
-    assert time_s(work, Strategy((whole, whole), (whole,), 4), ((2, 4), (2,)), device) == pytest.approx(expected_s)
+    assert time_s(work, 4, ((2, 4), (2,)), device) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +161,7 @@ def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_
 def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts, result_parts, expected_s):
     device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)), launch_overhead_s=0.0, float32_fill_s=0.0)
     work = Work(flops=0.0, dtype="float32", operand_bytes=(400, 100), result_bytes=(200,), fusible=fusible)
-    whole = Layout(((),))
-    strategy = Strategy((whole, whole), (whole,), 1)
-    assert time_s(work, strategy, (operand_parts, result_parts), device) == pytest.approx(expected_s)
+    assert time_s(work, 1, (operand_parts, result_parts), device) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from autopar.intra_op.build_choice_graph import build_choice_graph
 from autopar.intra_op.slack import slacks_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched
+from autopar.passes.assign_stages import assign
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step
@@ -84,7 +85,7 @@ def test_what_arrives_from_another_stage_is_there_when_its_section_begins():
     cut = cut_layers(split_scans(traced(), 1, rules), 4, rules)
     assert len(cut.layers) == 2
     mesh = LogicalMesh(axis_sizes=(4,))
-    stages = cut_stages(cut.graph, cut.layers, (0, 1), False, 2)
+    stages = cut_stages(assign(cut.graph, cut.layers, (0, 1)), False, 2)
     received, sent = transfer_layouts_of(stages, [mesh, mesh])[1]
     second = stages[1]
     inputs = {second.graph.block.inputs[position] for position in second.graph.repeating}
