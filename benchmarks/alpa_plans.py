@@ -108,8 +108,7 @@ def alpas_plan(
     limits = BuildLimits(limit_bytes=limit_bytes, time_limit_s=TIME_LIMIT_S)
     for m, cut in cuts.items():
         sizes = submesh_sizes(cluster, PlanRequest(), len(cut.layers))
-        prices_saved = not is_long(cut.step.traced)  # as the search has it
-        options = tables(cut, cluster, sizes, limits, decided, prices_saved=prices_saved)
+        options = tables(cut, cluster, sizes, limits, decided, is_long=is_long(cut.step.traced))
         problem = StageProblem(
             options=tuple(o.option for o in options),
             num_devices=cluster.num_devices,

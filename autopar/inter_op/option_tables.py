@@ -11,19 +11,20 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import WHOLE, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.layer_decisions import Decisions, LayerDecider
+from autopar.inter_op.layer_decisions import SAVED_SHARE, Decisions, LayerDecider
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.search_space import meshes_inside
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options
 from autopar.inter_op.submeshes import part_of
+from autopar.intra_op.memory_prices import saved_values
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
-from autopar.passes.fold_layers import fold_layers
+from autopar.passes.fold_layers import FoldedGraph, fold_layers
 
-# The key of decisions: mesh, operations and values, devices over which examples split, and, where saved values have a
-# price, the examples and the micro-batches in flight; then the part of the cluster.
+# The key of decisions: mesh, operations and values, devices over which examples split, the examples (0: any number),
+# the micro-batches in flight of which saved values have a price (1: several); then the part of the cluster.
 DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
 
 
@@ -38,6 +39,17 @@ class _OnMesh:
     known: Decisions | None
     decider: LayerDecider | None
     fastest: TimedSharding | None
+
+
+def _fastest(
+    folded: FoldedGraph, model: CostModel, known: Decisions | None, decider: LayerDecider | None
+) -> TimedSharding | None:
+    """The fastest of the decisions on the clock; None where there are none."""
+    first = decider.fastest if decider is not None else next(iter(known or ()), None)
+    if first is None:
+        return None
+    costs = decider.intra_op.costs if decider is not None else None
+    return timed_sharding(folded.graph, model, first.sharding, costs)
 
 
 def _paying(meshes: Sequence[_OnMesh], screen: MeshScreen) -> list[_OnMesh]:
@@ -59,19 +71,20 @@ def tables(
     limits: BuildLimits,
     decided: dict[DecidedFor, Decisions],
     *,
-    prices_saved: bool = True,
+    is_long: bool = False,
     number: int = WHOLE,
     screen: MeshScreen | None = None,
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh of these sizes, in the part of the cluster with this number, but for those that the
     screen leaves out. Adds new decisions to `decided`, and to the screen what meshes take.
 
-    `decided` holds the decisions for smaller micro-batches. They are reused, and only priced again, where operations
-    and values have the same numbers and connections, examples split over as many of the devices, and saved values have
-    no price that depends on the number of examples (`prices_saved`, which is off for long steps).
+    `decided` holds the decisions for smaller micro-batches. In long steps they are reused, and only priced again, where
+    operations and values have the same numbers and connections, examples split over as many of the devices, and saved
+    values need a price in both: where they crowd the memory though they are split over all devices.
     """
     folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
     wiring, remat = hash(wiring_of(folded.graph)), remat_ops(folded)
+    saved_bytes = _saved_bytes(folded) if is_long else 0.0
     at = cluster if number == WHOLE else cluster.parts[number]
     room = limits.limit_bytes * (1.0 if number == WHOLE else memory_shares(cluster)[number])
     examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
@@ -81,18 +94,17 @@ def tables(
     def on(model: CostModel) -> _OnMesh:
         mesh = model.links.mesh
         stages = cluster.num_devices / mesh.num_devices
-        in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches) if prices_saved else 0
-        key = mesh, wiring, math.gcd(examples, mesh.num_devices), in_flight and examples, in_flight, number
+        # A stage on this mesh holds about its share of the layers.
+        room_bytes, equal = room * stages, microbatched.step.parts > 1
+        in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches)
+        if is_long and in_flight * saved_bytes / mesh.num_devices <= SAVED_SHARE * room_bytes:
+            in_flight = 0
+        counts = (0, min(in_flight, 1)) if is_long else (examples, in_flight)
+        key = mesh, wiring, math.gcd(examples, mesh.num_devices), *counts, number
         decider = None
         if (known := decided.get(key)) is None:
-            # A stage on this mesh holds about its share of the layers.
-            room_bytes, equal = room * stages, microbatched.step.parts > 1
             decider = LayerDecider(folded, model, room_bytes, in_flight, equal, limits.time_limit_s)
-        first = decider.fastest if decider is not None else next(iter(known or ()), None)
-        fastest = None
-        if first is not None:
-            costs = decider.intra_op.costs if decider is not None else None
-            fastest = timed_sharding(folded.graph, model, first.sharding, costs)
+        fastest = _fastest(folded, model, known, decider)
         return _OnMesh(model=model, key=key, known=known, decider=decider, fastest=fastest)
 
     options: list[PricedOption] = []
@@ -111,6 +123,12 @@ def tables(
             found = decided[each.key]
             options += stage_options(folded, remat, microbatched.layers, each.model, link, found, each.fastest)
     return tuple(options)
+
+
+def _saved_bytes(folded: FoldedGraph) -> float:
+    """What all layers save of a micro-batch for its backward pass, on all devices together, each value once."""
+    values, copies = {v for v, _ in saved_values(folded.graph)}, folded.copies()
+    return sum(folded.graph.values[v].nbytes * copies.get(v, 1.0) for v in sorted(values))
 
 
 def wiring_of(graph: OpGraph) -> tuple:

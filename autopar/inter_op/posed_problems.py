@@ -89,7 +89,7 @@ class PosedProblems:
                 of_part,
                 BuildLimits(limit_bytes=limit_bytes, time_limit_s=solve_s),
                 self.decided,
-                prices_saved=not is_long(self.context.traced),
+                is_long=is_long(self.context.traced),
                 number=number,
                 screen=screen,
             )

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentErro
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import answered_problems, evaluate, posed_problems, search, search_space
+from autopar.inter_op import answered_problems, evaluate, option_tables, posed_problems, search, search_space
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
@@ -91,6 +91,20 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
     assert found.pipeline is not None
     assert found.pipeline.num_microbatches == 8  # which the tables begin without, as above
     assert built == [8]
+
+
+def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
+    in_flight = []
+
+    def noted(*given, **named):
+        options = option_tables.tables(*given, **named)
+        in_flight.extend(o.terms.in_flight for o in options)
+        return options
+
+    monkeypatch.setattr(posed_problems, "tables", noted)
+    monkeypatch.setattr(search_space, "LONG_STEP", 0)
+    plan(cluster(memory_bytes=20 * 10**9), *arguments())
+    assert max(in_flight) > 0
 
 
 def test_a_pipeline_sends_less_between_slow_hosts_than_data_parallelism():

@@ -13,7 +13,7 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import decide_stages
+from autopar.inter_op import decide_stages, option_tables
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
@@ -145,21 +145,37 @@ def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
 
 
 @pytest.mark.parametrize(
-    ("prices_saved", "numbers", "anew"),
+    ("is_long", "numbers", "anew"),
     [
-        (False, (16, 4), 3),  # of one example, then of four: on one device there is nothing to divide
-        (False, (4, 2), 0),  # of four, then of eight, on four devices at most
-        (True, (4, 2), 4),  # what is saved of eight examples is more
+        (True, (16, 4), 3),  # of one example, then of four: on one device there is nothing to divide
+        (True, (4, 2), 0),  # of four, then of eight, on four devices at most
+        (False, (4, 2), 4),  # what is saved of eight examples is more
     ],
 )
-def test_where_examples_divide_among_more_devices_layers_are_decided_anew(prices_saved, numbers, anew):
+def test_where_examples_divide_among_more_devices_layers_are_decided_anew(is_long, numbers, anew):
     decided = {}
     found = [
         len(decided)
         for m in numbers
-        if tables(cut(m, batch=16), cluster(), [1, 2, 4], LIMITS, decided, prices_saved=prices_saved)
+        if tables(cut(m, batch=16), cluster(), [1, 2, 4], LIMITS, decided, is_long=is_long)
     ]
     assert found == [4, 4 + anew]  # four devices are a line or a square
+
+
+def test_in_long_steps_what_is_saved_has_a_price_where_it_crowds_the_memory(monkeypatch):
+    """Of each example a layer saves two rows of 8 kB, split over two devices, on two stages with a batch in flight."""
+    priced = []
+
+    class Noted(option_tables.LayerDecider):
+        def __init__(self, folded, model, room_bytes, in_flight, *given):
+            priced.append(in_flight)
+            super().__init__(folded, model, room_bytes, in_flight, *given)
+
+    monkeypatch.setattr(option_tables, "LayerDecider", Noted)
+    limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), {}
+    for m in (128, 8, 4):  # of 2, 32 and 64 examples: the last is not decided anew, for it is crowded as well
+        assert option_tables.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
+    assert priced == [0, 2]
 
 
 @pytest.mark.parametrize(
