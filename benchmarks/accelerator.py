@@ -53,18 +53,22 @@ TIMEOUT_S, SMALL_TIMEOUT_S = 180.0, 900.0  # of one row: on a card, on a CPU tha
 BUDGET_S = 570.0  # a command on a lent card may take ten minutes
 ROUNDS, CALLS, LEAVES = 10, 200, (10, 100, 400)
 TUNE_S = 10.0
-UNROUNDED_STEPS, _UNROUNDED = 5, dict(layers=2, width=256, heads=4, vocabulary=1024, length=128, batch=4)
+UNROUNDED_STEPS = 3
 WARM_UP_S = 2.0  # of steps before any is timed: a card's power and clock are then those of a long run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A case of the zoo, at a size whose step takes 5 to 50 ms on an H100, and at one for a CPU."""
+    """A case of the zoo, at a size whose step takes 5 to 50 ms on an H100, and at one for a CPU.
+
+    `float32`: the same model in float32, where `case` is not.
+    """
 
     case: str
     large: dict[str, Any]
     small: dict[str, Any]
     has_attention: bool = False
+    float32: str | None = None
 
     def make(self, small: bool) -> Case:
         return CASES[self.case](**(self.small if small else self.large))
@@ -85,6 +89,7 @@ MODELS = {
         large=dict(layers=4, width=1024, heads=16, vocabulary=50_304, length=1024, batch=8, optimizer=_ADAMW),
         small=_SMALL,
         has_attention=True,
+        float32="gpt",
     ),
     # Llama 3 in small: layers under one scan, each recomputed, four queries to a key; scores of the whole sequence.
     "llama": Model(
@@ -107,7 +112,7 @@ MODELS = {
     ),
     "bert": Model(
         case="bert",
-        large=dict(layers=6, width=1024, heads=16, vocabulary=30_522, length=512, batch=8),
+        large=dict(layers=3, width=1024, heads=16, vocabulary=30_522, length=512, batch=8),
         small=_SMALL,
         has_attention=True,
     ),
@@ -162,35 +167,35 @@ def calls(small: bool) -> dict[str, Any]:
 
 
 def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
-    model = MODELS[name.removesuffix(BLOCKWISE)]
-    options: dict[str, Any] = {}
-    if name.endswith(BLOCKWISE):
-        options["attention"] = "blockwise"
-    return compared(model.make(small), options, measured) | {"sizes": model.sizes(small)}
+    options: dict[str, Any] = {"attention": "blockwise"} if name.endswith(BLOCKWISE) else {}
+    return _row(MODELS[name.removesuffix(BLOCKWISE)], options, small, measured)
 
 
 def offload(small: bool, measured: Path) -> dict[str, Any]:
-    model, plan = MODELS["gpt"], autopar.recipes.combine(offload="optimizer")
-    row = compared(model.make(small), {"plan": plan}, measured)
-    # Products of bfloat16 and TF32 round differently in two programs. Without that, what offload computes shows.
+    return _row(MODELS["gpt"], {"plan": autopar.recipes.combine(offload="optimizer")}, small, measured)
+
+
+def _row(model: Model, options: dict[str, Any], small: bool, measured: Path) -> dict[str, Any]:
+    row = compared(model.make(small), options, measured)
+    return row | unrounded(model, options) | {"sizes": model.sizes(small)}
+
+
+def unrounded(model: Model, options: dict[str, Any]) -> dict[str, Any]:
+    """How far the small model in float32 is from plain `jax.jit` after some steps, with products that round nothing:
+    those of bfloat16 and TF32 round differently in two programs, which a mixture's choice of experts multiplies.
+    """
     with jax.default_matmul_precision("highest"):
-        case = CASES["gpt"](**_UNROUNDED)
-        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False, plan=plan)
-        worst = worst_after(case, step, UNROUNDED_STEPS)
-    unrounded = f"{worst.relative:.1e} in {worst.path} after {UNROUNDED_STEPS} steps"
-    return row | {"sizes": f"{model.sizes(small)}; a GPT in float32 without rounding: {unrounded}"}
-
-
-def worst_after(case: Case, step: autopar.Step, count: int) -> Difference:
-    """The leaf that differs most from plain `jax.jit` after so many steps."""
-    state, key = step.init(case.init, jax.random.key(0)), jax.random.key(0)
-    for seed in range(count):
-        state, metrics = step(state, step.put_batch(case.batch(seed)))
-    results = state, metrics
-    plain, state = jax.jit(case.step, donate_argnums=0), jax.jit(case.init)(key)
-    for seed in range(count):
-        state, metrics = plain(state, jax.device_put(case.batch(seed)))
-    return _worst(case, (state, metrics), results)
+        case = CASES[model.float32 or model.case](**model.small)
+        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False, **options)
+        state, key = step.init(case.init, jax.random.key(0)), jax.random.key(0)
+        for seed in range(UNROUNDED_STEPS):
+            state, metrics = step(state, step.put_batch(case.batch(seed)))
+        results = state, metrics
+        plain, state = jax.jit(case.step, donate_argnums=0), jax.jit(case.init)(key)
+        for seed in range(UNROUNDED_STEPS):
+            state, metrics = plain(state, jax.device_put(case.batch(seed)))
+    worst = _worst(case, (state, metrics), results)
+    return {"unrounded": worst.relative, "unrounded_leaf": worst.path}
 
 
 def _worst(case: Case, expected: tuple[Any, Any], results: tuple[Any, Any]) -> Difference:
@@ -226,7 +231,9 @@ def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, A
     while time.perf_counter() - begun < WARM_UP_S:
         own.run()
     take_turns([own, by_hand], ROUNDS)
-    profile, own.state = profiled(step, own.state, own.batch)
+    profile = None
+    if options.get("attention") != "blockwise":  # its programs are made anew for that, which takes time
+        profile, own.state = profiled(step, own.state, own.batch)
     predicted_s = {"preset": plan.predicted.step_time_s}
     if measured.exists():
         anew = parallelize(cluster=autopar.Cluster.load(measured)).plan(shapes, case.batch(0))
@@ -318,7 +325,10 @@ def main() -> int:
 def run_rows(arguments: argparse.Namespace, measured: Path, kernels: Path) -> int:
     path, begun = arguments.results / "accelerator.json", time.perf_counter()
     kernels.mkdir(parents=True, exist_ok=True)
-    environment = ENVIRONMENT | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TUNED_KERNELS}{kernels}"}
+    environment = ENVIRONMENT | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TUNED_KERNELS}{kernels}",
+        "JAX_COMPILATION_CACHE_DIR": str(kernels / "programs"),
+    }
     rows = row_processes.load(path)
     for name in arguments.rows or ROWS:
         if not arguments.again and is_kept(rows.get(name), arguments.small):

@@ -10,9 +10,9 @@ from benchmarks import row_processes
 from benchmarks.machine import markdown
 
 MODEL_COLUMNS = (
-    "model", "difference from jit", "predicted, ms: preset", "with measured constants", "measured, ms", "ratio",
-    "ratio with measured constants", "jax.jit, ms", "over jit", "peak, MB: predicted", "compiled", "device's",
-    "ratio", "in the host",
+    "model", "difference from jit", "small, without rounding", "predicted, ms: preset", "with measured constants",
+    "measured, ms", "ratio", "ratio with measured constants", "jax.jit, ms", "over jit", "peak, MB: predicted",
+    "compiled", "device's", "ratio", "in the host",
 )  # fmt: skip
 
 
@@ -26,6 +26,7 @@ def model_cells(name: str, row: dict[str, Any]) -> list[str]:
     return [
         name,
         f"{row['difference']:.1e} ({within} {row['tolerance']:.0e})",
+        _unrounded(row),
         f"{by_preset * 1e3:.2f}",
         f"{by_measured * 1e3:.2f}" if by_measured else "-",
         f"{measured_s * 1e3:.2f}",
@@ -41,6 +42,10 @@ def model_cells(name: str, row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _unrounded(row: dict[str, Any]) -> str:
+    return f"{row['unrounded']:.1e}" if "unrounded" in row else "not run"
+
+
 def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
     """The tables of what was kept of these rows."""
     devices = dict.fromkeys(
@@ -53,7 +58,8 @@ def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
         f"`python -m benchmarks.accelerator`, {sizes}. A row's process ran on:",
         "\n".join(f"- {device}" for device in devices),
         "Time of a step, median of turns; ratios are predicted over measured. The device's peak is its own counter; "
-        "where it keeps none, the ratio is to what the compiler allocates.",
+        "where it keeps none, the ratio is to what the compiler allocates. Without rounding: the sizes for a CPU in "
+        'float32, products with `jax.default_matmul_precision("highest")`.',
         markdown(MODEL_COLUMNS, [model_cells(name, rows[name]) for name in models]),
         "\n".join(f"- {name}: {rows[name]['sizes']}" for name in models if "sizes" in rows[name]),
     ]
