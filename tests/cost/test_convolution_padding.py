@@ -86,7 +86,7 @@ def test_the_padded_copy_is_held_until_the_backward_pass():
 @pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
 @pytest.mark.parametrize(("size", "padded"), [(3, [65]), (7, [65, 69])])
 def test_the_compiler_pads_and_makes_as_much(size, padded):
-    """Of images of 64 pixels a side: their gradient, and the copies that a convolution and its kernel's gradient read."""
+    """Of images of 64 pixels a side: their gradient, and what a convolution and its kernel's gradient read."""
 
     def step(state, batch):
         def loss(state):
