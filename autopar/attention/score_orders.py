@@ -1,11 +1,12 @@
 """In which order of dimensions scores of attention lie in memory, and which products make theirs in another.
 
-XLA's GPU compiler lets a product write (batch, rows, columns) or (batch, columns, rows), and what is computed element
-by element of a product's result lies as the result does. Of grouped heads one product makes (keys, queries, group), and
-another, of the gradients of the weights, (group, queries, keys). The latter is written anew in the order of the former
-and in the type in which the two meet, which is float32 in a softmax; the kernel that reads it writes the weights anew
-as well, in the order in which the product with those gradients wants them. Where both orders end with the same
-dimension no copy is needed: kernels of rows read them as they lie.
+In programs of XLA's GPU compiler a product writes (batch, rows, columns), and what is computed element by element of
+its result lies as the result does. Of grouped heads one product makes (keys, queries, group), and another, of the
+gradients of the weights, (group, queries, keys). The latter is written anew in the order of the former and in the type
+in which the two meet, which is float32 in a softmax (seen as well where one makes (keys, queries) and the other
+(queries, keys)). Weights are read rows first or columns first, but not with their rows in another order: such weights
+the kernel of the gradients of scores writes anew beside these. Where both orders end with the same dimension no copy is
+needed: kernels of rows read them as they lie.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def orders_of(
         first = scores[joined[made]]
         if made not in order or made == first:
             continue
-        wanted, possible = order[first], _possible(op, order[made], values)
-        if wanted not in possible and wanted[-1:] not in {p[-1:] for p in possible}:
-            last = min(_width(p[-1], first, values) for p in (wanted, *possible))
+        wanted = order[first]
+        if wanted[-1:] != order[made][-1:]:
+            last = min(_width(lying[-1], first, values) for lying in (wanted, order[made]))
             meeting = _where_it_meets(made, ops, block)
             costs[op.id] = OrderCost(copied_itemsize=values[meeting].itemsize, in_tiles=last >= _LEAST_OF_TILES)
-            costs |= _weights_beside(op, ops, block, values, {v for v in found if joined[v] == joined[made]})
+            together = {v for v in found if joined[v] == joined[made]}
+            costs |= _weights_beside(op, ops, block, values, {v: order[v] for v in together if v in order}, wanted)
     columns = {
         op.id
         for op in ops
@@ -89,15 +91,16 @@ def _runs_over_last(op: Op, order: _Order, values: Sequence[Value]) -> bool:
     return len(order) - 1 in axes or not axes
 
 
-def _possible(op: Op, order: _Order, values: Sequence[Value]) -> tuple[_Order, _Order]:
-    """The orders in which a product can write its result: rows before columns, and columns before rows."""
-    (summed, _), (batch, _) = op.eqn.params["dimension_numbers"]
-    left = op.eqn.invars[0].aval.shape
-    shape = values[op.outputs[0]].shape
-    num_batch = sum(left[d] > 1 for d in batch)
-    num_rows = sum(n > 1 for n in shape[len(batch) : len(left) - len(summed)])
-    head, rows, columns = order[:num_batch], order[num_batch : num_batch + num_rows], order[num_batch + num_rows :]
-    return order, head + columns + rows
+def _is_readable(op: Op, operand: int, order: _Order, wanted: _Order, values: Sequence[Value]) -> bool:
+    """Whether a product can read an operand, whose dimensions have an order, as it lies: with what is summed before the
+    rest, or behind it.
+    """
+    summed, batch = (sides[operand] for sides in op.eqn.params["dimension_numbers"])
+    shape = op.eqn.invars[operand].aval.shape
+    by_dimension = dict(zip(_wide(shape), order, strict=True))
+    rest = [d for d in range(len(shape)) if d not in (*summed, *batch)]
+    head, inner, outer = (tuple(by_dimension[d] for d in dims if d in by_dimension) for dims in (batch, summed, rest))
+    return wanted in (head + inner + outer, head + outer + inner)
 
 
 def _spread(order: dict[int, _Order], ops: Sequence[Op], values: Sequence[Value]) -> None:
@@ -133,20 +136,29 @@ def _moved(sizes: Sequence[int], permutation: Sequence[int]) -> list[int]:
 
 
 def _weights_beside(
-    gradients: Op, ops: Sequence[Op], block: Block, values: Sequence[Value], found: Collection[int]
+    gradients: Op,
+    ops: Sequence[Op],
+    block: Block,
+    values: Sequence[Value],
+    order: Mapping[int, _Order],
+    wanted: _Order,
 ) -> dict[int, OrderCost]:
     """The operation that ends the gradients of scores, whose kernel writes weights too, and the products that read
-    those.
+    those: such as cannot read them as they lie. `order` has the scores of one attention.
     """
     of_gradients = set(gradients.outputs)
     ending: dict[int, Op] = {}
     for op in ops:
-        if op.outputs[0] in found and not of_gradients.isdisjoint(read_by(op)):
+        if op.outputs[0] in order and not of_gradients.isdisjoint(read_by(op)):
             of_gradients.update(op.outputs)
             ending[op.outputs[0]] = op
     behind = block.ops[block.ops.index(gradients) + 1 :]
-    reading = [(op, v) for op in behind if op.primitive == "dot_general" for v in read_by(op) if v in found]
-    weights = [(op, v) for op, v in reading if v not in of_gradients]
+    reading = [(op, v) for op in behind if op.primitive == "dot_general" for v in read_by(op) if v in order]
+    weights = [
+        (op, v)
+        for op, v in reading
+        if v not in of_gradients and not _is_readable(op, op.inputs.index(v), order[v], wanted, values)
+    ]
     ends = [ending[v].id for _, v in reading if v in ending]
     if not weights or not ends:
         return {}

@@ -87,6 +87,35 @@ def test_on_gpus_scores_are_written_where_attention_is_as_written():
     assert scores_written(made.as_text()) == 4 + 2
 
 
+@needs_gpu_compiler
+def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
+    """As `score_orders` has it: of (group, queries, keys) one copy in the order of the scores, (keys, queries, group),
+    and weights as (group, queries, keys) beside the gradients of scores.
+    """
+
+    def step(state, batch):
+        def loss(state):
+            wq, wk, wv = state
+            q = jnp.einsum("blw,wkgh->blkgh", batch["x"], wq)
+            k, v = (jnp.einsum("blw,wkh->blkh", batch["x"], p) for p in (wk, wv))
+            scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k).astype(jnp.float32)
+            weights = jax.nn.softmax(scores).astype(q.dtype)
+            return jnp.mean(jnp.sin(jnp.einsum("bkgqs,bskh->bqkgh", weights, v).astype(jnp.float32)))
+
+        return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
+
+    state = [jax.ShapeDtypeStruct((W, H // 2, *group, D), jnp.bfloat16) for group in ((2,), (), ())]
+    batch = {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)}
+    step = autopar.parallelize(
+        step, plan=recipes.data_parallel(), cluster="dgx-h100", cache_dir=None, show_progress=False
+    )
+    text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
+    in_scores_order, in_weights_order = f"[1,{H // 2},{L},{L},2]", f"[1,{H // 2},2,{L},{L}]"
+    made = [line.split(" fusion(")[0] for line in text.splitlines() if " fusion(" in line and "transpose" in line]
+    assert sum(f"= f32{in_scores_order}" in line for line in made) == 1
+    assert sum(f"bf16{in_scores_order}" in line and f"bf16{in_weights_order}" in line for line in made) == 1
+
+
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_on_tpus_a_kernel_of_pallas_runs_blockwise_attention():

@@ -139,6 +139,16 @@ def test_heads_of_their_own_keys_have_one_order():
     assert orders(attention, *[(2, 32, 4, 8)] * 3) == []
 
 
+def test_scores_of_keys_by_queries_are_copied_in_tiles_and_their_weights_read_as_they_lie():
+    def attention(query, key, value):
+        scores = jnp.swapaxes(jnp.einsum("bshd,bqhd->bhsq", key, query), -1, -2).astype(jnp.float32)
+        return jnp.einsum("bhqs,bshd->bqhd", jax.nn.softmax(scores).astype(query.dtype), value)
+
+    found = orders(attention, *[(2, 32, 4, 8)] * 3)
+    assert [(name, copied, in_tiles) for name, copied, in_tiles, _, _ in found if copied] == [("dot_general", 4, True)]
+    assert [rewritten for *_, rewritten, _ in found if rewritten is not None] == []
+
+
 def test_rows_of_keys_are_read_in_either_order_of_queries_and_group():
     """Both products of jax's own attention end with the keys."""
     assert orders(jax.nn.dot_product_attention, (2, 32, 4, 8), (2, 32, 2, 8), (2, 32, 2, 8)) == []

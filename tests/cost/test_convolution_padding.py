@@ -1,10 +1,15 @@
 """Padding that cuDNN does not know is written: windows counted by hand, and the memory of a step with strides."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autopar
 from autopar.cost.convolution_padding import written_padding
+from autopar.verification import compile_for_target
+from autopar.xla import aot_gpu
 
 IMAGES, KERNEL = (2, 8, 8, 3), (3, 3, 3, 5)
 
@@ -76,3 +81,29 @@ def test_the_padded_copy_is_held_until_the_backward_pass():
         return max(step.plan(state, batch).predicted.peak_bytes)
 
     assert peak_bytes("SAME") - peak_bytes(((1, 1), (1, 1))) == 64 * 65 * 65 * 8 * 4
+
+
+@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.parametrize(("size", "padded"), [(3, [65]), (7, [65, 69])])
+def test_the_compiler_pads_and_makes_as_much(size, padded):
+    """Of images of 64 pixels a side: their gradient, and what a convolution and its kernel's gradient read."""
+
+    def step(state, batch):
+        def loss(state):
+            h = convolve(jax.nn.relu(convolve(batch, state["before"], 1)), state["across"], 2)
+            return jnp.sum(jnp.sin(h))
+
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state)), 0.0
+
+    shapes = {"before": (3, 3, 3, 32), "across": (size, size, 32, 32)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    batch = jax.ShapeDtypeStruct((64, 64, 64, 3), jnp.float32)
+    cluster = autopar.Cluster.parse("dgx-h200:1")
+    step = autopar.parallelize(step, cluster=cluster, cache_dir=None, show_progress=False)
+    text = compile_for_target(step, "gpu:h200:1", state, batch).as_text()
+    assert sorted({int(n) for n in re.findall(r"f32\[64,(\d+),\1,32\]\S* fusion\(", text)} - {32, 64}) == padded
+    gradients = r"cudnn-conv-bw-input\S* = \(f32\[64,(\d+),\1,32\]"
+    assert re.findall(gradients, text) == ["65"]
+    forward, of_images, of_kernel = paddings(2, images=(64, 64, 64, 32), kernel=shapes["across"])
+    assert sorted({64 + sum(copy.added[1]) for copy in (forward, of_kernel)}) == padded
+    assert of_images.result_share == (65 / 64) ** 2
