@@ -152,8 +152,8 @@ class NodeCosts:
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
-        bits wide. A compiler whose products absorb what they read makes no copies of what it cuts. Sums, and what is put
-        in its place in an array that is filled before, are kernels of their own for all. Where pieces are sent in
+        bits wide. A compiler whose products absorb what they read makes no copies of what it cuts. Sums, and what is
+        put in its place in an array that is filled before, are kernels of their own for all. Where pieces are sent in
         place, each piece of a sum that is sent is read once more, and a product that sums over pieces runs once over
         all of them, which stand side by side.
         """
