@@ -160,9 +160,10 @@ class NodeCosts:
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
-        bits wide. A compiler whose products absorb what they read makes no copies of what it cuts; sums and what is put
-        in its place are kernels of their own for all. Where pieces are sent in place, each piece of a sum that is sent
-        is read once more, and a product that sums over pieces runs once over all of them, which stand side by side.
+        bits wide. A compiler whose products absorb what they read makes no copies of what it cuts. Sums, and what is
+        put in its place in an array that is filled before, are kernels of their own for all. Where pieces are sent in
+        place, each piece of a sum that is sent is read once more, and a product that sums over pieces runs once over
+        all of them, which stand side by side.
         """
         work, mesh = self._work(op), self.model.links.mesh
         n, along = mesh.size(pieces.axes), Along.of(op.eqn, pieces.operand, pieces.dim)
@@ -180,9 +181,9 @@ class NodeCosts:
             copied_bytes = result_bytes
         elif not in_place:
             is_added = pieces.operand is None or along.result is None
-            copied_bytes = 3.0 * result_bytes * (n - 1) / n if is_added else 2.0 * result_bytes
+            copied_bytes = 3.0 * result_bytes * ((n - 1) / n if is_added else 1.0)
             if pieces.operand is not None and pieces.is_read_again:
-                copied_bytes += 2.0 * work.operand_bytes[pieces.operand] / parts[pieces.operand]
+                copied_bytes += 3.0 * work.operand_bytes[pieces.operand] / parts[pieces.operand]
             if not self.model.compiler.products_absorb:
                 cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
                 copied_bytes += 2.0 * sum(cut)

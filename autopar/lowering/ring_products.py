@@ -139,7 +139,9 @@ def _put(whole: Any | None, part: Any, dim: int, number: Any, ring: _Ring) -> An
     if whole is None:
         shape = list(part.shape)
         shape[dim] *= ring.size
-        whole = jax.lax.empty(tuple(shape), part.dtype)
+        # Of a number of the first part: XLA sets what waits for nothing aside long before.
+        ones = [1] * part.ndim
+        whole = jax.lax.broadcast(jax.lax.slice(part, [0] * part.ndim, ones).reshape(()), shape)
     return jax.lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[dim], dim)
 
 
