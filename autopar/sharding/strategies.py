@@ -114,7 +114,7 @@ def _strategy(
     results = []
     for dims, shape in zip(rule.results, signature.result_shapes, strict=True):
         # A result that has a summed factor is split there, and no summand (gradients of a kernel beside one another).
-        left = ()
+        left: tuple[int, ...] = ()
         if summed or passed:
             own = {a for dim in dims for f in dim for a in by_factor.get(f, ())}
             left = tuple(sorted({*summed, *passed} - own))
