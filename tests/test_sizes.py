@@ -40,7 +40,7 @@ MANY_PARAMETERS = {
     "solver/anytime/message_passing.py:marginals": _NUMBA,
     "solver/anytime/message_passing.py:priced": _NUMBA,
     "solver/anytime/message_passing.py:sweep": _NUMBA,
-    "solver/presolve/dominance.py:undominated": _NUMBA,
+    "solver/presolve/compiled_dominance.py:undominated": _NUMBA,
     "solver/stages/compiled_loops.py:follow": _NUMBA,
     "solver/stages/compiled_loops.py:labels": _NUMBA,
     "solver/stages/compiled_loops.py:suffixes": _NUMBA,

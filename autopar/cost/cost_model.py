@@ -126,6 +126,7 @@ class NodeCosts:
         self._works: dict[tuple, Work] = {}
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._alone: dict[tuple[int, int], float] = {}  # without sends, of the strategies in `_known`
         self._counted: dict[int, tuple[tuple[Strategy, ...], _Counts]] = {}
         self.equations = LoweredEquations()
         self.works: dict[tuple[int, float], KeptWork] = {}
@@ -139,8 +140,9 @@ class NodeCosts:
             work = self._work(op)
             member = (id(work), id(strategies), op.count)
             if member not in self._known:
-                seconds = op.count * self._strategies_s(op, work, strategies)
-                self._known[member] = strategies, seconds
+                alone_s = self._alone_s(op, work, strategies)
+                self._known[member] = strategies, op.count * self._with_sends_s(op, strategies, alone_s)
+                self._alone.update(zip([(id(work), id(s)) for s in strategies], alone_s.tolist(), strict=True))
             total = total + self._known[member][1]
             key.append((op.primitive, *member))
         return total, tuple(key)
@@ -295,25 +297,31 @@ class NodeCosts:
 
     def _strategy_s(self, op: Op, strategy: Strategy) -> float:
         """Seconds of one run, without what the operation sends itself."""
-        return float(self._strategies_s(op, self._work(op), (strategy,), sends=False)[0])
+        work = self._work(op)
+        known = self._alone.get((id(work), id(strategy)))
+        return float(self._alone_s(op, work, (strategy,))[0]) if known is None else known
 
-    def _strategies_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...], *, sends: bool = True) -> np.ndarray:
-        """Seconds of one run under each strategy; `sends`: with those of what the operation sends itself."""
+    def _alone_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...]) -> np.ndarray:
+        """Seconds of one run under each strategy, without what the operation sends itself."""
         device, counts = self.model.device, self._counts(strategies)
-        is_ring, is_local = op.primitive in ring.PRIMITIVES, runs_locally(op.eqn)
-        if is_ring or (is_local and op.primitive not in MATRIX_PRODUCTS):
+        is_ring = op.primitive in ring.PRIMITIVES
+        if is_ring or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
             moved = zip((*work.operand_bytes, *work.result_bytes), (*counts.operands, *counts.results), strict=True)
             moved_bytes = sum((n / parts for n, parts in moved), np.zeros(len(strategies)))
-            alone_s = self._attention_s if is_ring else self._local_s
-            seconds = np.array([alone_s(op, s, n) for s, n in zip(strategies, moved_bytes.tolist(), strict=True)])
+            one_s = self._attention_s if is_ring else self._local_s
+            seconds = np.array([one_s(op, s, n) for s, n in zip(strategies, moved_bytes.tolist(), strict=True)])
         else:
             seconds = times_s(work, counts.split, counts.operands, counts.results, device)
         if work.transposed and device.transposing:
             seconds += [self._transposing_s(work, strategy) for strategy in strategies]
-        if sends:
-            for i, strategy in enumerate(strategies):
-                if strategy.combined or strategy.ring or is_local:
-                    seconds[i] = self._with_sends_s(op, strategy, float(seconds[i]))
+        return seconds
+
+    def _with_sends_s(self, op: Op, strategies: tuple[Strategy, ...], alone_s: np.ndarray) -> np.ndarray:
+        """Seconds of one run under each strategy, with those of what the operation sends itself."""
+        seconds, is_local = alone_s.copy(), runs_locally(op.eqn)
+        for i, strategy in enumerate(strategies):
+            if strategy.combined or strategy.ring or is_local:
+                seconds[i] = self._with_own_sends_s(op, strategy, float(seconds[i]))
         return seconds
 
     def _counts(self, strategies: tuple[Strategy, ...]) -> _Counts:
@@ -338,8 +346,7 @@ class NodeCosts:
         row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
         return transposing_s(work, parts, row_parts, self.model.device)
 
-    def _with_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
-        """Seconds of one run with those of what the operation sends itself."""
+    def _with_own_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
         mesh, links = self.model.links.mesh, self.model.links
         if strategy.combined:
             for v, layout in zip(op.outputs, strategy.results, strict=True):

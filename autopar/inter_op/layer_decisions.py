@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, search_price, state_values
+from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import Exposure
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.fold_layers import FoldedGraph
@@ -70,7 +71,8 @@ class LayerDecider:
         self.model, self.room_bytes, self.in_flight, self.equal = model, room_bytes, in_flight, equal
         self.time_limit_s = time_limit_s
         # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
-        self.intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops)
+        tables = SharedTables(folded.graph, model, folded.partials)
+        self.intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops, tables=tables)
         state, copies = state_values(folded.graph), folded.copies()
         saved = saved_values(folded.graph, self.intra_op.saved_in_host)
         self.state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)

@@ -13,7 +13,7 @@ from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.ir.value_state import ALL
 from autopar.kernels.local import admits
 from autopar.passes.fold_step import ONE_EACH, Weights
-from autopar.sharding.partial_sums import find_partials
+from autopar.sharding.partial_sums import Partials, find_partials
 from autopar.sharding.strategies import Signature, Strategy, enumerate_strategies, following
 
 
@@ -24,6 +24,7 @@ def build_choice_graph(
     arrivals: Mapping[int, Layout] | None = None,
     order_of: Callable[[Value], tuple[int, ...]] | None = None,
     weights: Weights = ONE_EACH,
+    partials: Partials | None = None,
 ) -> ChoiceGraph:
     """Nodes and edges of a graph. Their order follows the program, so that it is the same in every process.
 
@@ -32,9 +33,11 @@ def build_choice_graph(
         arrivals: For each input from another stage the layout in which it arrives.
         order_of: The mesh axes of a value in the order in which they split one of its dimensions; ascending by default.
         weights: Of a graph whose repeated layers are folded, how many of the whole graph each operation stands for.
+        partials: Of the graph, where that is known.
     """
     builder = _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ()))
     builder.weights = weights
+    builder.partials = find_partials(graph) if partials is None else partials
     return builder.run()
 
 
@@ -61,7 +64,7 @@ class _Builder:
         self.followed: set[int] = set()
         self.order: dict[int, int] = {}
         self.state_nodes: set[int] = set()
-        self.partials = find_partials(graph)
+        self.partials: Partials
         self.whole: int | None = None
         self.lists = LayoutLists()
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}

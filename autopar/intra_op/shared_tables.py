@@ -12,17 +12,20 @@ from autopar.ir.layout import Layout
 from autopar.passes.fold_step import Weights
 from autopar.plan.context import PlanningContext
 from autopar.sharding.constraints import Constraints
+from autopar.sharding.partial_sums import Partials, find_partials
 
 
 class SharedTables:
     """The seconds of operations, and the nodes and edges of a graph with their seconds, before constraints.
 
     The search on a mesh, the baselines on it and recipes differ in what they fix and forbid only. `graph` is with or
-    without the semantics of its values, which tell nothing but the order in which axes split a dimension.
+    without the semantics of its values, which tell nothing but the order in which axes split a dimension. `partials` of
+    the graph, where they are known.
     """
 
-    def __init__(self, graph: OpGraph, model: CostModel) -> None:
+    def __init__(self, graph: OpGraph, model: CostModel, partials: Partials | None = None) -> None:
         self.graph, self.model, self.costs = graph, model, NodeCosts(graph, model)
+        self.partials = find_partials(graph) if partials is None else partials
         # With the weights by whose ids they are known, so that the ids stay theirs.
         self._built: dict[tuple, tuple[Weights, Ilp]] = {}
 
@@ -43,7 +46,8 @@ class SharedTables:
         key = orders.minors if orders is not None else None, id(weights)
         if transfers or arrivals or key not in self._built:
             order_of = orders.order_of if orders is not None else None
-            choices = build_choice_graph(graph, self.model.links.mesh, transfers, arrivals, order_of, weights)
+            mesh, partials = self.model.links.mesh, self.partials
+            choices = build_choice_graph(graph, mesh, transfers, arrivals, order_of, weights, partials)
             ilp = build(graph, choices, self.model, self.costs)
             if transfers or arrivals:
                 return ilp

@@ -11,14 +11,16 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from autopar.common.cached_attribute import lazy
 from autopar.common.records import replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import reading
 from autopar.passes.assign_layers import LayerAssignment
 from autopar.passes.layer_equivalence import layer_kinds, members_of
+from autopar.sharding.partial_sums import Partials, find_partials
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FoldedGraph:
     """A smaller graph with the numbers of the whole one.
 
@@ -37,6 +39,11 @@ class FoldedGraph:
     home_of: tuple[int, ...]
     paired_ops: tuple[tuple[Op, Op], ...]
     members: Mapping[int, Sequence[Op]] = dataclasses.field(repr=False, compare=False)
+
+    @lazy
+    def partials(self) -> Partials:
+        """Which values may stay partial sums, on whatever mesh."""
+        return find_partials(self.graph)
 
     def copies(self) -> dict[int, float]:
         """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""

@@ -104,7 +104,9 @@ def _strategy(
     passed = tuple(a for axes in by_operands.values() for a in axes)
     operands = []
     for i, (dims, shape) in enumerate(zip(rule.operands, signature.operand_shapes, strict=True)):
-        partial = tuple(sorted(a for members, axes in by_operands.items() if i in members for a in axes))
+        partial: tuple[int, ...] = ()
+        if by_operands:
+            partial = tuple(sorted(a for members, axes in by_operands.items() if i in members for a in axes))
         layout = _layout(dims, shape, rule, mesh, by_factor, partial)
         if layout is None:
             return None
@@ -112,8 +114,11 @@ def _strategy(
     results = []
     for dims, shape in zip(rule.results, signature.result_shapes, strict=True):
         # A result that has a summed factor is split there, and no summand (gradients of a kernel beside one another).
-        own = {a for dim in dims for f in dim for a in by_factor.get(f, ())}
-        layout = _layout(dims, shape, rule, mesh, by_factor, tuple(sorted({*summed, *passed} - own)))
+        left: tuple[int, ...] = ()
+        if summed or passed:
+            own = {a for dim in dims for f in dim for a in by_factor.get(f, ())}
+            left = tuple(sorted({*summed, *passed} - own))
+        layout = _layout(dims, shape, rule, mesh, by_factor, left)
         if layout is None:
             return None
         results.append(layout)
@@ -154,18 +159,23 @@ def _layout(
             axes = by_factor.get(f, ())
             if not axes and position + 1 == len(factors):
                 continue  # the one factor of most dimensions, mostly not split
-            parts = mesh.size(axes)
-            if rule.factors[f].size % parts:
+            parts, size = mesh.size(axes), rule.factors[f].size
+            if size % parts:
                 return None
             on += axes
             # A minor factor of a dimension can be split only where the major ones are split to single elements.
-            whole = rule.factors[f].size == parts
-            if not whole and any(by_factor.get(g) for g in factors[position + 1 :]):
+            if size != parts and any(by_factor.get(g) for g in factors[position + 1 :]):
                 return None
         if on and n % mesh.size(on):
             return None
         out.append(on)
-    return Layout(tuple(out), partial)
+    return _laid(tuple(out), partial)
+
+
+@functools.lru_cache(1 << 16)
+def _laid(dims: tuple[tuple[int, ...], ...], partial: tuple[int, ...]) -> Layout:
+    """A layout, the same object each time: thousands of strategies have few."""
+    return Layout(dims, partial)
 
 
 @functools.cache

@@ -1,111 +1,120 @@
-"""The compiled loop of `presolve.drop_dominated`: which strategies no other of the same node always beats.
+"""Which strategies no other of the same node always beats, with no more memory.
 
 Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
 (e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
-worse.
+worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import sys
+from collections.abc import Sequence, Sized
+from typing import Any
+
 import numpy as np
-from numba import njit
+
+from autopar.solver.ilp.problem import Edge, Problem
 
 
-@njit(cache=True, nogil=True)
-def _dearer(matrix: np.ndarray, columns: int, is_first: bool, allowed: np.ndarray, size: int) -> np.ndarray:
-    """[t, s]: how much dearer strategy t can be on an edge than s. Those of the node are the rows of the matrix where
-    it is the edge's `is_first`; `allowed`: strategies of the other node.
+def undominated(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """The numbers of the strategies of each node that stay; `near`: the numbers of its edges. Nodes are passed over
+    once there would be more than `most_work` comparisons.
+
+    By compiled loops where their compiler is loaded anyway, for other parts of a larger problem: for small ones loading
+    it takes longer than arrays do. Both give the same.
     """
-    dearer = np.full((size, size), -np.inf)
-    row = np.empty(size)
-    for u in range(len(allowed)):
-        if not allowed[u]:
-            continue
-        for t in range(size):
-            row[t] = matrix[t * columns + u if is_first else u * columns + t]
-        for t in range(size):
-            for s in range(size):
-                difference = row[t] - row[s]
-                dearer[t, s] = difference if difference > dearer[t, s] else dearer[t, s]
-    return dearer
+    return (by_loops if "numba" in sys.modules else by_arrays)(problem, near, most_work)
 
 
-@njit(cache=True, nogil=True)
-def _drop(worst: np.ndarray, use_bytes: np.ndarray, kept: np.ndarray) -> int:
-    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s."""
-    size, dropped = len(kept), 0
-    for s in range(size):
-        for t in range(size):
-            # Where both are infinite their difference is no number, and not below zero either.
-            if t == s or not kept[t] or not worst[t, s] <= 0:
-                continue
-            holds_more = False
-            for use in range(0, len(use_bytes), size):
-                holds_more |= use_bytes[use + t] > use_bytes[use + s]
-            if not holds_more:
-                kept[s] = False
-                dropped += 1
-                break
-    return dropped
+def _uses(problem: Problem) -> list[list[np.ndarray]]:
+    uses: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
+    for use in problem.uses:
+        if use.start < use.stop:
+            uses[use.node].append(use.bytes)
+    return uses
 
 
-@njit(cache=True, nogil=True)
-def undominated(
-    first: np.ndarray,
-    cost: np.ndarray,
-    edges: np.ndarray,
-    start: np.ndarray,
-    matrices: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    order: np.ndarray,
-    use_first: np.ndarray,
-    use_bytes: np.ndarray,
-    most_work: int,
-) -> np.ndarray:
-    """Whether each strategy is kept, of a list in which those of node v are first[v] to first[v + 1].
-
-    edges: (edges, 3) the two nodes and the number of the matrix, whose rows, of the first node's strategies, begin at
-    start[number] of `matrices`. near: the edges of each node. order: the nodes in turn, until the comparisons would be
-    more than `most_work`. use_bytes: from use_first[v] on, bytes of each strategy of v, use after use.
-    """
-    kept = np.ones(first[-1], dtype=np.bool_)
-    left = np.diff(first)
-    # What a matrix comes to, of which all columns count (rows), is kept for other edges that share it, by side.
-    known = np.full((len(start), 2), -1, dtype=np.int64)
-    found: list[np.ndarray] = [np.empty((0, 0))]
+def by_arrays(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """`undominated` in arrays, a node and an edge at a time."""
+    strategies, uses = [np.arange(len(cost)) for cost in problem.node_cost], _uses(problem)
+    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
     work = 0
-    for node in order:
-        begin, size = first[node], first[node + 1] - first[node]
-        if size == 1:
+    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
+        count = len(strategies[node])
+        if count == 1:
             continue
-        around = 1
-        for q in range(near_first[node], near_first[node + 1]):
-            a, b = edges[near[q], 0], edges[near[q], 1]
-            around += left[b if a == node else a]
-        work += size * size * around
+        edges = [problem.edges[number] for number in near[node]]
+        others = [edge.target if edge.source == node else edge.source for edge in edges]
+        work += count * count * (1 + sum(len(strategies[other]) for other in others))
         if work > most_work:
             break
-        worst = np.empty((size, size))
-        for t in range(size):
-            for s in range(size):
-                worst[t, s] = cost[begin + t] - cost[begin + s]
-        for q in range(near_first[node], near_first[node + 1]):
-            a, b, number = edges[near[q], 0], edges[near[q], 1], edges[near[q], 2]
-            side = 0 if a == node else 1
-            other = b if a == node else a
-            whole = left[other] == first[other + 1] - first[other]
-            if whole and known[number, side] >= 0:
-                worst += found[known[number, side]]
-                continue
-            first_side, columns = side == 0, first[b + 1] - first[b]
-            dearer = _dearer(
-                matrices[start[number] :], columns, first_side, kept[first[other] : first[other + 1]], size
-            )
-            if whole:
-                known[number, side] = len(found)
-                found.append(dearer)
-            worst += dearer
-        of_uses = use_bytes[use_first[node] : use_first[node + 1]]
-        left[node] -= _drop(worst, of_uses, kept[begin : begin + size])
-    return kept
+        cost = problem.node_cost[node]
+        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
+            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
+            for edge, other in zip(edges, others, strict=True):
+                if len(strategies[other]) < len(problem.node_cost[other]):
+                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
+                    continue
+                key = id(edge.cost), edge.source == node
+                if key not in worst_of:
+                    worst_of[key] = _worst(_side(edge, node))
+                worst = worst + worst_of[key]
+        beats = worst <= 0
+        for nbytes in uses[node]:
+            beats &= nbytes[:, None] <= nbytes[None, :]
+        np.fill_diagonal(beats, False)
+        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
+        alive = np.ones(count, dtype=bool)
+        for s in beaten:
+            alive[s] = not (beats[:, s] & alive).any()
+        strategies[node] = np.flatnonzero(alive)
+    return strategies
+
+
+def _side(edge: Edge, node: int) -> np.ndarray:
+    """The edge's costs with this node's strategies first."""
+    return edge.cost if edge.source == node else edge.cost.T
+
+
+def _worst(side: np.ndarray) -> np.ndarray:
+    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
+    choose with s: where that excludes s, t is no worse.
+    """
+    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
+    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
+    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
+
+
+def by_loops(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """`undominated` in compiled loops."""
+    from autopar.solver.presolve import compiled_dominance
+
+    loops: Any = compiled_dominance  # numba's types do not know the arguments of what it compiles
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first, uses = _starts(problem.node_cost), _uses(problem)
+    numbers: dict[int, int] = {}
+    matrices: list[np.ndarray] = []
+    for edge in problem.edges:
+        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
+            matrices.append(edge.cost.ravel())
+    kept = loops.undominated(
+        first,
+        np.concatenate([np.zeros(0), *problem.node_cost]),
+        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
+        _starts(matrices)[:-1],
+        np.concatenate([np.zeros(0), *matrices]),
+        _starts(near),
+        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
+        np.argsort(sizes, kind="stable"),
+        np.array([0, *itertools.accumulate(len(of) * n for of, n in zip(uses, sizes.tolist(), strict=True))]),
+        np.concatenate([np.zeros(0, dtype=np.int64), *(nbytes for of in uses for nbytes in of)]).astype(np.int64),
+        most_work,
+    )
+    return [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())]
+
+
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
+    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)

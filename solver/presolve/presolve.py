@@ -15,17 +15,16 @@ uses.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Use
+from autopar.solver.presolve.dominance import undominated
 from autopar.solver.presolve.followers import merge_followers
 from autopar.solver.presolve.reduction import Choice, ConflictError, Reduction, chain, size
 
@@ -112,7 +111,7 @@ def drop_forbidden(problem: Problem) -> Reduction:
     ]
     if not pending and all(all_finite_costs):
         return Reduction(problem=problem, undo=tuple)
-    near = _neighbours(problem)
+    near = neighbours(problem)
     waiting = set(pending)
     while pending:
         number = pending.pop()
@@ -178,44 +177,9 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
 
 def drop_dominated(problem: Problem) -> Reduction:
     """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
-    (`dominance`). One node at a time, so that two equal strategies do not remove each other; nodes are passed over once
-    the work would pass DOMINANCE_WORK.
+    (`dominance`).
     """
-    from autopar.solver.presolve import dominance
-
-    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    numbers: dict[int, int] = {}
-    matrices: list[np.ndarray] = []
-    for edge in problem.edges:
-        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
-            matrices.append(edge.cost.ravel())
-    edges = np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3)
-    near = _neighbours(problem)
-    uses: list[list[np.ndarray]] = [[] for _ in sizes]
-    for use in problem.uses:
-        if use.start < use.stop:
-            uses[use.node].append(use.bytes)
-    loops: Any = dominance  # numba's types do not know the arguments of what it compiles
-    kept = loops.undominated(
-        first,
-        np.concatenate([np.zeros(0), *problem.node_cost]),
-        edges,
-        _starts(matrices)[:-1],
-        np.concatenate([np.zeros(0), *matrices]),
-        _starts(near),
-        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
-        np.argsort(sizes, kind="stable"),
-        np.array([0, *itertools.accumulate(len(of) * n for of, n in zip(uses, sizes.tolist(), strict=True))]),
-        np.concatenate([np.zeros(0, dtype=np.int64), *(nbytes for of in uses for nbytes in of)]).astype(np.int64),
-        DOMINANCE_WORK,
-    )
-    return keep_strategies(problem, [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())])
-
-
-def _starts(parts: Sequence[Sized]) -> np.ndarray:
-    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
-    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
+    return keep_strategies(problem, undominated(problem, neighbours(problem), DOMINANCE_WORK))
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -374,7 +338,7 @@ def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
         yield Problem(node_cost=tuple(problem.node_cost[node] for node in group), edges=tuple(edges[root])), group
 
 
-def _neighbours(problem: Problem) -> list[list[int]]:
+def neighbours(problem: Problem) -> list[list[int]]:
     """The numbers of each node's edges."""
     near: list[list[int]] = [[] for _ in problem.node_cost]
     for number, edge in enumerate(problem.edges):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
-from autopar.solver.presolve import elimination
+from autopar.solver.presolve import dominance, elimination
 from autopar.solver.presolve.followers import merge_followers
 from autopar.solver.presolve.presolve import (
     drop_dominated,
@@ -19,6 +19,7 @@ from autopar.solver.presolve.presolve import (
     eliminate,
     fold_forced,
     merge_parallel,
+    neighbours,
     reduce_all,
 )
 from autopar.solver.presolve.reduction import ConflictError, Reduction, chain
@@ -46,6 +47,21 @@ def test_the_best_cost_is_kept(reduce: Callable[[Problem], Reduction], seed: int
         cost, peak = evaluate(problem, smaller.undo(found.choice))
         assert cost == pytest.approx(expected.objective)
         assert problem.limit_bytes is None or peak <= problem.limit_bytes
+
+
+@pytest.mark.parametrize("most_work", [60, 10**6])
+def test_arrays_and_compiled_loops_drop_the_same_strategies(most_work: int) -> None:
+    dropped = 0
+    for seed in range(40):
+        problem = merge_parallel(random_problem(seed, limited=True, nodes=8, most=6)).problem
+        near = neighbours(problem)
+        by_arrays, by_loops = (
+            dominance.by_arrays(problem, near, most_work),
+            dominance.by_loops(problem, near, most_work),
+        )
+        assert [kept.tolist() for kept in by_arrays] == [kept.tolist() for kept in by_loops]
+        dropped += sum(len(cost) - len(kept) for cost, kept in zip(problem.node_cost, by_arrays, strict=True))
+    assert dropped > 40  # some, even where most nodes are passed over
 
 
 def test_a_follower_takes_its_memory_along() -> None:

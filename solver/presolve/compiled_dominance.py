@@ -1,0 +1,106 @@
+"""The loops of `dominance`, compiled, for problems with so much to compare that compiling them pays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def _dearer(matrix: np.ndarray, columns: int, is_first: bool, allowed: np.ndarray, size: int) -> np.ndarray:
+    """[t, s]: how much dearer strategy t can be on an edge than s. Those of the node are the rows of the matrix where
+    it is the edge's `is_first`; `allowed`: strategies of the other node.
+    """
+    dearer = np.full((size, size), -np.inf)
+    row = np.empty(size)
+    for u in range(len(allowed)):
+        if not allowed[u]:
+            continue
+        for t in range(size):
+            row[t] = matrix[t * columns + u if is_first else u * columns + t]
+        for t in range(size):
+            for s in range(size):
+                difference = row[t] - row[s]
+                dearer[t, s] = difference if difference > dearer[t, s] else dearer[t, s]
+    return dearer
+
+
+@njit(cache=True, nogil=True)
+def _drop(worst: np.ndarray, use_bytes: np.ndarray, kept: np.ndarray) -> int:
+    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s."""
+    size, dropped = len(kept), 0
+    for s in range(size):
+        for t in range(size):
+            # Where both are infinite their difference is no number, and not below zero either.
+            if t == s or not kept[t] or not worst[t, s] <= 0:
+                continue
+            holds_more = False
+            for use in range(0, len(use_bytes), size):
+                holds_more |= use_bytes[use + t] > use_bytes[use + s]
+            if not holds_more:
+                kept[s] = False
+                dropped += 1
+                break
+    return dropped
+
+
+@njit(cache=True, nogil=True)
+def undominated(
+    first: np.ndarray,
+    cost: np.ndarray,
+    edges: np.ndarray,
+    start: np.ndarray,
+    matrices: np.ndarray,
+    near_first: np.ndarray,
+    near: np.ndarray,
+    order: np.ndarray,
+    use_first: np.ndarray,
+    use_bytes: np.ndarray,
+    most_work: int,
+) -> np.ndarray:
+    """Whether each strategy is kept, of a list in which those of node v are first[v] to first[v + 1].
+
+    edges: (edges, 3) the two nodes and the number of the matrix, whose rows, of the first node's strategies, begin at
+    start[number] of `matrices`. near: the edges of each node. order: the nodes in turn, until the comparisons would be
+    more than `most_work`. use_bytes: from use_first[v] on, bytes of each strategy of v, use after use.
+    """
+    kept = np.ones(first[-1], dtype=np.bool_)
+    left = np.diff(first)
+    # What a matrix comes to, of which all columns count (rows), is kept for other edges that share it, by side.
+    known = np.full((len(start), 2), -1, dtype=np.int64)
+    found: list[np.ndarray] = [np.empty((0, 0))]
+    work = 0
+    for node in order:
+        begin, size = first[node], first[node + 1] - first[node]
+        if size == 1:
+            continue
+        around = 1
+        for q in range(near_first[node], near_first[node + 1]):
+            a, b = edges[near[q], 0], edges[near[q], 1]
+            around += left[b if a == node else a]
+        work += size * size * around
+        if work > most_work:
+            break
+        worst = np.empty((size, size))
+        for t in range(size):
+            for s in range(size):
+                worst[t, s] = cost[begin + t] - cost[begin + s]
+        for q in range(near_first[node], near_first[node + 1]):
+            a, b, number = edges[near[q], 0], edges[near[q], 1], edges[near[q], 2]
+            side = 0 if a == node else 1
+            other = b if a == node else a
+            whole = left[other] == first[other + 1] - first[other]
+            if whole and known[number, side] >= 0:
+                worst += found[known[number, side]]
+                continue
+            first_side, columns = side == 0, first[b + 1] - first[b]
+            dearer = _dearer(
+                matrices[start[number] :], columns, first_side, kept[first[other] : first[other + 1]], size
+            )
+            if whole:
+                known[number, side] = len(found)
+                found.append(dearer)
+            worst += dearer
+        of_uses = use_bytes[use_first[node] : use_first[node + 1]]
+        left[node] -= _drop(worst, of_uses, kept[begin : begin + size])
+    return kept
