@@ -228,19 +228,22 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
         attention,
         f"{row.step_time_s:.2f} s",
     ]
+    is_good = False
     try:
         found = predicted(row, short=short)
     except AutoparError as error:
-        return [*cells, "none", _in_short(error)], False
-    memory = f"{row.memory_gib:.0f} GiB" if row.memory_gib else ""
-    cells += [
-        f"{found.step_time_s:.2f} s",
-        f"{found.step_time_s / row.step_time_s:.3f}",
-        memory,
-        "" if found.peak_bytes is None else f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
-        f"{time.process_time() - started_s:.0f} s" + (" (short)" if found.is_short else ""),
-    ]
+        cells += ["none", _in_short(error)]
+    else:
+        is_good = abs(found.step_time_s / row.step_time_s - 1) <= TARGET
+        cells += [
+            f"{found.step_time_s:.2f} s",
+            f"{found.step_time_s / row.step_time_s:.3f}",
+            f"{row.memory_gib:.0f} GiB" if row.memory_gib else "",
+            "" if found.peak_bytes is None else f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
+            f"{time.process_time() - started_s:.0f} s" + (" (short)" if found.is_short else ""),
+        ]
     if search:
+        cells += [""] * (len(COLUMNS) - len(cells))
         step, *arguments = step_of(row)
         try:
             own = autopar.plan(
@@ -250,7 +253,7 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
             cells += ["none", _in_short(error)]
         else:
             cells += [f"{own.predicted.step_time_s:.2f} s", in_short(own.record)]
-    return cells, abs(found.step_time_s / row.step_time_s - 1) <= TARGET
+    return cells, is_good
 
 
 def keep(made: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.solver import StagePlan
+from autopar.solver import StagePlan, best_stages
 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
@@ -258,7 +258,8 @@ class _Search:
             found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
-                found = Tried(step_time_s=candidate.step_time_s if candidate.fits(limit_bytes) else math.inf)
+                if candidate.fits(limit_bytes):
+                    found = Tried(step_time_s=candidate.step_time_s)
                 overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
             tried[m] = _tried(builder, m, found)
 
@@ -272,7 +273,7 @@ class _Search:
         limit_bytes: int,
     ) -> Tried:
         """One stage in a number of micro-batches, by the tables; inf seconds: it does not fit, or the step admits no
-        such split. The pipeline is built where it may be the best.
+        such split. The pipeline is built where it may be the best; where it does not fit, the tables say what would.
         """
         microbatched = self.cut_in(step, m, cuts)
         if microbatched is None:
@@ -282,7 +283,14 @@ class _Search:
         name = schedules_of(self.context.request)[0]
         for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
-            (answer,) = builder.search([(limited, (m, options))], 0, 1.0)
+            # The tables err, and an estimate takes little time.
+            is_estimated = self.context.keep_tolerance <= 1 and builder.short(m) is not None
+            within = NEAR_THE_BEST if is_estimated else 1.0
+            (answer,) = builder.search([(limited, (m, options))], 0, within)
+            built = builder.best_of.get((1, m))
+            if built is not None and not built[0].fits(self.context.limit_bytes):
+                tighter_bytes = built[1] * self.context.limit_bytes // built[0].peak_bytes
+                (answer,) = best_stages([dataclasses.replace(limited, limit_bytes=tighter_bytes)])
             return by_tables(limited, answer, options) if isinstance(answer, StagePlan) else _NOTHING
         return _NOTHING
 

@@ -1,7 +1,11 @@
 """What is known of a step in one stage, and what is left out of a search for that."""
 
+import contextlib
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -13,9 +17,14 @@ from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
 from autopar.inter_op.posed_problems import PosedProblems
 from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.stage_costs import PricedOption
+from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
+from autopar.microbatch.smaller_step import SmallerSteps
 from autopar.passes.split_scan import split_scans
+from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
+from autopar.solver import Schedule, StageOption, StageProblem, best_stages
 from tests.small_steps import chain_step, slow_cluster
 
 ON = slow_cluster(4)
@@ -89,3 +98,37 @@ def test_in_one_micro_batch_one_stage_that_sends_little_is_enough(monkeypatch):
     found = planned(**options)
     assert [len(plan.record.pipeline.stages) for plan in (searched, found)] == [1, 1]
     assert found.predicted.step_time_s <= searched.predicted.step_time_s * (1 + 1e-9)
+
+
+def option_of(seconds, nbytes):
+    """One layer on all devices."""
+    time_s, size, none = np.array([seconds]), np.array([nbytes]), np.array([0])
+    table = StageOption(
+        num_devices=4, forward_s=time_s, backward_s=time_s, once_s=0 * time_s, state_bytes=size, saved_bytes=none,
+        working_bytes=none, send_s=0 * time_s,
+    )  # fmt: skip
+    terms = ObjectiveWeights(s_per_byte=0.0, exposed_fraction=1.0)
+    return PricedOption(option=table, mesh=ROW, given_bytes=none, policy=f"{nbytes} bytes", terms=terms)
+
+
+def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
+    """Of a limit of 100 bytes; 150 bytes by the tables came to 120, so that 125 of theirs will fit."""
+    options = (option_of(1.0, 150), option_of(2.0, 124))
+    problem = StageProblem(
+        options=tuple(o.option for o in options), num_devices=4, num_layers=1, num_microbatches=4,
+        schedule=Schedule.ONE_F_ONE_B, limit_bytes=100, host_devices=4, fixed_num_stages=1,
+    )  # fmt: skip
+    context = SimpleNamespace(
+        progress=SimpleNamespace(pass_=lambda _: contextlib.nullcontext()), cluster=ON, request=PlanRequest(),
+        limit_bytes=100, keep_tolerance=1.0,
+    )  # fmt: skip
+    posed = SimpleNamespace(priced=lambda *_: options, on_schedule=lambda *_: [(problem, options)])
+    built = SimpleNamespace(peak_bytes=120, fits=lambda limit_bytes: limit_bytes >= 120)
+    builder = SimpleNamespace(
+        best_of={}, short=lambda _: None, search=lambda posed, *_: best_stages([problem for problem, _ in posed])
+    )
+    look = search._Search(context=context, hoist_casts=True, on_fewer=SmallerSteps(), screens=False)
+    cuts = {4: SimpleNamespace()}
+    assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
+    builder.best_of[1, 4] = built, 150
+    assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("124 bytes",)
