@@ -27,8 +27,6 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes, time_s
 from autopar.hardware.fit import Timing, fit_link
 from autopar.hardware.kinds import DeviceKind
-from autopar.ir.layout import Layout
-from autopar.sharding.strategies import Strategy
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "hardware_model.md"
@@ -226,9 +224,8 @@ class Product:
             result_bytes=(width * b * m * n,),
             fusible=False,
         )
-        whole = Layout(((), (), ()))
         in_short_runs = dataclasses.replace(device, sustained_share=1.0)
-        return operation_s(work, Strategy((whole, whole), (whole,), 1), ((1, 1), (1,)), in_short_runs)
+        return operation_s(work, 1, ((1, 1), (1,)), in_short_runs)
 
 
 def written_down() -> tuple[dict[str, list[Timing]], dict[str, list[Product]]]:
