@@ -164,6 +164,5 @@ def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
         "in_host",
         "saved_in_host",
         "overlapped_axes",
-        "gathers_whole",
     )
     return all(getattr(plan_a, name) == getattr(plan_b, name) for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ class PosedProblems:
             sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
             priced = self.priced(microbatched, sizes, self.screen)
             if is_long(self.context.traced):  # options dominated in small micro-batches are not priced for large ones
-                better = {(o.mesh, o.part, o.terms.all_whole()) for o in priced}
+                better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
                 meshes = {(mesh, part) for mesh, part, _ in better}
                 for key, of in self.decided.items():
                     if (key[0], key[-1]) in meshes:

@@ -125,10 +125,7 @@ def stage_options(
         whole = known if is_known and known else timed_sharding(folded.graph, model, decided.sharding, costs)
         in_pieces = with_overlapped_axes(folded.graph, model, whole)
         for found in (whole,) if in_pieces is whole else (whole, in_pieces):
-            of = found.sharding
-            terms = dataclasses.replace(
-                decided.terms, overlapped_axes=of.overlapped_axes, gathers_whole=of.gathers_whole
-            )
+            terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
             rows = _Pricing(folded, remat, model, found.lowered, costs).run()
             table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
             options += [

@@ -217,9 +217,7 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
             hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else NO_SOLUTION,
         )
     sharding = problem.decode(solution)
-    if sharding.overlapped_axes:
-        return sharding
-    return dataclasses.replace(sharding, overlapped_axes=terms.overlapped_axes, gathers_whole=terms.gathers_whole)
+    return dataclasses.replace(sharding, overlapped_axes=sharding.overlapped_axes or terms.overlapped_axes)
 
 
 def planned_stage(

@@ -48,18 +48,13 @@ RELATIVE_GAP = 5e-6
 class ObjectiveWeights:
     """The weights of an objective: the price of a byte of state, and the charged fraction of communication that
     computation can hide. The price also applies to values saved by `in_flight` micro-batches. What is decided under
-    them has products in pieces over the `overlapped_axes`, with `gathers_whole` only those whose sums are scattered.
+    them has products in pieces over the `overlapped_axes`.
     """
 
     s_per_byte: float
     exposed_fraction: float
     in_flight: int = 0
     overlapped_axes: tuple[int, ...] = ()
-    gathers_whole: bool = False
-
-    def all_whole(self) -> ObjectiveWeights:
-        """The same without products in pieces."""
-        return dataclasses.replace(self, overlapped_axes=(), gathers_whole=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

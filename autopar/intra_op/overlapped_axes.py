@@ -30,10 +30,9 @@ def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding)
     if found.sharding.overlapped_axes or not model.overlap.kinds or waits_s < least_s:
         return found
     axes = range(len(model.links.mesh.axis_sizes))
-    combinations = [chosen for n in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, n)]
     best = found
-    for chosen, gathers_whole in itertools.product(combinations, (False, True)):
-        in_pieces = with_collective_matmuls(found.lowered, chosen, gathers_whole=gathers_whole)
+    for chosen in (chosen for n in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, n)):
+        in_pieces = with_collective_matmuls(found.lowered, chosen)
         sent_whole_s = _sent_whole_s(graph, model, found.lowered, in_pieces)
         if sent_whole_s < least_s:
             continue
@@ -42,7 +41,7 @@ def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding)
         least_send_s = found.ran.send_s - sent_whole_s + sent_in_pieces_s
         if max(least_compute_s, least_send_s) >= min(best.ran.end_s, found.ran.end_s - least_s):
             continue  # one of the streams alone takes too long
-        sharding = dataclasses.replace(found.sharding, overlapped_axes=chosen, gathers_whole=gathers_whole)
+        sharding = dataclasses.replace(found.sharding, overlapped_axes=chosen)
         best = min(best, timed_sharding(graph, model, sharding, found.costs), key=lambda each: each.ran.end_s)
     return best if best.ran.end_s < found.ran.end_s - least_s else found
 

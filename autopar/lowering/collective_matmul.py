@@ -21,30 +21,28 @@ from autopar.lowering.instructions import Compute, Instruction, Key, Loop, Lower
 from autopar.sharding.resharding import ReshardStep, StepKind
 
 
-def with_collective_matmuls(
-    lowered: LoweredBlock, axes: Collection[int], *, gathers_whole: bool = False
-) -> LoweredBlock:
+def with_collective_matmuls(lowered: LoweredBlock, axes: Collection[int]) -> LoweredBlock:
     """A block whose products run in pieces where one of their operands is gathered, or their result is scattered, over
-    some of the axes; with `gathers_whole` only where their result is scattered.
+    some of the axes.
 
     Left as they are: gathers that something else reads first (it wants the whole array), sums that something else
     reads, resharding of several steps, and products that leave another section than they read.
     """
-    marking = _Marking(lowered, axes, gathers_whole)
+    marking = _Marking(lowered, axes)
     for i, move in enumerate(marking.instructions):
         if not isinstance(move, Move) or len(move.steps) != 1 or not set(move.steps[0].axes) <= set(axes):
             continue
-        if move.steps[0].kind is StepKind.ALL_GATHER and not gathers_whole:
+        if move.steps[0].kind is StepKind.ALL_GATHER:
             marking.gather(i, move, move.steps[0])
         elif move.steps[0].kind is StepKind.REDUCE_SCATTER:
             marking.scatter(i, move, move.steps[0])
     return dataclasses.replace(lowered, instructions=marking.in_order())
 
 
-def _with_blocks(instruction: Instruction, axes: Collection[int], gathers_whole: bool) -> Instruction:
+def _with_blocks(instruction: Instruction, axes: Collection[int]) -> Instruction:
     if not isinstance(instruction, Loop):
         return instruction
-    blocks = tuple(with_collective_matmuls(block, axes, gathers_whole=gathers_whole) for block in instruction.blocks)
+    blocks = tuple(with_collective_matmuls(block, axes) for block in instruction.blocks)
     return dataclasses.replace(instruction, blocks=blocks)
 
 
@@ -53,8 +51,8 @@ class _Marking:
     products that run before another position than their own.
     """
 
-    def __init__(self, lowered: LoweredBlock, axes: Collection[int], gathers_whole: bool) -> None:
-        self.instructions = [_with_blocks(i, axes, gathers_whole) for i in lowered.instructions]
+    def __init__(self, lowered: LoweredBlock, axes: Collection[int]) -> None:
+        self.instructions = [_with_blocks(i, axes) for i in lowered.instructions]
         self.kept = {(a, p) for a, p in zip(lowered.block.outputs, lowered.outputs, strict=True) if isinstance(a, int)}
         self.readers: dict[Key, list[int]] = {}
         self.maker: dict[Key, int] = {}

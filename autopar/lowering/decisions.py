@@ -44,8 +44,7 @@ class ShardingPlan:
     `copies` are layouts of values as in `ChoiceGraph`; a value that is in none of them is replicated.
     `transfer_layouts[op.id]` is the layout in which a value leaves for another stage. Arguments that are `in_host` lie
     in the memory of the host between steps; values that are `saved_in_host` are there between the forward and the
-    backward pass. Over the `overlapped_axes` products gather (but not with `gathers_whole`) and scatter while they run.
-    `relaxation` is what was given up of constraints.
+    backward pass. `relaxation` is what was given up of constraints.
     """
 
     mesh: LogicalMesh
@@ -59,5 +58,4 @@ class ShardingPlan:
     in_host: frozenset[int] = frozenset()
     saved_in_host: frozenset[int] = frozenset()
     overlapped_axes: tuple[int, ...] = ()
-    gathers_whole: bool = False
     relaxation: Relaxation | None = None

@@ -41,9 +41,7 @@ def lower(
     they do not differ.
     """
     lowered = _Lowering(graph, plan, links, equations or LoweredEquations()).top()
-    if not plan.overlapped_axes:
-        return lowered
-    return with_collective_matmuls(lowered, plan.overlapped_axes, gathers_whole=plan.gathers_whole)
+    return with_collective_matmuls(lowered, plan.overlapped_axes) if plan.overlapped_axes else lowered
 
 
 class _Scope:

@@ -46,7 +46,6 @@ def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
         in_host=tuple(sorted(plan.in_host)),
         saved_in_host=tuple(sorted(plan.saved_in_host)),
         overlapped_axes=plan.overlapped_axes,
-        gathers_whole=plan.gathers_whole,
         operations=signatures(graph, {*of_op, *wires}),
     )
 
@@ -76,5 +75,4 @@ def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMe
         in_host=frozenset(decisions.in_host),
         saved_in_host=frozenset(decisions.saved_in_host),
         overlapped_axes=tuple(decisions.overlapped_axes),
-        gathers_whole=decisions.gathers_whole,
     )

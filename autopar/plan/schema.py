@@ -65,8 +65,8 @@ class Decisions:
     Layouts and strategies are tables. `of_op` maps an operation to its strategy; `raw` and `placed` map a value to its
     unreduced and its reduced layout; `copies` holds (value, readers, layout); `wires` maps a SEND operation to the
     layout of its operand; `in_host` are the arguments in the memory of the host between steps, `saved_in_host` the
-    values that are there between the forward and the backward pass; over the `overlapped_axes` products gather (but
-    not with `gathers_whole`) and scatter while they run. `operations` has
+    values that are there between the forward and the backward pass; over the `overlapped_axes` products gather and
+    scatter while they run. `operations` has
     `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
     (`autopar.plan.signatures`).
     """
@@ -81,7 +81,6 @@ class Decisions:
     in_host: tuple[int, ...] = ()
     saved_in_host: tuple[int, ...] = ()
     overlapped_axes: tuple[int, ...] = ()
-    gathers_whole: bool = False
     operations: str = ""
 
 
