@@ -185,7 +185,8 @@ def unrounded(model: Model, options: dict[str, Any]) -> dict[str, Any]:
     those of bfloat16 and TF32 round differently in two programs, which a mixture's choice of experts multiplies.
     """
     with jax.default_matmul_precision("highest"):
-        case = CASES[model.float32 or model.case](**model.small)
+        optimizer = {name: value for name, value in model.large.items() if name == "optimizer"}
+        case = CASES[model.float32 or model.case](**model.small | optimizer)
         step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False, **options)
         state, key = step.init(case.init, jax.random.key(0)), jax.random.key(0)
         for seed in range(UNROUNDED_STEPS):

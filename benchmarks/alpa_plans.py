@@ -30,7 +30,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build, cut_layers
 from autopar.inter_op.evaluate import choice_of
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.option_tables import tables
+from autopar.inter_op.option_tables import DecidedOptions, tables
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.inter_op.stage_choice import StageChoice
@@ -104,7 +104,7 @@ def alpas_plan(
 ) -> tuple[StagedStep, StageChoice, int]:
     """The published stages, with the rest chosen best for them: of the best few by the tables the fastest as built."""
     ranked: list[tuple[tuple[bool, float], StageChoice, int]] = []
-    limit_bytes, decided = cluster.device.memory_bytes, {}
+    limit_bytes, decided = cluster.device.memory_bytes, DecidedOptions()
     limits = BuildLimits(limit_bytes=limit_bytes, time_limit_s=TIME_LIMIT_S)
     for m, cut in cuts.items():
         sizes = submesh_sizes(cluster, PlanRequest(), len(cut.layers))

@@ -223,6 +223,7 @@ class Product:
             operand_bytes=(width * b * m * k, width * b * k * n),
             result_bytes=(width * b * m * n,),
             fusible=False,
+            multiplies=True,
         )
         in_short_runs = dataclasses.replace(device, sustained_share=1.0)
         return operation_s(work, 1, ((1, 1), (1,)), in_short_runs)

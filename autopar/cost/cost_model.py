@@ -216,6 +216,7 @@ class NodeCosts:
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
             fusible=is_fusible(op.primitive),
+            multiplies=op.primitive in MATRIX_PRODUCTS,
             is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
             kernel_bytes=None if op.kernel_bytes is None else op.kernel_bytes + order.more_bytes,

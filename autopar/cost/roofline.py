@@ -65,12 +65,13 @@ class OrderCopy:
 class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
-    `is_product`: a matrix product, whose operands are packed where devices do that. `is_convolution`: a convolution,
-    which reaches another rate than products. `transposed`: the operands that are copied with another dimension last,
-    where that takes its time; for each the bytes of a row, and how many times its size the copy reads, for what is
-    computed on the way. `kernel_bytes`: what the kernel moves that has this operation and others, where this one makes
-    the kernel's result, else zero; None of an operation that is priced by itself. `order_copy`: what a product's result
-    is copied to before anything reads it. `small_kernels`: how many kernels end with the operation beside its own.
+    `multiplies`: a matrix product of any sort or a convolution, whose kernels take longer to start than others.
+    `is_product`: one whose operands are packed where devices do that. `is_convolution`: it reaches another rate.
+    `transposed`: the operands that are copied with another dimension last, where that takes its time; for each the
+    bytes of a row, and how many times its size the copy reads, for what is computed on the way. `kernel_bytes`: what
+    the kernel moves that has this operation and others, where this one makes the kernel's result, else zero; None of an
+    operation that is priced by itself. `order_copy`: what a product's result is copied to before anything reads it.
+    `small_kernels`: how many kernels end with the operation beside its own.
     """
 
     flops: float
@@ -78,6 +79,7 @@ class Work:
     operand_bytes: tuple[int, ...]
     result_bytes: tuple[int, ...]
     fusible: bool
+    multiplies: bool = False
     is_product: bool = False
     is_convolution: bool = False
     transposed: tuple[tuple[int, int, float], ...] = ()
@@ -139,7 +141,7 @@ def times_s(
     arithmetic_s = work.flops / split / rate + device.fill_s(work.dtype)
     if work.is_product and device.packing_bytes_per_s is not None:
         arithmetic_s += read / device.packing_bytes_per_s
-    launch_s = device.launch_overhead_s if work.is_product or work.is_convolution else device.small_kernel_s
+    launch_s = device.launch_overhead_s if work.multiplies else device.small_kernel_s
     copied_s = work.order_copy.times_s(result_parts[0], device) if work.order_copy is not None else 0.0
     return np.maximum(arithmetic_s, device.memory_times_s(read + written, largest)) + launch_s + small_s + copied_s
 

@@ -41,7 +41,7 @@ from autopar.hardware.timed_runs import (
 SAMPLE_S, IN_STEP_SAMPLE_S = 10e-3, 40e-3
 # Of products and convolutions on accelerators, where power limits a card's clock after a while: an H200 multiplies at
 # 803 Tflop/s in samples of 10 ms, at 650 to 660 in runs of 0.1 s, at 641 after 0.2 s, and at 593 after 6 s of nothing
-# else (1.3 to 1.5 GHz at 690 W).
+# else (1.3 to 1.5 GHz at 690 W). Those of less than 0.1 ms run 2,000 times, as all that is timed does at most.
 POWERED_SAMPLE_S = 0.2
 _AGAIN = 2  # how often a block of fresh memory is filled again
 CALLS = 40  # of one sample

@@ -28,6 +28,14 @@ from autopar.passes.fold_layers import FoldedGraph, fold_layers
 DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
 
 
+class DecidedOptions(dict[DecidedFor, Decisions]):
+    """Decisions by what they are for. `read`: the keys of those that were priced, since somebody emptied it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[DecidedFor] = set()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _OnMesh:
     """Layers on one mesh: their decisions, where they are known from smaller micro-batches, or who makes them; the
@@ -69,7 +77,7 @@ def tables(
     cluster: Cluster,
     sizes: Sequence[int],
     limits: BuildLimits,
-    decided: dict[DecidedFor, Decisions],
+    decided: DecidedOptions,
     *,
     is_long: bool = False,
     number: int = WHOLE,
@@ -121,6 +129,7 @@ def tables(
             if each.decider is not None:
                 decided[each.key] = each.decider.decisions()
             found = decided[each.key]
+            decided.read.add(each.key)
             options += stage_options(folded, remat, microbatched.layers, each.model, link, found, each.fastest)
     return tuple(options)
 

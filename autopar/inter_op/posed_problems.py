@@ -11,9 +11,8 @@ from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.device_parts import on_part, orders, placements
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.layer_decisions import Decisions
 from autopar.inter_op.mesh_screen import MeshScreen
-from autopar.inter_op.option_tables import DecidedFor, tables
+from autopar.inter_op.option_tables import DecidedOptions, tables
 from autopar.inter_op.search_space import chunk_numbers, is_long, schedules_of, sizes_for, stage_numbers
 from autopar.inter_op.stage_costs import PricedOption, undominated
 from autopar.passes.split_scan import SplitStep, one_part_a_group
@@ -33,7 +32,7 @@ class PosedProblems:
 
     def __init__(self, context: PlanningContext, step: SplitStep, screen: MeshScreen | None) -> None:
         self.context, self.step, self.screen = context, step, screen
-        self.decided: dict[DecidedFor, Decisions] = {}
+        self.decided = DecidedOptions()
 
     def screen_from(self, longest_s: float) -> None:
         """From now on, pipelines that take so long or longer are of no use."""
@@ -56,13 +55,14 @@ class PosedProblems:
         with self.context.progress.pass_("layer costs"):
             sizes = self.sizes(microbatched, is_largest)
             sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
+            self.decided.read.clear()
             priced = self.priced(microbatched, sizes, self.screen)
             if is_long(self.context.traced):  # options dominated in small micro-batches are not priced for large ones
                 better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
-                meshes = {(mesh, part) for mesh, part, _ in better}
-                for key, of in self.decided.items():
-                    if (key[0], key[-1]) in meshes:
-                        self.decided[key] = tuple(d for d in of if (key[0], key[-1], d.terms) in better)
+                for key in self.decided.read:
+                    kept = tuple(d for d in self.decided[key] if (key[0], key[-1], d.terms) in better)
+                    if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
+                        self.decided[key] = kept
         for name in schedules_of(self.context.request):
             problems = self.on_schedule(microbatched, name, priced, equal or (None,))
             m = microbatched.graph.num_microbatches

@@ -35,9 +35,9 @@ def build_choice_graph(
         weights: Of a graph whose repeated layers are folded, how many of the whole graph each operation stands for.
         partials: Of the graph, where that is known.
     """
-    builder = _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ()))
+    partials = find_partials(graph) if partials is None else partials
+    builder = _Builder(graph, mesh, transfer_layouts or {}, arrivals or {}, order_of or (lambda value: ()), partials)
     builder.weights = weights
-    builder.partials = find_partials(graph) if partials is None else partials
     return builder.run()
 
 
@@ -49,9 +49,10 @@ class _Builder:
         transfer_layouts: Mapping[int, Layout],
         arrivals: Mapping[int, Layout],
         order_of: Callable[[Value], tuple[int, ...]],
+        partials: Partials,
     ) -> None:
         self.graph, self.mesh, self.transfer_layouts, self.arrivals = graph, mesh, transfer_layouts, arrivals
-        self.order_of = order_of
+        self.order_of, self.partials = order_of, partials
         self.weights, self.weight = ONE_EACH, 1.0  # `weight` of the operation that reads
         self.once = graph.once() if graph.is_cut else frozenset()
         self.nodes: list[Node] = []
@@ -64,7 +65,6 @@ class _Builder:
         self.followed: set[int] = set()
         self.order: dict[int, int] = {}
         self.state_nodes: set[int] = set()
-        self.partials: Partials
         self.whole: int | None = None
         self.lists = LayoutLists()
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}

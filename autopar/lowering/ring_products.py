@@ -139,6 +139,8 @@ def _put(whole: Any | None, part: Any, dim: int, number: Any, ring: _Ring) -> An
     if whole is None:
         shape = list(part.shape)
         shape[dim] *= ring.size
+        if part.size == 0:
+            return jax.lax.full(shape, 0, part.dtype)
         # Of a number of the first part: XLA sets what waits for nothing aside long before.
         ones = [1] * part.ndim
         whole = jax.lax.broadcast(jax.lax.slice(part, [0] * part.ndim, ones).reshape(()), shape)

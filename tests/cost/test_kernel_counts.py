@@ -6,11 +6,14 @@ import optax
 import pytest
 
 import autopar
+from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.kernel_counts import kernels_ended
 from autopar.cost.xla_program import GPU
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import RAGGED_PRODUCT
 from autopar.sharding.rules import RuleBook
 
 ROWS, WIDE = (64, 32), (32, 32)
@@ -88,3 +91,14 @@ def test_a_loop_waits_between_its_turns():
     product_s = h200.launch_overhead_s + h200.fill_s("float32")
     turns_s = 16 * (product_s + h200.small_kernel_s + h200.loop_turn_s)
     assert predicted_s == pytest.approx(turns_s, rel=0.02)
+
+
+def test_products_of_groups_take_as_long_to_start_as_one_product():
+    def ragged(state, batch):
+        return jax.lax.ragged_dot(batch["x"], state, batch["sizes"])
+
+    rows = {"x": shape(32, 16), "sizes": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    graph = graph_of(ragged, shape(2, 16, 16), rows)
+    model = cost_model(autopar.Cluster.parse("dgx-h200:1"), LogicalMesh(axis_sizes=(1,)))
+    (op,) = (op for op in graph.block.ops if op.primitive == RAGGED_PRODUCT)
+    assert presets.H200.launch_overhead_s <= NodeCosts(graph, model).compute_s(op, None)

@@ -8,6 +8,7 @@ from autopar import Cluster
 from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op import option_tables
 from autopar.inter_op.mesh_screen import MUCH_SLOWER, MeshScreen
+from autopar.inter_op.option_tables import DecidedOptions
 from tests.inter_op.test_search import arguments
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
 from tests.small_steps import chain_step
@@ -63,7 +64,7 @@ def test_equal_stages_are_as_slow_as_one_of_them():
 def test_where_no_mesh_of_a_size_pays_none_of_its_multiples_is_decided_but_of_all_devices():
     step, on = cut(8), dataclasses.replace(cluster(), num_hosts=8)
     screen = MeshScreen(num_devices=16, longest_s=1e-9)  # less than any pipeline takes
-    decided = {}
+    decided = DecidedOptions()
     found = option_tables.tables(step, on, [2, 4, 8, 16], LIMITS, decided, screen=screen)
     assert {o.mesh.num_devices for o in found} == {key[0].num_devices for key in decided} == {16}
     assert screen.has_left_out
@@ -71,7 +72,7 @@ def test_where_no_mesh_of_a_size_pays_none_of_its_multiples_is_decided_but_of_al
 
 def test_no_table_is_made_for_a_mesh_that_is_left_out():
     step, on = cut(8), cluster()
-    every = option_tables.tables(step, on, [2, 4], LIMITS, {})
+    every = option_tables.tables(step, on, [2, 4], LIMITS, DecidedOptions())
     seen = []
 
     @dataclasses.dataclass(slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def test_no_table_is_made_for_a_mesh_that_is_left_out():
             seen.append((num_devices, ran.end_s, fastest_s))
             return num_devices == self.num_devices
 
-    decided = {}
+    decided = DecidedOptions()
     found = option_tables.tables(step, on, [2, 4], LIMITS, decided, screen=OnlyAll(num_devices=4))
     assert {o.mesh.num_devices for o in every} == {2, 4}
     assert [o.option.name for o in found] == [o.option.name for o in every if o.mesh.num_devices == 4]

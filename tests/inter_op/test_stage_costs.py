@@ -17,7 +17,7 @@ from autopar.inter_op import decide_stages, option_tables
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
-from autopar.inter_op.option_tables import tables
+from autopar.inter_op.option_tables import DecidedOptions, tables
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
@@ -83,7 +83,7 @@ RESIDUAL = {
 def two_stages(step, schedule, policy):
     """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
     on = cluster()
-    found = tables(step, on, [2], LIMITS, {})
+    found = tables(step, on, [2], LIMITS, DecidedOptions())
     option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
     half = len(step.layers) // 2
     choice = StageChoice(
@@ -153,7 +153,7 @@ def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
     ],
 )
 def test_where_examples_divide_among_more_devices_layers_are_decided_anew(is_long, numbers, anew):
-    decided = {}
+    decided = DecidedOptions()
     found = [
         len(decided)
         for m in numbers
@@ -172,7 +172,7 @@ def test_in_long_steps_what_is_saved_has_a_price_where_it_crowds_the_memory(monk
             super().__init__(folded, model, room_bytes, in_flight, *given)
 
     monkeypatch.setattr(option_tables, "LayerDecider", Noted)
-    limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), {}
+    limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), DecidedOptions()
     for m in (128, 8, 4):  # of 2, 32 and 64 examples: the last is not decided anew, for it is crowded as well
         assert option_tables.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
     assert priced == [0, 2]

@@ -88,6 +88,16 @@ def in_pieces_over_all(of, plan):
     )
 
 
+def test_products_of_no_example_run_in_pieces():
+    state, batch = arguments()
+    state, batch = {name: state[name] for name in ("up", "down")}, {"x": batch["x"][:0]}
+    whole = autopar.parallelize(
+        forward, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None, show_progress=False
+    )
+    _, result = in_pieces_over_all(forward, whole.plan(state, batch))(state, batch)
+    assert result.shape == (0, L, W)
+
+
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_weights_come_in_pieces_of_what_is_summed_and_of_what_is_not(devices):
     """Of the first product a piece is columns of the result, of the second one a summand."""
