@@ -316,8 +316,8 @@ at most the vector memory, which is little beside the memory of a device.
 Logits of a loss are held in 16 bits and once more in 32, as the gather of the labels' logits reads them: 805 MB of the
 large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
 
-None of these plans runs products in pieces (collective matmul). A recipe that asks for them on TPU takes more memory than
-is predicted (`python -m benchmarks.collective_matmul`): a plan in pieces that fits by little may not fit.
+None of these plans runs products in pieces (collective matmul). A recipe that asks for them on TPU takes more memory
+than is predicted (`python -m benchmarks.collective_matmul`): a plan in pieces that fits by little may not fit.
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes
