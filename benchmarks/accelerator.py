@@ -325,7 +325,8 @@ def main() -> int:
 
 def run_rows(arguments: argparse.Namespace, measured: Path, kernels: Path) -> int:
     path, begun = arguments.results / "accelerator.json", time.perf_counter()
-    kernels.mkdir(parents=True, exist_ok=True)
+    for folder in (kernels, arguments.results):
+        folder.mkdir(parents=True, exist_ok=True)
     environment = ENVIRONMENT | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {TUNED_KERNELS}{kernels}",
         "JAX_COMPILATION_CACHE_DIR": str(kernels / "programs"),

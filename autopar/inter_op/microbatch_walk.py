@@ -35,7 +35,9 @@ class BestStages:
     sizes: Sequence[int]
 
 
-def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes: int, largest: int) -> list[int]:
+def next_numbers(
+    numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes: int, largest: int, whole: Collection[int] = ()
+) -> list[int]:
     """The numbers to try next: fewer micro-batches than the fastest so far has, and more of them, by two times at
     least. Nothing where the fastest lies between numbers that are slower.
 
@@ -43,16 +45,22 @@ def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes
     that surely fit with the same recomputation: a peak is a part that stays and a part in proportion to the examples of
     a micro-batch. For the same reason more are left out where a larger number with the same recomputation is slower.
 
+    Where all devices get examples of a micro-batch, nothing else need be split, so that a number of which this holds
+    may be faster than one of which it does not, whatever numbers between the two come to.
+
     Args:
         numbers: All that the batch admits, in rising order.
         tried: By the number of micro-batches; not empty.
         largest: Numbers from this on are left to the search over stages.
+        whole: The numbers whose micro-batches have examples for all devices, equally many for each.
     """
     best = min(tried, key=lambda m: tried[m].step_time_s)
-    below = max((m for m in tried if m < best), default=0)
+    fewer, more = (
+        [m for m in numbers if (m < best) == is_fewer and _may_be_faster(m, best, tried, whole)]
+        for is_fewer in (True, False)
+    )
+    more = [m for m in more if m < largest]
     above = min((m for m in tried if m > best), default=None)
-    fewer = [m for m in numbers if below < m and 2 * m <= best]
-    more = [m for m in numbers if 2 * best <= m < largest and (above is None or m < above)]
     found = []
     if fewer:
         fitting = [m for m in fewer if largest_peak_bytes(tried, best, m) <= limit_bytes]
@@ -60,6 +68,15 @@ def next_numbers(numbers: Sequence[int], tried: Mapping[int, Tried], limit_bytes
     if more and not (above is not None and tried[best].policies and tried[above].policies == tried[best].policies):
         found.append(min(more))
     return found
+
+
+def _may_be_faster(m: int, best: int, tried: Collection[int], whole: Collection[int]) -> bool:
+    """Whether m is far enough from the fastest number, and beyond none that says it is slower too."""
+    gains_devices = m in whole and best not in whole
+    if not gains_devices and max(m, best) < 2 * min(m, best):
+        return False
+    low, high = (m, best - 1) if m < best else (best + 1, m)
+    return not any(low <= n <= high and (not gains_devices or n in whole) for n in tried)
 
 
 def numbers_within(numbers: Sequence[int], tried: Mapping[int, Tried], longest_s: float) -> list[int]:

@@ -245,13 +245,15 @@ class _Search:
             return
         numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(estimated), OVERSTATED
         limit_bytes = self.context.limit_bytes
+        share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
+        whole = () if rest else divisors(share)
         tried = {m: _tried(builder, m, known) for m, known in estimated.items()}
         while not self.context.deadline.passed:
             best_s = (
                 builder.best.step_time_s if builder.best is not None and builder.best.fits(limit_bytes) else math.inf
             )
             within = numbers_within(numbers, tried, NEAR_THE_BEST * best_s)
-            near = next_numbers(within, tried, limit_bytes, largest)
+            near = next_numbers(within, tried, limit_bytes, largest, whole)
             if not near:
                 return
             m = near[0]  # what comes of it decides on the others

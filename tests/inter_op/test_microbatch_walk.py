@@ -58,6 +58,30 @@ def test_between_a_number_that_was_jumped_to_and_a_faster_one_half_is_tried():
     assert next_numbers(NUMBERS, tried, 50, 64) == [32]
 
 
+def test_beyond_a_slower_number_one_is_tried_whose_examples_all_devices_share():
+    numbers, whole = [1, 2, 3, 4, 6, 8, 12], (1, 3)  # of 768 examples on 256 devices
+    tried = {
+        8: Tried(step_time_s=4.5, peak_bytes=14, policies=RECOMPUTES),
+        4: Tried(step_time_s=3.2, peak_bytes=31, policies=KEEPS),
+        2: Tried(step_time_s=3.7, peak_bytes=45, policies=RECOMPUTES),
+    }
+    assert next_numbers(numbers, tried, 32, 12) == []
+    assert next_numbers(numbers, tried, 32, 12, whole) == [3]  # one would take 124 bytes, and three may take 41
+    assert next_numbers(numbers, tried, 200, 12, whole) == [1]
+    tried[3] = Tried(step_time_s=3.5)
+    assert next_numbers(numbers, tried, 32, 12, whole) == []  # three says that one is slower too
+    tried[3], tried[1] = Tried(step_time_s=3.1), Tried(step_time_s=3.3)
+    assert next_numbers(numbers, tried, 32, 12, whole) == []
+
+
+def test_more_micro_batches_are_tried_whose_examples_all_devices_share():
+    tried = {2: Tried(step_time_s=3.0), 1: Tried(step_time_s=4.0), 4: Tried(step_time_s=3.5)}
+    assert next_numbers([1, 2, 3, 4], tried, 32, 12) == []
+    assert next_numbers([1, 2, 3, 4], tried, 32, 12, (1, 3)) == [3]
+    del tried[1]
+    assert next_numbers([1, 2, 3, 4], tried, 32, 12, (1, 3)) == [1, 3]
+
+
 def test_without_a_peak_half_and_twice_are_tried():
     assert next_numbers(NUMBERS, {8: Tried(step_time_s=1.0)}, 50, 64) == [4, 16]
     assert next_numbers(NUMBERS, {1: Tried(step_time_s=1.0)}, 50, 2) == []
