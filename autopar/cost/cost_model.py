@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
 from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.island_collectives import island_collectives
-from autopar.cost.kernel_counts import kernels_ended
+from autopar.cost.kernel_traffic import NO_TRAFFIC, Traffic, is_in_kernels, kernel_traffic
 from autopar.cost.product_rate import ProductRate, product_rate
 from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
@@ -202,7 +202,7 @@ class NodeCosts:
 
     def _work_key(self, op: Op) -> tuple:
         return (
-            op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), self._small_kernels(op)
+            op.key, self._copied(op), op.order_cost, self._adds_up(op), *self._kernels(op)
         )  # fmt: skip
 
     def _new_work(self, op: Op) -> Work:
@@ -210,6 +210,7 @@ class NodeCosts:
         if op.primitive in MATRIX_PRODUCTS:
             rate = product_rate(op.eqn, self.model.device.platform)
         order = self.model.order_cost(op)
+        kernel_bytes, small_kernels = self._kernels(op)
         return Work(
             flops=flops_of(op) * rate.passes,
             dtype=rate.dtype,
@@ -219,21 +220,29 @@ class NodeCosts:
             multiplies=op.primitive in MATRIX_PRODUCTS,
             is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
-            kernel_bytes=None if op.kernel_bytes is None else op.kernel_bytes + order.more_bytes,
+            kernel_bytes=None if kernel_bytes is None else kernel_bytes + order.more_bytes,
             order_copy=self._order_copy(op, order),
-            small_kernels=self._small_kernels(op),
+            small_kernels=small_kernels,
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
 
-    def _small_kernels(self, op: Op) -> int:
-        """How many kernels end with an operation, where its own is not counted anyhow."""
-        return self._kernels_ended[op.id] if op.kernel_bytes is None else 0
+    def _kernels(self, op: Op) -> tuple[float | None, int]:
+        """(what an operation adds to the traffic of kernels of which it is a part, None of one that is priced by
+        itself; how many kernels end with it, where its own is not counted anyhow)
+        """
+        if op.kernel_bytes is not None:
+            return op.kernel_bytes, 1 if op.kernel_bytes else 0
+        if self.model.device.platform is not Platform.GPU:
+            return None, 0
+        traffic = self._traffic.get(op.id, NO_TRAFFIC)
+        is_known = self.model.device.least_kernel_s is not None
+        if not is_in_kernels(op):
+            return None, traffic.ended if is_known else 0
+        return traffic.nbytes, traffic.ended if is_known or not is_fusible(op.primitive) else 0
 
     @functools.cached_property
-    def _kernels_ended(self) -> Counter[int]:
-        if self.model.device.least_kernel_s is None:
-            return Counter()
-        return kernels_ended(self.graph, self.model.compiler)
+    def _traffic(self) -> Mapping[int, Traffic]:
+        return kernel_traffic(self.graph, self.model.compiler)
 
     def _order_copy(self, op: Op, order: OrderCost) -> OrderCopy | None:
         if not order.copied_itemsize:

@@ -129,12 +129,11 @@ def times_s(
     none = np.zeros(len(split))
     read, written, largest = sum(operands, none), sum(results, none), functools.reduce(np.maximum, operands, none)
     largest = functools.reduce(np.maximum, results, largest)
+    small_s = work.small_kernels * device.small_kernel_s
     if work.kernel_bytes is not None and device.platform is not Platform.CPU:
         # A share of a kernel of several operations: its arithmetic, and what the kernel moves where this is its result.
         moved = work.kernel_bytes / split
-        launch_s = device.small_kernel_s if work.kernel_bytes else 0.0
-        return work.flops / split / device.flops_per_s("float32") + device.memory_times_s(moved, moved) + launch_s
-    small_s = work.small_kernels * device.small_kernel_s
+        return work.flops / split / device.flops_per_s("float32") + device.memory_times_s(moved, moved) + small_s
     if work.fusible:
         return device.memory_times_s(FUSED_TRAFFIC_SHARE * written, largest) + small_s
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
