@@ -248,7 +248,9 @@ def _titan(
     pp: int = 1, cp: int = 1, length: int = 8192, full: bool = False, waits: bool = True, hardware: str = "H100 96 GB",
     **how,
 ) -> Row:  # fmt: skip
-    """`tokens_per_s` of one device. Stages take micro-batches of one sequence. `waits`: of tensor parallelism."""
+    """`tokens_per_s` of one device. A batch is cut into as many micro-batches as there are stages, which is torchtitan's
+    default (`pipeline_parallel_microbatches`). `waits`: of tensor parallelism.
+    """
     gpus, batch = fsdp * tp * pp * cp, fsdp * local_batch
     parts = "".join(f" {what}{n}" for what, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1)
     precision = " float8" if how.get("float8") else "" if how.get("compiled", True) else " eager"
@@ -256,7 +258,7 @@ def _titan(
     return Row(
         table="torchtitan", name=f"{size} on {gpus} {hardware[:4]}{parts}{context}{precision}",
         model=_llama(size, length), hardware=hardware, gpus=gpus, batch=batch,
-        micro_batch=local_batch if pp == 1 else 1, tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
+        micro_batch=max(1, local_batch // pp), tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
         sequence_parallel=tp > 1, recompute="input" if full else "input every 2", memory_gib=memory_gib,
         waits_for_tensor=tp > 1 and waits, pieces="beside" if tp > 1 and not waits else "",
         step_time_s=batch * length / (tokens_per_s * gpus), **how,

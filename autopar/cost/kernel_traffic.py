@@ -6,7 +6,9 @@ its operations that reads a value counts for it. Of an operation that is compute
 Operations are in one kernel besides where
 
 - results of one size are computed one from the other, as new parameters are from the state of their optimizer;
-- kernels of one size, none of which needs a result of the other, read the same array, as the sums of a norm do.
+- reductions of one size over the same dimensions read the same array, and none needs what another one makes;
+- a reduction over the last dimension is for kernels that read its rows anyhow: these run a row at a time, as those of
+  a softmax, a norm, and their gradients do.
 
 The bytes are those that XLA's cost analysis counts for programs compiled for H100, within some per cent, and on an H200
 and an H100 such kernels take 0.9 to 1.1 of that at the rate of copies (`benchmarks.card_kernels`).
@@ -15,6 +17,7 @@ and an H100 such kernels take 0.9 to 1.1 of that at the rate of copies (`benchma
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -45,11 +48,20 @@ class Traffic:
 NO_TRAFFIC = Traffic()
 
 
+# A graph is laid over many meshes: what was found for it, as long as it lives.
+_known: dict[int, tuple[weakref.ref[Block], Sequence[Value], Compiler, Mapping[int, Traffic]]] = {}
+
+
 def kernel_traffic(graph: OpGraph, compiler: Compiler) -> Mapping[int, Traffic]:
     """By the numbers of operations; those without any are left out."""
+    number, known = id(graph.block), _known.get(id(graph.block))
+    if known is not None and known[0]() is graph.block and known[1] is graph.values and known[2] == compiler:
+        return known[3]
     found: dict[int, Traffic] = defaultdict(Traffic)
     _of_block(graph.block, graph.values, compiler, (0, len(graph.block.outputs)), found)
-    return dict(found)
+    block = weakref.ref(graph.block, lambda _: _known.pop(number, None))
+    _known[number] = block, graph.values, compiler, dict(found)
+    return _known[number][3]
 
 
 def is_in_kernels(op: Op) -> bool:
@@ -69,12 +81,12 @@ def _of_block(
     stacks = [MemoryStep(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in stacked]
     results = frozenset(v for v in block.outputs[:first_stacked] if isinstance(v, int))
     written = written_values((*slices, *steps, *stacks), results, _NO_SIZES, compiler)
-    kernels = _Kernels.of(block, steps, values, written, results, compiler)
-    for v in kernels.last:
-        found[kernels.made_by[v]].ended += 1
-    for v in stacked:
-        if v in kernels.made_by:
-            found[kernels.made_by[v]].ended += 1
+    kernels = _kernels(block, steps, values, written, results, compiler)
+    if worth_writing := _worth_writing(steps, values, kernels):
+        kernels = _kernels(block, steps, values, written | worth_writing, results, compiler)
+    made_by = {v: op.id for op in block.ops for v in op.outputs}
+    for v in (*kernels.last, *(v for v in stacked if v in made_by)):
+        found[made_by[v]].ended += 1
     unread = {v for v in sliced if v in written}
     for op, nbytes in zip(block.ops, kernels.moved_bytes(block.ops, steps, values), strict=True):
         if nbytes:
@@ -90,91 +102,25 @@ def _of_block(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernels:
-    """The kernels of a block.
+    """The kernels of a block, each named by an operation that ends it.
 
     Attributes:
-        made_by: Value -> the operation that makes it, by its number.
-        last: Results of elementwise operations and reductions that end kernels: of each kernel one.
         memory: Value -> the one in memory that it is another name of; without those that are in no memory.
-        kernels: For each operation the kernels in which it is computed, by the number of the operation that ends each.
+        of_ops: For each operation the kernels in which it is computed.
         ends: Value that is written -> the kernel that writes it.
+        last: Results of elementwise operations and reductions that end kernels: of each kernel one.
     """
 
-    made_by: Mapping[int, int]
-    last: Sequence[int]
     memory: Mapping[int, int]
-    kernels: Sequence[frozenset[int]]
+    of_ops: Sequence[frozenset[int]]
     ends: Mapping[int, int]
-
-    @staticmethod
-    def of(block: Block, steps: Sequence[MemoryStep], values: Sequence[Value], written: set[int], results: frozenset[int], compiler: Compiler
-    ) -> _Kernels:
-        ops = block.ops
-        memory = {v: v for v in block.inputs}
-        read: dict[int, frozenset[int]] = {}  # of memory, on the way to a value that is in none
-        for step in steps:
-            if step.kind in ALIASES:
-                for v, out in zip(step.inputs, step.outputs, strict=False):
-                    if v in memory:
-                        memory[out] = memory[v]
-                    else:
-                        read[out] = read.get(v, _NONE)
-                continue
-            memory |= {v: v for v in step.outputs if v in written}
-            if _is_elementwise(step) or step.kind in REDUCTIONS:
-                read[step.outputs[0]] = frozenset().union(
-                    *((memory[v],) if v in memory else read.get(v, _NONE) for v in step.inputs)
-                )
-        ends, last = _ends(ops, steps, values, written)
-        read_by_kernel: dict[int, set[int]] = defaultdict(set)
-        for v, kernel in ends.items():
-            read_by_kernel[kernel] |= read[v]
-        readers: dict[int, set[int]] = defaultdict(set)
-        kernels: list[set[int]] = []
-        by_rows: set[int] = set()
-        for op, step in zip(reversed(ops), reversed(steps), strict=True):
-            if step.kind in ALIASES:
-                for v, out in zip(step.inputs, step.outputs, strict=False):
-                    readers[v] |= readers[out]
-                kernels.append(set())
-                continue
-            own = {ends[v] for v in step.outputs if v in ends}
-            if step.kind in REDUCTIONS:
-                (out,) = step.outputs
-                wide = {v for v in read[out] if values[v].size >= values[step.inputs[0]].size}
-                if (
-                    compiler.row_kernels
-                    and out not in results
-                    and reduces_last(op)
-                    and readers[out]
-                    and all(wide and wide <= read_by_kernel[k] for k in readers[out])
-                ):
-                    memory.pop(out)
-                    by_rows |= readers[out]
-                else:
-                    ends[out] = op.id
-                    own = {op.id}
-                    last.append(out)
-            computed_in = own or (readers[step.outputs[0]] if len(step.outputs) == 1 and is_in_kernels(op) else {op.id})
-            for v in step.inputs:
-                readers[v] |= computed_in
-            kernels.append(set(computed_in))
-        kernels.reverse()
-        same = _siblings(ops, steps, values, memory, {v: k for v, k in ends.items() if k not in by_rows})
-        made_by = {v: op.id for op in ops for v in op.outputs}
-        return _Kernels(
-            made_by=made_by,
-            last=[v for v in last if ends[v] not in same],
-            memory=memory,
-            kernels=[frozenset(same.get(k, k) for k in each) for each in kernels],
-            ends={v: same.get(k, k) for v, k in ends.items()},
-        )
+    last: Sequence[int]
 
     def moved_bytes(self, ops: Sequence[Op], steps: Sequence[MemoryStep], values: Sequence[Value]) -> list[float]:
         """Of each operation, what it reads first in each of its kernels, and what it writes."""
         known: set[tuple[int, int]] = set()
         found = []
-        for op, step, kernels in zip(ops, steps, self.kernels, strict=True):
+        for op, step, kernels in zip(ops, steps, self.of_ops, strict=True):
             nbytes = 0.0
             if is_in_kernels(op) and step.kind not in ALIASES:
                 for v in dict.fromkeys(self.memory[v] for v in step.inputs if v in self.memory):
@@ -189,11 +135,110 @@ class _Kernels:
         return found
 
 
+def _kernels(
+    block: Block, steps: Sequence[MemoryStep], values: Sequence[Value], written: set[int], results: frozenset[int],
+    compiler: Compiler,
+) -> _Kernels:  # fmt: skip
+    memory, read = _names(block, steps, written)
+    ends, last = _ends(block.ops, steps, values, written)
+    read_by_kernel: dict[int, set[int]] = defaultdict(set)
+    for v, kernel in ends.items():
+        read_by_kernel[kernel] |= read[v]
+    readers: dict[int, set[int]] = defaultdict(set)
+    of_ops: list[set[int]] = []
+    by_rows: set[int] = set()  # kernels that run a reduction over the last dimension on the way, a row at a time
+    for op, step in zip(reversed(block.ops), reversed(steps), strict=True):
+        if step.kind in ALIASES:
+            for v, out in zip(step.inputs, step.outputs, strict=False):
+                readers[v] |= readers[out]
+            of_ops.append(set())
+            continue
+        computed_in = {ends[v] for v in step.outputs if v in ends}
+        if step.kind in REDUCTIONS:
+            (out,) = step.outputs
+            rows = {v for v in read[out] if values[v].size >= values[step.inputs[0]].size}
+            reads_rows = all(rows <= read_by_kernel[k] for k in readers[out])
+            if (
+                compiler.row_kernels
+                and reduces_last(op)
+                and out not in results
+                and rows
+                and readers[out]
+                and reads_rows
+            ):
+                del memory[out]
+                by_rows |= readers[out]
+            else:
+                ends[out] = op.id
+                computed_in = {op.id}
+                read_by_kernel[op.id] |= read[out]
+                last.append(out)
+        if not computed_in:
+            computed_in = readers[step.outputs[0]] if is_in_kernels(op) else {op.id}
+        for v in step.inputs:
+            readers[v] |= computed_in
+        of_ops.append(set(computed_in))
+    of_ops.reverse()
+    same = _siblings(block.ops, steps, values, read, {v: k for v, k in ends.items() if k not in by_rows})
+    return _Kernels(
+        memory=memory,
+        of_ops=[frozenset(same.get(k, k) for k in kernels) for kernels in of_ops],
+        ends={v: same.get(k, k) for v, k in ends.items()},
+        last=[v for v in last if ends[v] not in same],
+    )
+
+
+def _worth_writing(steps: Sequence[MemoryStep], values: Sequence[Value], kernels: _Kernels) -> set[int]:
+    """Values that are computed in several kernels, but which these read with fewer bytes once they are in memory: the
+    sums of layers, each of which would else read the results of all layers before.
+    """
+    found: set[int] = set()
+    read: dict[int, frozenset[int]] = {}
+
+    def read_for(v: int) -> frozenset[int]:
+        return frozenset({kernels.memory[v]}) if v in kernels.memory else read.get(v, _NONE)
+
+    for step, computed_in in zip(steps, kernels.of_ops, strict=True):
+        if step.kind in ALIASES:
+            read |= {out: read_for(v) for v, out in zip(step.inputs, step.outputs, strict=False)}
+        elif step.outputs and step.outputs[0] not in kernels.memory:
+            (out,), n = step.outputs, len(computed_in)
+            read[out] = _NONE.union(*map(read_for, step.inputs))
+            own_bytes = values[out].nbytes
+            read_bytes = sum(min(values[v].nbytes, 2 * own_bytes) for v in read[out])
+            if n > 1 and _is_elementwise(step) and n * read_bytes > read_bytes + (1 + n) * own_bytes:
+                found.add(out)
+                read[out] = frozenset({out})
+    return found
+
+
+def _names(
+    block: Block, steps: Sequence[MemoryStep], written: set[int]
+) -> tuple[dict[int, int], dict[int, frozenset[int]]]:
+    """(value -> the one in memory that it is another name of; result of an elementwise operation or a reduction -> what
+    is read of memory for it)
+    """
+    memory = {v: v for v in block.inputs}
+    read: dict[int, frozenset[int]] = {}
+    for step in steps:
+        if step.kind in ALIASES:
+            for v, out in zip(step.inputs, step.outputs, strict=False):
+                if v in memory:
+                    memory[out] = memory[v]
+                else:
+                    read[out] = read.get(v, _NONE)
+            continue
+        memory |= {v: v for v in step.outputs if v in written}
+        if _is_elementwise(step) or step.kind in REDUCTIONS:
+            each = ((memory[v],) if v in memory else read.get(v, _NONE) for v in step.inputs)
+            read[step.outputs[0]] = _NONE.union(*each)
+    return memory, read
+
+
 def _ends(
     ops: Sequence[Op], steps: Sequence[MemoryStep], values: Sequence[Value], written: set[int]
 ) -> tuple[dict[int, int], list[int]]:
-    """(value that elementwise operations and reductions write -> the operation that ends its kernel; of elementwise
-    operations those values that end one)
+    """(value that an elementwise operation writes -> the operation that ends its kernel; of each kernel its last value)
 
     A value is written beside another one of its size where that is computed of it.
     """
@@ -224,37 +269,32 @@ def _siblings(
     ops: Sequence[Op],
     steps: Sequence[MemoryStep],
     values: Sequence[Value],
-    memory: Mapping[int, int],
+    read: Mapping[int, frozenset[int]],
     ends: Mapping[int, int],
 ) -> dict[int, int]:
-    """Kernel -> the one that it is a part of. Of one size and depth none needs what another one makes."""
-    depth: dict[int, int] = {}
-    sources: dict[int, frozenset[int]] = {}
-    kernel_of: dict[tuple[object, int], int] = {}
+    """Reduction -> the one whose kernel it is in. Of equally many kernels behind the arguments neither needs the other.
+
+    Args:
+        read: As `_names` gives it.
+        ends: Without kernels that run a row at a time.
+    """
+    behind: dict[int, int] = {}
+    first: dict[tuple[object, ...], int] = {}
     same: dict[int, int] = {}
     for op, step in zip(ops, steps, strict=True):
-        behind = max((depth.get(v, 0) for v in step.inputs), default=0)
         if step.kind in ALIASES:
-            for v, out in zip(step.inputs, step.outputs, strict=False):
-                depth[out], sources[out] = depth.get(v, 0), sources.get(v, frozenset())
+            behind |= {out: behind.get(v, 0) for v, out in zip(step.inputs, step.outputs, strict=False)}
             continue
-        read = frozenset(
-            x for v in step.inputs for x in ((memory[v],) if v in memory else sources.get(v, frozenset()))
-        )
-        out = step.outputs[0] if step.outputs else None
-        if out is None or out not in ends:
-            is_fused = is_in_kernels(op)
-            for v in step.outputs:
-                depth[v], sources[v] = behind if is_fused else behind + 1, read if is_fused else frozenset()
-            continue
-        depth[out] = behind + 1
-        shape = values[step.inputs[0]].shape if step.kind in REDUCTIONS else values[out].shape
-        form = (shape, op.eqn.params.get("axes"), behind) if step.kind in REDUCTIONS else (shape, behind)
-        size = values[step.inputs[0]].size if step.kind in REDUCTIONS else values[out].size
-        for v in read:
-            if values[v].size == size:
-                before = kernel_of.setdefault((form, v), ends[out])
-                same.setdefault(ends[out], same.get(before, before))
+        depth = max((behind.get(v, 0) for v in step.inputs), default=0)
+        if step.kind in REDUCTIONS and step.outputs[0] in ends:
+            operand = values[step.inputs[0]]
+            for v in read[step.outputs[0]]:
+                if values[v].size == operand.size:
+                    before = first.setdefault((operand.shape, op.eqn.params.get("axes"), depth, v), op.id)
+                    if before != op.id:
+                        same.setdefault(op.id, same.get(before, before))
+        is_kernel = not is_in_kernels(op) or any(v in ends for v in step.outputs)
+        behind |= dict.fromkeys(step.outputs, depth + is_kernel)
     return same
 
 

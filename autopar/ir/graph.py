@@ -237,7 +237,7 @@ class Op:
     order_cost: OrderCost | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)  # what is found for it is kept so
 class Block:
     inputs: tuple[int, ...]
     outputs: tuple[Atom, ...]
