@@ -248,8 +248,8 @@ def _titan(
     pp: int = 1, cp: int = 1, length: int = 8192, full: bool = False, waits: bool = True, hardware: str = "H100 96 GB",
     **how,
 ) -> Row:  # fmt: skip
-    """`tokens_per_s` of one device. A batch is cut into as many micro-batches as there are stages, which is torchtitan's
-    default (`pipeline_parallel_microbatches`). `waits`: of tensor parallelism.
+    """`tokens_per_s` of one device. `waits`: of tensor parallelism. There are as many micro-batches as stages, which is
+    torchtitan's default (`pipeline_parallel_microbatches`).
     """
     gpus, batch = fsdp * tp * pp * cp, fsdp * local_batch
     parts = "".join(f" {what}{n}" for what, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1)

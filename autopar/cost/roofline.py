@@ -34,8 +34,9 @@ _NOT_FUSED = MATRIX_PRODUCTS | {
     "argmax", "argmin", "concatenate", "dynamic_update_slice", "attention", "attention_backward",
     "kernel", "pallas_call", "ffi_call", "tpu_custom_call", "shard_map", "custom_partitioning", *cudnn.NAMES,
 }  # fmt: skip
-# A fused operation makes no memory traffic of its own but shares its kernel's reads and writes. This is an assumption,
-# not a measurement: it only has to make replicated elementwise work cost something, in the order of its real cost.
+# Where the traffic of kernels is not known (`kernel_traffic` is of GPUs): a fused operation makes no memory traffic of
+# its own but shares its kernel's reads and writes. This is an assumption, not a measurement: it only has to make
+# replicated elementwise work cost something, in the order of its real cost.
 FUSED_TRAFFIC_SHARE = 0.5
 
 
@@ -69,9 +70,9 @@ class Work:
     `is_product`: one whose operands are packed where devices do that. `is_convolution`: it reaches another rate.
     `transposed`: the operands that are copied with another dimension last, where that takes its time; for each the
     bytes of a row, and how many times its size the copy reads, for what is computed on the way. `kernel_bytes`: what
-    the kernel moves that has this operation and others, where this one makes the kernel's result, else zero; None of an
-    operation that is priced by itself. `order_copy`: what a product's result is copied to before anything reads it.
-    `small_kernels`: how many kernels end with the operation beside its own.
+    the operation adds to the traffic of the kernels that it is in; None of one that is priced by itself. `order_copy`:
+    what a product's result is copied to before anything reads it. `small_kernels`: how many kernels end with the
+    operation, beside its own of one that is priced by itself.
     """
 
     flops: float
@@ -131,7 +132,7 @@ def times_s(
     largest = functools.reduce(np.maximum, results, largest)
     small_s = work.small_kernels * device.small_kernel_s
     if work.kernel_bytes is not None and device.platform is not Platform.CPU:
-        # A share of a kernel of several operations: its arithmetic, and what the kernel moves where this is its result.
+        # A part of kernels of several operations: its arithmetic, and what it adds to their traffic.
         moved = work.kernel_bytes / split
         return work.flops / split / device.flops_per_s("float32") + device.memory_times_s(moved, moved) + small_s
     if work.fusible:

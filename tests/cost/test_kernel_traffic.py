@@ -92,7 +92,7 @@ def test_a_norm_and_a_softmax_are_computed_a_row_at_a_time():
         off = batch - batch.mean(-1, keepdims=True)
         return state, off * jax.lax.rsqrt((off**2).mean(-1, keepdims=True))
 
-    softmax = lambda state, batch: (state, jax.nn.softmax(batch))  # noqa: E731
+    softmax = lambda state, batch: (state, jax.nn.softmax(batch))
     for step in (norm, softmax):
         assert sum(arrays for _, arrays in arrays_moved(step, shape(2), shape(*TALL))) == 2
 
