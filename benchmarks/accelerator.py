@@ -5,6 +5,7 @@
     python -m benchmarks.accelerator --small                sizes for a CPU: whether it works, no figures to quote
     python -m benchmarks.accelerator --results DIR          keeps the tables there, and not in benchmarks/results
     python -m benchmarks.accelerator --again                also rows that are kept already
+    python -m benchmarks.accelerator --predict dgx-h100:1   only the predictions of kept rows anew, on any machine
 
 Rows: `constants`, those that are measured beside those of the preset; `calls`, what a call costs beyond `jax.jit`; six
 models, those with attention as they are written and with blockwise attention: results against plain `jax.jit`, time
@@ -37,6 +38,7 @@ import autopar
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.hardware import calibrate
 from autopar.hardware.kinds import DeviceKind
+from autopar.plan.cache import SEARCH_VERSION
 from benchmarks import accelerator_tables, row_processes
 from benchmarks.machine import description
 from benchmarks.zoo import CASES
@@ -127,12 +129,12 @@ MODELS = {
         small=dict(width=32, features=8, length=16, batch=8),
     ),
 }  # fmt: skip
-BLOCKWISE = " blockwise"
+BLOCKWISE, OFFLOAD = " blockwise", "offload"
 ROWS = (
     "constants",
     "calls",
     *(row for name, model in MODELS.items() for row in (name, *([name + BLOCKWISE] * model.has_attention))),
-    "offload",
+    OFFLOAD,
     "tune",
 )
 
@@ -166,16 +168,16 @@ def calls(small: bool) -> dict[str, Any]:
     return {"calls_us": {str(n): call_us(n, CALLS // 10 if small else CALLS, preset()) for n in LEAVES}}
 
 
-def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
+def _model_of(name: str) -> tuple[Model, dict[str, Any]]:
+    """The model of a row, and how it is parallelized."""
+    if name == OFFLOAD:
+        return MODELS["gpt"], {"plan": autopar.recipes.combine(offload="optimizer")}
     options: dict[str, Any] = {"attention": "blockwise"} if name.endswith(BLOCKWISE) else {}
-    return _row(MODELS[name.removesuffix(BLOCKWISE)], options, small, measured)
+    return MODELS[name.removesuffix(BLOCKWISE)], options
 
 
-def offload(small: bool, measured: Path) -> dict[str, Any]:
-    return _row(MODELS["gpt"], {"plan": autopar.recipes.combine(offload="optimizer")}, small, measured)
-
-
-def _row(model: Model, options: dict[str, Any], small: bool, measured: Path) -> dict[str, Any]:
+def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
+    model, options = _model_of(name)
     row = compared(model.make(small), options, measured)
     return row | unrounded(model, options) | {"sizes": model.sizes(small)}
 
@@ -262,6 +264,28 @@ def profiled(step: autopar.Step, state: Any, batch: Any) -> tuple[str, Any]:
     return str(profile), state
 
 
+def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: Path) -> None:
+    """Replaces the predictions of rows of full sizes that ran on such a device by those of today."""
+    clusters = {"preset": cluster} | ({"measured": autopar.Cluster.load(measured)} if measured.exists() else {})
+    for name, row in rows.items():
+        if not (row_processes.is_done(row) and "predicted_s" in row) or row["small"]:
+            continue
+        model, options = _model_of(name)
+        # A row is of the sizes with which it ran.
+        given = (size.rsplit(" ", 1) for size in row["sizes"].split("; ")[0].split(", ") if " (" not in size)
+        sizes = model.large | {what: int(n) for what, n in given if n.isdigit()}
+        case = CASES[model.case](**sizes)
+        shapes = jax.eval_shape(case.init, jax.random.key(0))
+        for of, at in clusters.items():
+            step = autopar.parallelize(case.step, cluster=at, cache_dir=None, show_progress=False, **options)
+            predicted = step.plan(shapes, case.batch(0)).predicted
+            row["predicted_s"][of] = predicted.step_time_s
+            if of == "preset":
+                row["predicted_bytes"], row["host_bytes"] = max(predicted.peak_bytes), sum(predicted.host_bytes)
+        row["predicted_later"] = f"search version {SEARCH_VERSION}"
+        print(f"{name}: {row['predicted_s']['preset'] / row['measured_s']:.2f}", flush=True)
+
+
 def tune(small: bool) -> dict[str, Any]:
     case = MODELS["gpt"].make(small)
     step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False)
@@ -277,8 +301,6 @@ def run_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
             return constants(measured)
         case "calls":
             return calls(small)
-        case "offload":
-            return offload(small, measured)
         case "tune":
             return tune(small)
     return model_row(name, small, measured)
@@ -310,6 +332,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also rows that are kept already")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS")
     parser.add_argument("--kernels", type=Path, metavar="DIR", help="of kernels that XLA chose, to go on with")
+    parser.add_argument("--predict", metavar="CLUSTER", help="of one device, such as dgx-h100:1: runs nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.rows if name not in ROWS]:
@@ -319,8 +342,19 @@ def main() -> int:
     if arguments.child:
         print(json.dumps(child(arguments.child, arguments.small, measured)))
         return 0
+    if arguments.predict:
+        path = arguments.results / "accelerator.json"
+        rows = row_processes.load(path)
+        predict_again(rows, autopar.Cluster.parse(arguments.predict), measured)
+        keep(path, rows)
+        return 0
     with tempfile.TemporaryDirectory(prefix="autopar-kernels-") as folder:
         return run_rows(arguments, measured, (arguments.kernels or Path(folder)).absolute())
+
+
+def keep(path: Path, rows: row_processes.Rows) -> None:
+    row_processes.keep(path, rows)
+    path.with_suffix(".md").write_text(accelerator_tables.report(rows, ROWS))
 
 
 def run_rows(arguments: argparse.Namespace, measured: Path, kernels: Path) -> int:
@@ -342,8 +376,7 @@ def run_rows(arguments: argparse.Namespace, measured: Path, kernels: Path) -> in
         given = ["--child", name, "--results", str(arguments.results), *(["--small"] * arguments.small)]
         timeout_s = min(SMALL_TIMEOUT_S if arguments.small else TIMEOUT_S, left_s)
         rows[name] = row_processes.in_fresh_process("benchmarks.accelerator", given, timeout_s, environment)
-        row_processes.keep(path, rows)
-        path.with_suffix(".md").write_text(accelerator_tables.report(rows, ROWS))
+        keep(path, rows)
         print(f"{name}: {rows[name].get('failure') or 'done'}", flush=True)
     print(accelerator_tables.report(rows, ROWS))
     return int(any(row.get("failure") for row in rows.values()))

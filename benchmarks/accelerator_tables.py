@@ -53,6 +53,7 @@ def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
     )
     models = [name for name in names if name in rows and name not in _OTHER]
     sizes = "sizes for a CPU, no figures to quote" if any(row.get("small") for row in rows.values()) else "full sizes"
+    later = sorted({row["predicted_later"] for row in rows.values() if "predicted_later" in row})
     parts = [
         "# One accelerator",
         f"`python -m benchmarks.accelerator`, {sizes}. A row's process ran on:",
@@ -60,6 +61,7 @@ def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
         "Time of a step, median of turns; ratios are predicted over measured. The device's peak is its own counter; "
         "where it keeps none, the ratio is to what the compiler allocates. Without rounding: the sizes for a CPU in "
         'float32, products with `jax.default_matmul_precision("highest")`.',
+        *(f"Predictions were made again after the run, by {version}." for version in later),
         markdown(MODEL_COLUMNS, [model_cells(name, rows[name]) for name in models]),
         "\n".join(f"- {name}: {rows[name]['sizes']}" for name in models if "sizes" in rows[name]),
     ]

@@ -41,7 +41,7 @@ ROWS_PER_CONSTANT = 2
 
 # Kind of device (as in `CLUSTERS`) -> the constants that are fitted, by their names in `DeviceKind`.
 CONSTANTS: dict[str, tuple[str, ...]] = {
-    "A100": ("dtype_efficiency.float16", "memory_efficiency"),
+    "A100": ("dtype_efficiency.float16",),
     "H100": ("sustained_share",),
     "H100 of 500 W": ("sustained_share", "dtype_efficiency.float8"),
     "TPU": ("sustained_share",),

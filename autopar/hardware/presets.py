@@ -80,7 +80,6 @@ class _Peaks:
 class _Memory:
     gb: float
     gb_per_s: float
-    efficiency: float | None = None
 
 
 def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _HostLink, source: str) -> DeviceKind:
@@ -91,7 +90,7 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
         peak_memory_bytes_per_s=memory.gb_per_s * _GIGA,
         launch_overhead_s=products.launch_us * _MICRO,
         flops_efficiency=products.single,
-        memory_efficiency=memory.efficiency or _GPU_MEMORY_EFFICIENCY,
+        memory_efficiency=_GPU_MEMORY_EFFICIENCY,
         dtype_efficiency=tuple(
             (dtype, products.half)
             for dtype in ("float16", "bfloat16", *(("float8", "int8") if peaks.eight_bit else ()))
@@ -161,10 +160,9 @@ _H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5, 
 _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1, small_kernel_us=_SMALL_KERNEL_US)
 
 
-# One pair for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
+# One share for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
 # parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5).
-_AMPERE = _Products(launch_us=7.0, half=0.78, single=0.78)
-_AMPERE_MEMORY_EFFICIENCY = 0.78
+_AMPERE = _Products(launch_us=7.0, half=0.68, single=0.68)
 
 
 # cuDNN's fused attention needs compute capability 8.0. Its rates on an H100 SXM: sequences of 8,192 without a mask, 412
@@ -180,7 +178,7 @@ def _with_cudnn(device: DeviceKind, shares: tuple[tuple[int, float, float], ...]
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
     peaks = _Peaks(half=312.0, single=156.0, double=19.5, full=19.5)
-    memory = _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s, efficiency=_AMPERE_MEMORY_EFFICIENCY)
+    memory = _Memory(gb=memory_gb, gb_per_s=memory_gb_per_s)
     return _with_cudnn(_gpu(name, peaks, memory, _AMPERE, _PCIE4, source), _AMPERE_ATTENTION)
 
 
