@@ -160,8 +160,8 @@ _H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5, 
 _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1, small_kernel_us=_SMALL_KERNEL_US)
 
 
-# One share for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to 530B
-# parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5).
+# One share for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to
+# 530B parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5).
 _AMPERE = _Products(launch_us=7.0, half=0.68, single=0.68)
 
 
