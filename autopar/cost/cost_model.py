@@ -212,7 +212,8 @@ class NodeCosts:
         order = self.model.order_cost(op)
         kernel_bytes, small_kernels = self._kernels(op)
         return Work(
-            flops=flops_of(op) * rate.passes,
+            # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
+            flops=0.0 if is_in_kernels(op) and kernel_bytes is not None else flops_of(op) * rate.passes,
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),

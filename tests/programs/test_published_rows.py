@@ -28,7 +28,7 @@ from benchmarks.zoo.float8 import float8_product
         ("torchtitan 8B on 128 H100 float8", 128, 1, 256 * 8192 / 8380 / 128),
         ("torchtitan 70B on 256 H100 tp8 async float8", 32, 1, 512 * 8192 / 876 / 256),
         ("torchtitan 8B on 8 H100 cp2 64k float8", 4, 1, 4 * 65_536 / 2540 / 8),
-        ("torchtitan 405B on 512 H100 tp8 pp8 float8", 8, 32, 256 * 8192 / 100 / 512),
+        ("torchtitan 405B on 512 H100 tp8 pp8 float8", 8, 8, 256 * 8192 / 100 / 512),
         ("maxtext Llama 8B on 256 v6e", 256, 1, 3 * 8192 / 7207),
     ],
 )
