@@ -4,6 +4,7 @@
     python -m benchmarks.card_kernels "softmax*" loop     some, by name or pattern
     python -m benchmarks.card_kernels --small             sizes for a CPU: whether it works, no figures to quote
     python -m benchmarks.card_kernels --keep              also keeps results/card_kernels.md
+    python -m benchmarks.card_kernels --predict dgx-h200:1  only the predictions of kept rows anew, on any machine
 
 A row is a step of one or few operations, planned with the constants of the preset and compiled by plain `jax.jit`. It
 is called again and again without waiting for its results, which is what its time is divided by. Arrays are large, so
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
+from autopar.plan.cache import SEARCH_VERSION
 from benchmarks.machine import description, markdown
 
 RESULTS = Path(__file__).parent / "results" / "card_kernels.md"
@@ -220,25 +222,30 @@ STEPS: dict[str, Callable[[], Kernels]] = {
 }
 
 
+def predicted_s(kernels: Kernels, cluster: autopar.Cluster) -> float:
+    step = autopar.parallelize(
+        lambda state, batch: (kernels.step(*state), 0.0), cluster=cluster, cache_dir=None, show_progress=False
+    )
+    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kernels.operands)
+    return step.plan(shapes, jax.ShapeDtypeStruct((1,), F32)).predicted.step_time_s
+
+
 def row(name: str, small: bool) -> list[str]:
     """Predicts and times one."""
     kernels = STEPS[name]().smaller() if small else STEPS[name]()
     state = kernels.state()
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
-    cluster = autopar.Cluster.local(1, measured=False)
-    step = autopar.parallelize(
-        lambda state, batch: (kernels.step(*state), 0.0), cluster=cluster, cache_dir=None, show_progress=False
-    )
-    predicted_s = step.plan(shapes, jax.ShapeDtypeStruct((1,), F32)).predicted.step_time_s
-    compiled = jax.jit(kernels.step, donate_argnums=range(len(state))).lower(*shapes).compile()
+    seconds = predicted_s(kernels, autopar.Cluster.local(1, measured=False))
+    # Nothing is donated: a kernel that runs a row at a time writes over nothing that it reads, so that XLA would copy it.
+    compiled = jax.jit(kernels.step).lower(*shapes).compile()
     state, nbytes = compiled(*state), 2 * sum(x.nbytes for x in state)
     measured_s = statistics.median(_call_s(compiled, state, SMALL_SAMPLE_S if small else SAMPLE_S))
     return [
         name,
         ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in shapes),
-        f"{predicted_s * 1e6:,.1f}",
+        f"{seconds * 1e6:,.1f}",
         f"{measured_s * 1e6:,.1f}",
-        f"{predicted_s / measured_s:.2f}",
+        f"{seconds / measured_s:.2f}",
         f"{nbytes / measured_s / 1e9:,.0f}",
     ]
 
@@ -263,7 +270,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=["*"], metavar="NAME", help="names or patterns")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--keep", nargs="?", type=Path, const=RESULTS, metavar="FILE", help=f"keep {RESULTS.name}")
+    parser.add_argument("--predict", metavar="CLUSTER", help="of one device, such as dgx-h200:1: runs nothing")
     arguments = parser.parse_args()
+    if arguments.predict:
+        RESULTS.write_text(with_predictions(RESULTS.read_text(), autopar.Cluster.parse(arguments.predict)))
+        return 0
     names = [name for name in STEPS if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.names)]
     rows = []
     for name in names:
@@ -272,6 +283,20 @@ def main() -> int:
     if arguments.keep:
         arguments.keep.write_text(page(rows))
     return 0
+
+
+def with_predictions(text: str, cluster: autopar.Cluster) -> str:
+    """The kept page with the predictions of today beside the times that were measured then."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        cells = line.strip("| ").split(" | ")
+        if cells[0] in STEPS:
+            seconds, measured_us = predicted_s(STEPS[cells[0]](), cluster), float(cells[3].replace(",", ""))
+            cells[2], cells[4] = f"{seconds * 1e6:,.1f}", f"{seconds * 1e6 / measured_us:.2f}"
+            lines[i] = f"| {' | '.join(cells)} |"
+    later = f"Predictions were made again after the run, by search version {SEARCH_VERSION}."
+    kept = [line for line in lines if not line.startswith("Predictions were made again")]
+    return "\n".join([*kept[:3], "", later, *kept[3:], ""])
 
 
 def page(rows: list[list[str]]) -> str:
