@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -272,8 +273,8 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
             continue
         model, options = _model_of(name)
         # A row is of the sizes with which it ran.
-        given = (size.rsplit(" ", 1) for size in row["sizes"].split("; ")[0].split(", ") if " (" not in size)
-        sizes = model.large | {what: int(n) for what, n in given if n.isdigit()}
+        given = re.findall(r"(\w+) (\d+)(?=[,;]|$)", row["sizes"])
+        sizes = model.large | {what: int(n) for what, n in given}
         case = CASES[model.case](**sizes)
         shapes = jax.eval_shape(case.init, jax.random.key(0))
         for of, at in clusters.items():

@@ -236,7 +236,7 @@ def row(name: str, small: bool) -> list[str]:
     state = kernels.state()
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)
     seconds = predicted_s(kernels, autopar.Cluster.local(1, measured=False))
-    # Nothing is donated: a kernel that runs a row at a time writes over nothing that it reads, so that XLA would copy it.
+    # Nothing is donated: kernels that run a row at a time write over nothing that they read, so that XLA would copy it.
     compiled = jax.jit(kernels.step).lower(*shapes).compile()
     state, nbytes = compiled(*state), 2 * sum(x.nbytes for x in state)
     measured_s = statistics.median(_call_s(compiled, state, SMALL_SAMPLE_S if small else SAMPLE_S))
