@@ -213,7 +213,7 @@ class NodeCosts:
         kernel_bytes, small_kernels = self._kernels(op)
         return Work(
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
-            flops=0.0 if is_in_kernels(op) and kernel_bytes is not None else flops_of(op) * rate.passes,
+            flops=0.0 if op.kernel_bytes is None and kernel_bytes is not None else flops_of(op) * rate.passes,
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
@@ -231,9 +231,10 @@ class NodeCosts:
         """(what an operation adds to the traffic of kernels of which it is a part, None of one that is priced by
         itself; how many kernels end with it, where its own is not counted anyhow)
         """
+        platform = self.model.device.platform
         if op.kernel_bytes is not None:
-            return op.kernel_bytes, 1 if op.kernel_bytes else 0
-        if self.model.device.platform is not Platform.GPU:
+            return op.kernel_bytes, 1 if op.kernel_bytes and platform is not Platform.CPU else 0
+        if platform is not Platform.GPU:
             return None, 0
         traffic = self._traffic.get(op.id, NO_TRAFFIC)
         is_known = self.model.device.least_kernel_s is not None

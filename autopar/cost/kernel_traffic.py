@@ -7,11 +7,12 @@ Operations are in one kernel besides where
 
 - results of one size are computed one from the other, as new parameters are from the state of their optimizer;
 - reductions of one size over the same dimensions read the same array, and none needs what another one makes;
-- a reduction over the last dimension is for kernels that read its rows anyhow: these run a row at a time, as those of
-  a softmax, a norm, and their gradients do.
+- a reduction over the last dimension is for kernels that read its rows anyhow and make rows: these run a row at a time,
+  as those of a softmax, a norm, and their gradients do. (What only sums, as a loss does, takes its maximum first.)
 
-The bytes are those that XLA's cost analysis counts for programs compiled for H100, within some per cent, and on an H200
-and an H100 such kernels take 0.9 to 1.1 of that at the rate of copies (`benchmarks.card_kernels`).
+XLA's cost analysis counts 1.00 to 1.06 times these bytes in steps of a GPT, a BERT and a mixture of experts, compiled for
+an H100. What that counts takes 0.89 to 1.13 times as long on an H200, at 0.82 of its memory's peak rate, in ten of twelve
+steps of one or few operations (`benchmarks.card_kernels`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from autopar.ir.graph import Block, Op, OpGraph, OpKind, Value, read_by
 
 _NONE: frozenset[int] = frozenset()
 _NO_SIZES: Mapping[int, int] = {}  # of a compiler that writes no operands of rows
+_LITERAL = -1
 _PARTS = frozenset({"slice", "dynamic_slice"})  # they read no more than they make
 
 
@@ -58,35 +60,42 @@ def kernel_traffic(graph: OpGraph, compiler: Compiler) -> Mapping[int, Traffic]:
     if known is not None and known[0]() is graph.block and known[1] is graph.values and known[2] == compiler:
         return known[3]
     found: dict[int, Traffic] = defaultdict(Traffic)
-    _of_block(graph.block, graph.values, compiler, (0, len(graph.block.outputs)), found)
+    _of_block(graph.block, graph.values, compiler, (None, len(graph.block.outputs)), found)
+    made = dict(found)
     block = weakref.ref(graph.block, lambda _: _known.pop(number, None))
-    _known[number] = block, graph.values, compiler, dict(found)
-    return _known[number][3]
+    _known[number] = block, graph.values, compiler, made
+    return made
 
 
 def is_in_kernels(op: Op) -> bool:
     """Whether an operation's traffic is that of the kernels of which it is a part."""
-    return op.kind is OpKind.EQUATION and (is_fusible(op.primitive) or op.primitive in REDUCTIONS)
+    return op.kind is OpKind.EQUATION and bool(op.outputs) and (is_fusible(op.primitive) or op.primitive in REDUCTIONS)
 
 
 def _of_block(
-    block: Block, values: Sequence[Value], compiler: Compiler, looped: tuple[int, int], found: dict[int, Traffic]
+    block: Block, values: Sequence[Value], compiler: Compiler, looped: tuple[int | None, int], found: dict[int, Traffic]
 ) -> None:
-    """`looped`: the first of a loop's inputs that is sliced, or zero, and the first of its results that is stacked."""
+    """`looped`: the first of a loop's inputs that is sliced, or None, and the first of its results that is stacked."""
     first_sliced, first_stacked = looped
     steps = [_step(op) for op in block.ops]
-    sliced = block.inputs[first_sliced:] if first_sliced else ()
+    sliced = block.inputs[first_sliced:] if first_sliced is not None else ()
     slices = [MemoryStep(inputs=(v,), outputs=(v,), kind=SLICE, fusible=True) for v in sliced]
     stacked = [v for v in block.outputs[first_stacked:] if isinstance(v, int)]
     stacks = [MemoryStep(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in stacked]
     results = frozenset(v for v in block.outputs[:first_stacked] if isinstance(v, int))
     written = written_values((*slices, *steps, *stacks), results, _NO_SIZES, compiler)
-    kernels = _kernels(block, steps, values, written, results, compiler)
+    # The kernel that makes what is stacked writes it to its place; what goes to memory besides is copied there.
+    stacked_later = written.intersection(stacked)
+    wanted = results.union(stacked)
+    written.update(stacked)
+    kernels = _kernels(block, steps, values, written, wanted, compiler)
     if worth_writing := _worth_writing(steps, values, kernels):
-        kernels = _kernels(block, steps, values, written | worth_writing, results, compiler)
+        kernels = _kernels(block, steps, values, written | worth_writing, wanted, compiler)
     made_by = {v: op.id for op in block.ops for v in op.outputs}
-    for v in (*kernels.last, *(v for v in stacked if v in made_by)):
+    for v in (*kernels.last, *(v for v in stacked_later if v in made_by)):
         found[made_by[v]].ended += 1
+    for v in stacked_later.intersection(made_by):
+        found[made_by[v]].nbytes += 2 * values[v].nbytes
     unread = {v for v in sliced if v in written}
     for op, nbytes in zip(block.ops, kernels.moved_bytes(block.ops, steps, values), strict=True):
         if nbytes:
@@ -96,7 +105,7 @@ def _of_block(
             unread.discard(v)
         for inner in op.blocks:
             is_scan = op.kind is OpKind.SCAN
-            ends_of = (op.num_consts + op.num_carry, op.num_carry) if is_scan else (0, len(inner.outputs))
+            ends_of = (op.num_consts + op.num_carry, op.num_carry) if is_scan else (None, len(inner.outputs))
             _of_block(inner, values, compiler, ends_of, found)
 
 
@@ -120,6 +129,8 @@ class _Kernels:
         """Of each operation, what it reads first in each of its kernels, and what it writes."""
         known: set[tuple[int, int]] = set()
         found = []
+        # A gather computes on the way what it takes, of results in 16 bits from up to 32.
+        taken = {op.id: 2 * values[op.outputs[0]].nbytes for op in ops if op.primitive == "gather"}
         for op, step, kernels in zip(ops, steps, self.of_ops, strict=True):
             nbytes = 0.0
             if is_in_kernels(op) and step.kind not in ALIASES:
@@ -129,7 +140,7 @@ class _Kernels:
                     size = values[v].nbytes
                     if step.kind in _PARTS:
                         size = min(size, values[step.outputs[0]].nbytes)
-                    nbytes += len(reading) * size
+                    nbytes += sum(min(size, taken.get(k, size)) for k in reading)
                 nbytes += sum(values[v].nbytes for v in step.outputs if v in self.ends)
             found.append(nbytes)
         return found
@@ -157,24 +168,21 @@ def _kernels(
         if step.kind in REDUCTIONS:
             (out,) = step.outputs
             rows = {v for v in read[out] if values[v].size >= values[step.inputs[0]].size}
-            reads_rows = all(rows <= read_by_kernel[k] for k in readers[out])
-            if (
-                compiler.row_kernels
-                and reduces_last(op)
-                and out not in results
-                and rows
-                and readers[out]
-                and reads_rows
-            ):
+            reads_rows = rows and all(rows <= read_by_kernel[k] for k in readers[out])
+            if compiler.row_kernels and reduces_last(op) and out not in results and reads_rows and readers[out]:
                 del memory[out]
                 by_rows |= readers[out]
             else:
                 ends[out] = op.id
                 computed_in = {op.id}
-                read_by_kernel[op.id] |= read[out]
                 last.append(out)
-        if not computed_in:
-            computed_in = readers[step.outputs[0]] if is_in_kernels(op) else {op.id}
+        if not computed_in and len(step.outputs) == 1 and is_in_kernels(op):
+            computed_in = readers[step.outputs[0]]
+        elif not computed_in:
+            computed_in = {op.id}
+            if is_in_kernels(op):
+                ends.update(dict.fromkeys(step.outputs, op.id))
+                last.append(step.outputs[0])
         for v in step.inputs:
             readers[v] |= computed_in
         of_ops.append(set(computed_in))
@@ -242,6 +250,7 @@ def _ends(
 
     A value is written beside another one of its size where that is computed of it.
     """
+    behind = _kernels_behind(ops, steps)
     ends: dict[int, int] = {}
     last: list[int] = []
     inside: dict[int, int] = {}  # read on the way to what ends a kernel -> that kernel
@@ -260,9 +269,24 @@ def _ends(
             if out in written:
                 ends[out] = kernel
             for v in step.inputs:
-                if values[v].size == values[out].size:
+                if behind.get(v, 0) == behind[out] and values[v].size == values[out].size:
                     inside.setdefault(v, kernel)
     return ends, last
+
+
+def _kernels_behind(ops: Sequence[Op], steps: Sequence[MemoryStep]) -> dict[int, int]:
+    """Value -> how many products, barriers, reductions over other dimensions than the last, and other kernels that take
+    nothing in, come one after the other before it. No kernel has values with different numbers.
+    """
+    found: dict[int, int] = {}
+    for op, step in zip(ops, steps, strict=True):
+        if step.kind in ALIASES and step.kind != BARRIER:
+            found |= {out: found.get(v, 0) for v, out in zip(step.inputs, step.outputs, strict=False)}
+            continue
+        is_row = step.kind not in REDUCTIONS or reduces_last(op)
+        most = max((found.get(v, 0) for v in step.inputs), default=0)
+        found |= dict.fromkeys(step.outputs, most + (not (is_in_kernels(op) and is_row)))
+    return found
 
 
 def _siblings(
@@ -301,9 +325,9 @@ def _siblings(
 def _step(op: Op) -> MemoryStep:
     is_equation = op.kind is OpKind.EQUATION
     kind = kind_of(op) if is_equation else BARRIER if op.kind is OpKind.BARRIER else op.kind.value
-    return MemoryStep(
-        inputs=read_by(op), outputs=op.outputs, kind=kind, fusible=is_equation and is_fusible(op.primitive)
-    )
+    # What a barrier hands on stands where it took it.
+    inputs = tuple(a if isinstance(a, int) else _LITERAL for a in op.inputs) if kind == BARRIER else read_by(op)
+    return MemoryStep(inputs=inputs, outputs=op.outputs, kind=kind, fusible=is_equation and is_fusible(op.primitive))
 
 
 def _is_elementwise(step: MemoryStep) -> bool:

@@ -65,14 +65,21 @@ def next_numbers(
     if fewer:
         fitting = [m for m in fewer if largest_peak_bytes(tried, best, m) <= limit_bytes]
         found.append(min(fitting, default=max(fewer)))
-    if more and not (above is not None and tried[best].policies and tried[above].policies == tried[best].policies):
+    if above is not None and tried[best].policies and tried[above].policies == tried[best].policies:
+        more = [m for m in more if _gains_devices(m, best, whole)]
+    if more:
         found.append(min(more))
     return found
 
 
+def _gains_devices(m: int, best: int, whole: Collection[int]) -> bool:
+    """Whether all devices get examples in m micro-batches and not in the best number."""
+    return m in whole and best not in whole
+
+
 def _may_be_faster(m: int, best: int, tried: Collection[int], whole: Collection[int]) -> bool:
     """Whether m is far enough from the fastest number, and beyond none that says it is slower too."""
-    gains_devices = m in whole and best not in whole
+    gains_devices = _gains_devices(m, best, whole)
     if not gains_devices and max(m, best) < 2 * min(m, best):
         return False
     low, high = (m, best - 1) if m < best else (best + 1, m)

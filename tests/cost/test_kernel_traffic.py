@@ -143,6 +143,45 @@ def test_a_product_in_between_is_no_part_of_kernels_but_what_it_reads_is_written
     ]
 
 
+def test_what_a_kernel_and_a_product_of_its_result_make_is_read_again():
+    def step(state, batch):
+        y = jnp.sin(batch)
+        return y + y @ state
+
+    assert arrays_moved(step, shape(512, 512), shape(*TALL)) == [("sin", 2), ("add", 3)]
+
+
+def test_an_operation_of_several_results_is_a_kernel():
+    def step(state, batch):
+        left, right = jnp.split(batch, 2, axis=1)
+        return state, jnp.sin(left) * right
+
+    assert arrays_moved(step, shape(2), shape(*TALL)) == [("split", 2), ("sin", 0.5), ("mul", 1)]
+
+
+def test_an_operation_without_results_is_none():
+    def step(state, batch):
+        jax.debug.callback(lambda x: None, batch)
+        return state, jnp.sin(batch)
+
+    assert arrays_moved(step, shape(2), shape(*TALL)) == [("sin", 2)]
+
+
+def test_what_stands_behind_a_barrier_is_what_stood_before_it():
+    def step(state, batch):
+        _, _, y = jax.lax.optimization_barrier((state, state, batch))
+        return state, jnp.sin(y)
+
+    assert arrays_moved(step, shape(2), shape(*TALL)) == [("sin", 2)]
+
+
+def test_a_gather_computes_what_it_takes():
+    def step(state, batch):
+        return state, batch.astype(jnp.bfloat16)[jnp.zeros(4, jnp.int32)]
+
+    assert arrays_moved(step, shape(2), shape(*TALL)) == []  # less than a twentieth
+
+
 def test_a_split_kernel_takes_its_share_of_the_time():
     graph = graph_of(lambda state, batch: (state, jnp.sin(batch)), shape(2), shape(*TALL))
     (op,) = (op for op in graph.block.ops if op.primitive == "sin")
@@ -161,8 +200,15 @@ def test_turns_of_a_loop_read_slices_for_products_and_stack_results():
 
     before, *turn = ended(step, shape(*WIDE), shape(8, *ROWS))
     assert before == ("slice", 1)
-    # The slice that a product reads, the carried value, and what is stacked.
-    assert turn == [("dot_general", 1), ("tanh", 1), ("mul", 1)]
+    # The slice that a product reads; the carried value and what is stacked are made by one kernel.
+    assert turn == [("dot_general", 1), ("mul", 1)]
+
+
+def test_what_a_loop_stacks_is_read_and_written_in_each_turn():
+    graph = graph_of(lambda state, batch: (state, jax.lax.map(jnp.sin, batch)), shape(2), shape(8, *TALL))
+    (loop,) = (op for op in graph.block.ops if op.blocks)
+    (sin,) = loop.blocks[0].ops
+    assert kernel_traffic(graph, GPU)[sin.id].nbytes == 2 * 4 * TALL[0] * TALL[1]
 
 
 @pytest.mark.parametrize(("preset", "microseconds"), [("dgx-h200:1", 1.35), ("tpu-v5e:1x1", 0.0)])

@@ -1,5 +1,6 @@
 """Numbers of micro-batches of one stage, tried one after the other until the fastest is between slower ones."""
 
+import dataclasses
 import math
 
 from hypothesis import given
@@ -80,6 +81,8 @@ def test_more_micro_batches_are_tried_whose_examples_all_devices_share():
     assert next_numbers([1, 2, 3, 4], tried, 32, 12, (1, 3)) == [3]
     del tried[1]
     assert next_numbers([1, 2, 3, 4], tried, 32, 12, (1, 3)) == [1, 3]
+    alike = {m: dataclasses.replace(known, policies=KEEPS) for m, known in tried.items()}
+    assert next_numbers([2, 3, 4, 6], alike, 32, 12, (3,)) == [3]
 
 
 def test_without_a_peak_half_and_twice_are_tried():
