@@ -30,7 +30,6 @@ from autopar.ir.graph import Block, Op, OpGraph, OpKind, Value, read_by
 
 _NONE: frozenset[int] = frozenset()
 _NO_SIZES: Mapping[int, int] = {}  # of a compiler that writes no operands of rows
-_LITERAL = -1
 _PARTS = frozenset({"slice", "dynamic_slice"})  # they read no more than they make
 
 
@@ -325,8 +324,8 @@ def _siblings(
 def _step(op: Op) -> MemoryStep:
     is_equation = op.kind is OpKind.EQUATION
     kind = kind_of(op) if is_equation else BARRIER if op.kind is OpKind.BARRIER else op.kind.value
-    # What a barrier hands on stands where it took it.
-    inputs = tuple(a if isinstance(a, int) else _LITERAL for a in op.inputs) if kind == BARRIER else read_by(op)
+    # What a barrier hands on stands where it took it; -1 stands for literals.
+    inputs = tuple(a if isinstance(a, int) else -1 for a in op.inputs) if kind == BARRIER else read_by(op)
     return MemoryStep(inputs=inputs, outputs=op.outputs, kind=kind, fusible=is_equation and is_fusible(op.primitive))
 
 
