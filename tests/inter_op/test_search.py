@@ -162,7 +162,9 @@ def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_fast
     args = arguments(layers=8, width=8192, batch=262_144)
     quick = dataclasses.replace(SLOW, bytes_per_s=5e10)
     whole = plan(cluster(hosts=2, each=8, between=quick), *args)
-    memory_bytes = int(0.6 * whole.predicted.peak_bytes[0] / (1 - MEMORY_MARGIN))
+    # ZeRO-3 in two micro-batches needs 64 % of the peak of the whole batch, and ZeRO-1 in eight 66 %: the batch that
+    # the caller holds is there beside all of its micro-batches, 14 % each.
+    memory_bytes = int(0.7 * whole.predicted.peak_bytes[0] / (1 - MEMORY_MARGIN))
     small = cluster(hosts=2, each=8, between=quick, memory_bytes=memory_bytes)
     found = plan(small, *args)
     assert len(found.record.pipeline.stages) == 1
@@ -176,7 +178,7 @@ def test_where_the_batch_does_not_fit_no_number_of_micro_batches_of_zero_is_fast
                 continue
             assert found.predicted.step_time_s <= known.step_time_s
             compared.append((zero, m))
-    assert (3, 2) in compared
+    assert {(1, 8), (3, 2)} <= set(compared)
     assert any("ZeRO-3" in t.text for t in found.record.weighed)
 
 

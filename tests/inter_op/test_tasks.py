@@ -11,6 +11,7 @@ from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.pipeline.standard_schedules import make_schedule
 from autopar.runtime.pipeline.verify import verify_program
+from autopar.runtime.simulation.simulator import simulate
 from tests.hand_made import ON_B, lowered, two_layers, two_stages
 
 
@@ -88,6 +89,18 @@ def test_arguments_and_results_are_those_of_the_step():
     assert made.arguments == (0, 2, 1)
     assert value_names(made.pipeline, made.pipeline.outputs) == "w_a' w_b' norm"
     assert made.results == (0, 1, 2)
+
+
+def test_the_batch_that_the_caller_holds_is_there_beside_its_micro_batches():
+    pipeline = program().pipeline
+    assert value_names(pipeline, pipeline.kept) == "batch"  # the parameters are donated
+    handed_over = dataclasses.replace(pipeline, kept=())
+    kept_bytes, freed_bytes = (
+        simulate(emit(of, make_schedule("gpipe", 2, 4)), [1.0] * 9, [0.0] * 4).peak_bytes
+        for of in (pipeline, handed_over)
+    )
+    assert freed_bytes == (384, 416)  # stage 0 before the first micro-batch: w_a, the batch, four of x, G_a
+    assert kept_bytes == (416, 416)  # in the loop: h beside all of these
 
 
 def test_state_that_another_stage_reads_is_not_taken_over():
