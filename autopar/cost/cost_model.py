@@ -202,7 +202,7 @@ class NodeCosts:
 
     def _work_key(self, op: Op) -> tuple:
         return (
-            op.key, self._copied(op), op.order_cost, self._adds_up(op), *self._kernels(op)
+            op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op)
         )  # fmt: skip
 
     def _new_work(self, op: Op) -> Work:

@@ -79,7 +79,18 @@ def _of_block(
     steps = [_step(op) for op in block.ops]
     sliced = block.inputs[first_sliced:] if first_sliced is not None else ()
     slices = [MemoryStep(inputs=(v,), outputs=(v,), kind=SLICE, fusible=True) for v in sliced]
-    stacked = [v for v in block.outputs[first_stacked:] if isinstance(v, int)]
+    named = {
+        out: v
+        for step in steps
+        if step.kind in ALIASES and step.kind != BARRIER
+        for v, out in zip(step.inputs, step.outputs, strict=False)
+    }
+    stacked = []
+    for v in block.outputs[first_stacked:]:
+        while v in named:
+            v = named[v]
+        if isinstance(v, int):
+            stacked.append(v)
     stacks = [MemoryStep(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in stacked]
     results = frozenset(v for v in block.outputs[:first_stacked] if isinstance(v, int))
     written = written_values((*slices, *steps, *stacks), results, _NO_SIZES, compiler)
@@ -126,7 +137,7 @@ class _Kernels:
 
     def moved_bytes(self, ops: Sequence[Op], steps: Sequence[MemoryStep], values: Sequence[Value]) -> list[float]:
         """Of each operation, what it reads first in each of its kernels, and what it writes."""
-        known: set[tuple[int, int]] = set()
+        known: dict[tuple[int, int], float] = {}  # the most of a value that a kernel has read
         found = []
         # A gather computes on the way what it takes, of results in 16 bits from up to 32.
         taken = {op.id: 2 * values[op.outputs[0]].nbytes for op in ops if op.primitive == "gather"}
@@ -134,12 +145,14 @@ class _Kernels:
             nbytes = 0.0
             if is_in_kernels(op) and step.kind not in ALIASES:
                 for v in dict.fromkeys(self.memory[v] for v in step.inputs if v in self.memory):
-                    reading = [k for k in kernels if (v, k) not in known and self.ends.get(v) != k]
-                    known.update((v, k) for k in reading)
-                    size = values[v].nbytes
-                    if step.kind in _PARTS:
-                        size = min(size, values[step.outputs[0]].nbytes)
-                    nbytes += sum(min(size, taken.get(k, size)) for k in reading)
+                    size = float(values[v].nbytes)
+                    part = min(size, values[step.outputs[0]].nbytes) if step.kind in _PARTS else size
+                    for k in kernels:
+                        if self.ends.get(v) != k:
+                            before = known.get((v, k), 0.0)
+                            most = min(size, before + part, taken.get(k, size))
+                            known[v, k] = max(before, most)
+                            nbytes += known[v, k] - before
                 nbytes += sum(values[v].nbytes for v in step.outputs if v in self.ends)
             found.append(nbytes)
         return found
@@ -169,7 +182,7 @@ def _kernels(
             rows = {v for v in read[out] if values[v].size >= values[step.inputs[0]].size}
             reads_rows = rows and all(rows <= read_by_kernel[k] for k in readers[out])
             if compiler.row_kernels and reduces_last(op) and out not in results and reads_rows and readers[out]:
-                del memory[out]
+                memory.pop(out, None)
                 by_rows |= readers[out]
             else:
                 ends[out] = op.id
@@ -211,9 +224,11 @@ def _worth_writing(steps: Sequence[MemoryStep], values: Sequence[Value], kernels
         elif step.outputs and step.outputs[0] not in kernels.memory:
             (out,), n = step.outputs, len(computed_in)
             read[out] = _NONE.union(*map(read_for, step.inputs))
+            if n == 1 or not _is_elementwise(step):
+                continue
             own_bytes = values[out].nbytes
             read_bytes = sum(min(values[v].nbytes, 2 * own_bytes) for v in read[out])
-            if n > 1 and _is_elementwise(step) and n * read_bytes > read_bytes + (1 + n) * own_bytes:
+            if n * read_bytes > read_bytes + (1 + n) * own_bytes:
                 found.add(out)
                 read[out] = frozenset({out})
     return found

@@ -31,7 +31,7 @@ _NOT_FUSED = MATRIX_PRODUCTS | {
     "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
     "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
     "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod",
-    "argmax", "argmin", "concatenate", "dynamic_update_slice", "attention", "attention_backward",
+    "reduce_xor", "argmax", "argmin", "concatenate", "dynamic_update_slice", "attention", "attention_backward",
     "kernel", "pallas_call", "ffi_call", "tpu_custom_call", "shard_map", "custom_partitioning", *cudnn.NAMES,
 }  # fmt: skip
 # Where the traffic of kernels is not known (`kernel_traffic` is of GPUs): a fused operation makes no memory traffic of

@@ -175,6 +175,25 @@ def test_what_stands_behind_a_barrier_is_what_stood_before_it():
     assert arrays_moved(step, shape(2), shape(*TALL)) == [("sin", 2)]
 
 
+def test_parts_of_an_array_and_the_whole_of_it_are_read_once_together():
+    def halves(state, batch):
+        return state, batch[:, : TALL[1] // 2] * batch[:, TALL[1] // 2 :]
+
+    def first(state, batch):
+        return state, batch - batch[:, :1]
+
+    assert sum(arrays for _, arrays in arrays_moved(halves, shape(2), shape(*TALL))) == 1.5
+    assert sum(arrays for _, arrays in arrays_moved(first, shape(2), shape(*TALL))) == 2
+
+
+def test_reductions_by_any_operation_are_kernels():
+    def step(state, batch):
+        bits = jax.lax.bitcast_convert_type(batch, jnp.int32)
+        return state, bits ^ jax.lax.reduce(bits, 0, jax.lax.bitwise_xor, (1,))[:, None]
+
+    assert sum(arrays for _, arrays in arrays_moved(step, shape(2), shape(*TALL))) == 2
+
+
 def test_a_gather_computes_what_it_takes():
     def step(state, batch):
         return state, batch.astype(jnp.bfloat16)[jnp.zeros(4, jnp.int32)]
@@ -204,10 +223,11 @@ def test_turns_of_a_loop_read_slices_for_products_and_stack_results():
     assert turn == [("dot_general", 1), ("mul", 1)]
 
 
-def test_what_a_loop_stacks_is_read_and_written_in_each_turn():
-    graph = graph_of(lambda state, batch: (state, jax.lax.map(jnp.sin, batch)), shape(2), shape(8, *TALL))
+@pytest.mark.parametrize("turn", [jnp.sin, lambda x: jnp.sin(x).reshape(-1)], ids=["as it is", "by another name"])
+def test_what_a_loop_stacks_is_read_and_written_in_each_turn(turn):
+    graph = graph_of(lambda state, batch: (state, jax.lax.map(turn, batch)), shape(2), shape(8, *TALL))
     (loop,) = (op for op in graph.block.ops if op.blocks)
-    (sin,) = loop.blocks[0].ops
+    sin = loop.blocks[0].ops[0]
     assert kernel_traffic(graph, GPU)[sin.id].nbytes == 2 * 4 * TALL[0] * TALL[1]
 
 
