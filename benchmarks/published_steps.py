@@ -263,7 +263,8 @@ def keep(made: Sequence[str]) -> None:
     columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
-        "with that day's constants\nand prices. Published memory of torchtitan is what PyTorch's allocator had "
+        "with that day's constants\nand prices, and a search version stands "
+        "behind plans of earlier searches. Published memory of torchtitan is what PyTorch's allocator had "
         "reserved, with logits in float32 for the\nloss (but for the H200s, where it is compiled); predicted is what "
         "lives at once. Rows may use the\nmemory that the driver, or the compiler, reports of their devices: the "
         "published runs fitted."
