@@ -29,7 +29,7 @@ def needed(plan):
     [
         ({"plan": pipeline(2, num_microbatches=2)}, "stage 0 of 2", r"more micro-batches \(now 2\), more stages"),
         ({"plan": pipeline(2, "gpipe", num_microbatches=4)}, "stage 1 of 2", 'schedule="1f1b"'),
-        ({"plan": pipeline(2, "interleaved", num_microbatches=4)}, "stage 0 and 2 of 4", 'schedule="1f1b"'),
+        ({"plan": pipeline(2, "interleaved", num_microbatches=4)}, "stage (0 and 2|1 and 3) of 4", 'schedule="1f1b"'),
         ({"plan": combine(dp=2, pp=2, num_microbatches=2)}, "stage 0 of 2", r"recipes.zero\(3\)"),
         ({"plan": data_parallel(), "num_microbatches": 2}, "stage 0 of 1", 'recompute="input"'),
         ({"plan": cut(zero(3), num_microbatches=2)}, "stage 0 of 1", "optimiser state"),
