@@ -87,9 +87,9 @@ def _of_block(
     }
     stacked = []
     for v in block.outputs[first_stacked:]:
-        while v in named:
+        while isinstance(v, int) and v in named:
             v = named[v]
-        if isinstance(v, int):
+        if isinstance(v, int):  # no literal
             stacked.append(v)
     stacks = [MemoryStep(inputs=(v,), outputs=(), kind=STACK, fusible=False) for v in stacked]
     results = frozenset(v for v in block.outputs[:first_stacked] if isinstance(v, int))

@@ -201,6 +201,13 @@ def test_a_gather_computes_what_it_takes():
     assert arrays_moved(step, shape(2), shape(*TALL)) == []  # less than a twentieth
 
 
+def test_a_loop_may_stack_a_literal():
+    def step(state, batch):
+        return jax.lax.scan(lambda carry, x: (carry + x, 1.0), state, batch)
+
+    assert kernel_traffic(graph_of(step, shape(512), shape(*TALL)), GPU)
+
+
 def test_a_split_kernel_takes_its_share_of_the_time():
     graph = graph_of(lambda state, batch: (state, jnp.sin(batch)), shape(2), shape(*TALL))
     (op,) = (op for op in graph.block.ops if op.primitive == "sin")
