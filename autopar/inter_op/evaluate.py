@@ -180,12 +180,11 @@ class PipelineEvaluator:
             found = estimate(short, on_mesh, self.cluster, self.limits(to_beat_s), constraints)
         if found is None:
             return self.build(m, choice, binding, name, to_beat_s)
-        (peak_bytes,) = found.peak_bytes
         return PipelineEstimate(
             num_microbatches=m,
             choice=choice,
             step_time_s=found.step_time_s,
-            peak_bytes=peak_bytes,
+            peak_bytes=found.peak_bytes[0],
             binding=binding,
             name=name,
             on_mesh=on_mesh,
@@ -255,7 +254,7 @@ class PipelineEvaluator:
         again where no decisions fit.
         """
         one_stage = [candidate for (stages, _), (candidate, _) in self.best_of.items() if stages == 1]
-        best_one_stage = min(one_stage, key=lambda candidate: candidate.rank(self.limit_bytes), default=None)
+        best_one_stage = min(one_stage, key=lambda found: found.rank(self.limit_bytes), default=None)
         if best_one_stage is None or self.best is None:
             return
         is_best = best_one_stage.fits(self.limit_bytes) and best_one_stage.step_time_s <= self.best.step_time_s
@@ -283,25 +282,26 @@ class PipelineEvaluator:
 
     def refine_in_other_numbers(self, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]) -> None:
         """Evaluates what `refine_one_stage` did and comes near the best in smaller or larger numbers of micro-batches
-        while that is faster: some gather parameters for each. `cut` gives the step in a number of micro-batches, None
-        where it admits none.
+        while that is faster, and what does not fit in more until it does. `cut` gives the step in a number of
+        micro-batches, None where it admits none.
         """
-        for name, binding in ((BY_ITSELF, None), *baseline_bindings(self.cluster)):
-            own = [found for found in self.refinements if found.name == name]
-            begun = min(own, key=lambda found: found.rank(self.limit_bytes), default=None)
-            if begun is None or self.best is None or begun.step_time_s > WALKED_WITHIN * self.best.step_time_s:
+        begun: dict[tuple[str, tuple[str, ...]], PipelineEstimate] = {}
+        for found in sorted(self.refinements, key=lambda found: found.rank(self.limit_bytes)):
+            begun.setdefault((found.name, found.choice.policies), found)
+        for first in begun.values():
+            if self.best is None or first.step_time_s > WALKED_WITHIN * self.best.step_time_s:
                 continue
-            for step in (-1, 1) if begun.fits(self.limit_bytes) else (1,):
-                at, position = begun, numbers.index(begun.num_microbatches) + step
+            for step in (-1, 1) if first.fits(self.limit_bytes) else (1,):
+                at, position = first, numbers.index(first.num_microbatches) + step
                 while 0 <= position < len(numbers):
                     microbatched = cut(numbers[position])
                     if microbatched is None or len(microbatched.layers) != len(at.choice.policies):
                         break
-                    found = self.refined(numbers[position], at.choice, name, binding)
-                    if found is None or found.rank(self.limit_bytes) >= at.rank(self.limit_bytes):
+                    other = self.refined(numbers[position], at.choice, at.name, at.binding)
+                    if other is None or other.rank(self.limit_bytes) >= at.rank(self.limit_bytes):
                         break
-                    at, position = found, position + step
-                if at is not begun:
+                    at, position = other, position + step
+                if at is not first:
                     break
 
     def refined(

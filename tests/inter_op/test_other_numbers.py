@@ -8,25 +8,30 @@ from autopar.inter_op.pipeline_candidate import PipelineEstimate
 
 LIMIT_BYTES = 100
 CHOICE = SimpleNamespace(policies=("nothing",) * 2)
+RECOMPUTES = SimpleNamespace(policies=("matmuls",) * 2)
 
 
-def estimate(m, name, step_time_s, peak_bytes=10):
+def estimate(m, name, step_time_s, peak_bytes=10, choice=CHOICE):
     return PipelineEstimate(
-        num_microbatches=m, choice=CHOICE, step_time_s=step_time_s, peak_bytes=peak_bytes, to_beat_s=0.0, name=name
+        num_microbatches=m, choice=choice, step_time_s=step_time_s, peak_bytes=peak_bytes, to_beat_s=0.0, name=name
     )
 
 
-def walked(times, *, best_s=4.0, cut=lambda n: SimpleNamespace(layers=(0, 1))):
+def walked(times, *, best_s=4.0, cut=lambda n: SimpleNamespace(layers=(0, 1)), recomputes=()):
     """What is evaluated, in order, where a step under a name takes so many seconds in a number of micro-batches; all
-    were evaluated in 16 of them. Numbers of seconds below zero do not fit.
+    were evaluated in 16 of them. Numbers of seconds below zero do not fit. `recomputes`: names of what does.
     """
     seen = []
 
     def found(m, name):
         seconds = times[name][m]
-        return estimate(m, name, abs(seconds), 10 if seconds > 0 else 2 * LIMIT_BYTES)
+        choice = RECOMPUTES if name in recomputes else CHOICE
+        return estimate(m, name.split(" ")[0], abs(seconds), 10 if seconds > 0 else 2 * LIMIT_BYTES, choice)
 
     def refined(m, choice, name, binding):
+        name = next(
+            each for each in times if each.split(" ")[0] == name and (each in recomputes) == (choice is RECOMPUTES)
+        )
         seen.append((name, m))
         return found(m, name)
 
@@ -57,6 +62,12 @@ def test_what_does_not_fit_ends_the_walk():
 
 def test_what_does_not_fit_is_tried_in_more_micro_batches_only():
     assert walked({"ZeRO-3": {8: -3.5, 16: -4.1, 32: 4.15}}) == [("ZeRO-3", 32)]
+
+
+def test_what_keeps_all_and_does_not_fit_is_walked_beside_what_recomputes_and_does():
+    times = {"ZeRO-3 recomputing": {8: 4.2, 16: 4.1, 32: 4.3}, "ZeRO-3": {16: -3.0, 32: 3.5}}
+    found = walked(times, recomputes={"ZeRO-3 recomputing"})
+    assert found == [("ZeRO-3 recomputing", 8), ("ZeRO-3 recomputing", 32), ("ZeRO-3", 32)]
 
 
 def test_what_is_far_from_the_best_is_left():
