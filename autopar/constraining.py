@@ -22,8 +22,10 @@ def constrain(
 ) -> Recipe:
     """A recipe that pins the layouts of arguments (by path) or of the results of modules; the search chooses the rest.
 
-    ```python plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")}) step =
-    autopar.parallelize(train_step, plan=plan) ```
+    ```python
+    plan = autopar.constrain({"layers/*/attn/kernel": P(None, "model"), "batch/tokens": P("data")})
+    step = autopar.parallelize(train_step, plan=plan)
+    ```
 
     The plan records the cost of the pins: the predicted step time with and without them (`plan.record.pinned`).
 
@@ -33,7 +35,7 @@ def constrain(
             `*` matches characters of one part, `**` any number of parts. A pattern that matches no argument applies to
             the results of the modules that it matches. Axes have any names; `PartitionSpec.UNCONSTRAINED` leaves a
             dimension to the search.
-        axis_sizes: The number of devices along an axis. Other sizes are searched for.
+        axis_sizes: The number of devices along an axis that a pin has. Other sizes are searched for.
         recipe: Further constraints on the plan. Axes then have the recipe's names (data, tensor); with a recipe without
             names (`recipes.pipeline`), any.
 

@@ -64,10 +64,14 @@ class Pins:
         return (*self.pins, *dict.fromkeys(pin for _, pin in self.in_code))
 
     @property
+    def used(self) -> tuple[str, ...]:
+        """Every axis of a pin, in the order in which they are first spoken of."""
+        return tuple(dict.fromkeys(name for pin in self.every for axes in pin.dims for name in axes or ()))
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """Every axis, in the order in which they are first spoken of."""
-        used = (name for pin in self.every for axes in pin.dims for name in axes or ())
-        return tuple(dict.fromkeys([*(name for name, _ in self.axis_sizes), *used]))
+        """Every axis, those with a size first."""
+        return tuple(dict.fromkeys([*(name for name, _ in self.axis_sizes), *self.used]))
 
     def found(self, traced: TracedStep, graph: OpGraph) -> Pinned:
         """What the patterns name in a step.
@@ -232,15 +236,18 @@ def on_meshes(
 
 
 def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]:
-    """Meshes and names that differ in what can be told apart: sizes of named axes, and links where those differ."""
+    """Meshes and names that differ in what can be told apart: sizes of named axes, and links where those differ. Axes
+    with the name of a mesh axis are that one, where they can be.
+    """
     n, given = cluster.num_devices, dict(pinned.pins.axis_sizes)
+    _check_sizes_are_of_pins(pinned.pins)
     names = [name for name in pinned.pins.names if given.get(name) != 1]
     if n == 1:
         names = [name for name in names if name in given]
     before = {
         pair for pin in pinned.pins.every for axes in pin.dims if axes for pair in itertools.combinations(axes, 2)
     }
-    found: dict[tuple, PinsOnMesh] = {}
+    found: dict[tuple, tuple[int, PinsOnMesh]] = {}
     for mesh in factorisations(n, max_axes):
         for sizes in dict.fromkeys([mesh.axis_sizes, *itertools.permutations(mesh.axis_sizes)]):
             links = cluster.axis_links(sizes)
@@ -253,8 +260,9 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
                 of_axis = _named(at, len(sizes))
                 alike = [(name if name in at else "", n) for name, n in zip(of_axis, sizes, strict=True)]
                 key = tuple(zip(alike, links, strict=True)) if len(set(links)) > 1 else tuple(sorted(alike))
-                on = PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=sizes), names=of_axis)
-                found.setdefault(key, on)
+                moved = sum(name in AXIS_NAMES and AXIS_NAMES.index(name) != a for name, a in at.items())
+                if key not in found or moved < found[key][0]:
+                    found[key] = moved, PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=sizes), names=of_axis)
     if not found:
         sizes_text = ", ".join(f"{name}={given.get(name, 'any')}" for name in names)
         raise InvalidArgumentError(
@@ -264,14 +272,27 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
             got=sizes_text,
             hint=f"give sizes whose product divides {n}, or name fewer axes",
         )
-    return list(found.values())
+    return [on for _, on in found.values()]
+
+
+def _check_sizes_are_of_pins(pins: Pins) -> None:
+    """Raises: InvalidArgumentError for the size of an axis that no pin has."""
+    unused = [f"{name}={n}" for name, n in pins.axis_sizes if name not in pins.used]
+    if unused:
+        raise InvalidArgumentError(
+            where="constrain(axis_sizes=...)",
+            expected=f"sizes of the axes that pins have: {', '.join(pins.used)}",
+            got=", ".join(unused),
+            hint="leave it out, or name the axis in a pin",
+        )
 
 
 def _named(at: Mapping[str, int], num_axes: int) -> tuple[str, ...]:
     """The name of each axis; those of which no pin speaks keep the mesh's own, or take one that is free."""
     of_axis = {a: name for name, a in at.items()}
     for a in range(num_axes):
-        of_axis.setdefault(a, next(n for n in (AXIS_NAMES[a], *AXIS_NAMES) if n not in of_axis.values()))
+        if a not in of_axis:
+            of_axis[a] = next(n for n in (AXIS_NAMES[a], *AXIS_NAMES) if n not in of_axis.values())
     return tuple(of_axis[a] for a in range(num_axes))
 
 

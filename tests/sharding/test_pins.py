@@ -132,6 +132,14 @@ def test_sizes_that_are_not_given_are_searched_for():
     assert sizes["model"] > 1
 
 
+@pytest.mark.parametrize("name", ["x", "y", "z"])
+def test_axes_may_have_the_names_of_mesh_axes_and_are_then_these(name):
+    plan = planned({"in/kernel": P(None, name)})
+    assert lie(plan, "in/kernel") == {P(None, name)}
+    names = plan.record.axis_names
+    assert name not in plan.mesh.axis_names or names == plan.mesh.axis_names
+
+
 def test_the_first_of_two_axes_of_a_dimension_is_the_slower_one():
     plan = planned({"in/kernel": P(("b", "a"))}, axis_sizes={"a": 2, "b": 4})
     assert lie(plan, "in/kernel") == {P(("b", "a"))}
@@ -233,6 +241,7 @@ def test_one_device_leaves_nothing_to_split():
         (lambda: planned({"in/kernel": P("a")}, cluster=slow_cluster(3)), r"divides by the 3 devices.*\n*.*"),
         (lambda: planned({"in/kernel": P("a"), "0/in/kernel": P(None, "a")}), "one spec"),
         (lambda: planned(COLUMNS, options={"schedule": "1f1b"}), "name the stages"),
+        (lambda: planned(COLUMNS, axis_sizes={"modle": 4}), "axes that pins have: model, got modle=4"),
     ],
 )
 def test_wrong_pins_are_named(make, says):
