@@ -365,13 +365,21 @@ def _checked_stages(
 
 
 def plan_request(recipe: Recipe, num_microbatches: int | str, schedule: str) -> PlanRequest:
-    """A recipe's request, with the micro-batches and schedule of `parallelize` in place of its own.
+    """A recipe's request, with the micro-batches of `parallelize` where it has none, and its schedule in place of its
+    own.
 
-    Raises: InvalidArgumentError.
+    Raises: InvalidArgumentError, also for two numbers of micro-batches.
     """
     request = recipe.request
     if num_microbatches != "auto":
         number = check_number("parallelize(num_microbatches=...)", num_microbatches)
+        if request.num_microbatches not in (None, number):
+            raise InvalidArgumentError(
+                where="parallelize(plan=..., num_microbatches=...)",
+                expected=f"the recipe's {request.num_microbatches} micro-batches",
+                got=str(number),
+                hint="give the number once, to the recipe or to parallelize",
+            )
         request = dataclasses.replace(request, num_microbatches=number)
     if schedule != "auto":
         check_schedule("parallelize(schedule=...)", schedule)

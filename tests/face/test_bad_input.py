@@ -355,6 +355,13 @@ def test_micro_batches_and_schedules_that_are_none(options):
     assert repr(value) in str(caught.value)
 
 
+def test_two_numbers_of_micro_batches():
+    recipe = autopar.recipes.pipeline(2, num_microbatches=8)
+    autopar.parallelize(mlp_step, plan=recipe, num_microbatches=8)
+    with pytest.raises(errors.InvalidArgumentError, match="the recipe's 8 micro-batches, got 4"):
+        autopar.parallelize(mlp_step, plan=recipe, num_microbatches=4)
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_memory_limit_that_is_none(limit):
     with pytest.raises(errors.InvalidArgumentError, match=rf"memory_limit_bytes.*positive number.*got {limit}"):
