@@ -25,12 +25,15 @@ _NUMBER = re.compile(r"\d+")
 SHARDED = "sharded data"
 # State counts as split where a device holds at most so many times its share: what devices do not divide is small.
 ABOUT = 1.05
+# Matrices count as split where a device holds at most so many times its share of the state: vectors, and what few read,
+# may be whole on each.
+MOSTLY = 2.0
 # What an axis of each role splits; an axis that splits nothing has its own name as its role.
-DATA = "data"  # the role of an axis that splits the batch alone
+DATA, TENSOR = "data", "tensor"  # the roles of an axis that splits the batch alone, and of one that splits matrices
 _SPLITS = {
     DATA: "the batch",
     SHARDED: "the batch and the state",
-    "tensor": "the matrices",
+    TENSOR: "the matrices",
     "sequence": "the sequences",
     "expert": "the experts",
 }
@@ -187,12 +190,15 @@ def _splits(record: PlanRecord, stage: int) -> str:
         return f"split over the mesh {mesh}"
     sizes, roles = mesh.axis_sizes, axis_roles(record, stage)
     ways = _ways(sizes, roles)
-    if SHARDED in ways:
-        held = _held_of_state(record, stage)
-        if held > math.prod(ways.values()) ** -1 * ABOUT:
-            part = f"{held:.0%}" if held >= 0.1 else f"{held:.1%}"
-            return splits_text(sizes, roles, f"the state in part ({part} of it a device)")
-    return splits_text(sizes, roles)
+    held = _held_of_state(record, stage)
+    part = f"{held:.0%}" if held >= 0.1 else f"{held:.1%}"
+    if SHARDED in ways and held > math.prod(ways.values()) ** -1 * ABOUT:
+        return splits_text(sizes, roles, f"the state in part ({part} of it a device)")
+    text = splits_text(sizes, roles)
+    if TENSOR in ways and SHARDED not in ways and held > MOSTLY / ways[TENSOR]:
+        matrices = f"{_SPLITS[TENSOR]} split over {ways[TENSOR]}"
+        return text.replace(matrices, f"a part of {matrices} ({part} of the state a device)")
+    return text
 
 
 def splits_batch(record: PlanRecord) -> bool:

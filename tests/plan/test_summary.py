@@ -27,6 +27,18 @@ def test_the_sentence_of_a_program():
     assert summary.sentence(program(axis_sizes=(1,), axis_roles=(("x",),))) == "One program on one device."
 
 
+def test_the_sentence_says_where_a_part_of_the_matrices_is_split_alone():
+    kept = (
+        value("state/embedding", split=True),
+        value("state/up"),
+        value("state/down"),
+        value("state/head", split=True),
+    )
+    assert summary.sentence(program(arguments=kept)) == (
+        "One program on 8 devices: a part of the matrices split over 8 (56% of the state a device)."
+    )
+
+
 def test_the_sentence_of_stages_names_those_that_differ():
     assert summary.sentence(pipeline()) == (
         "2 stages of 4 devices, 8 micro-batches in schedule 1f1b; inside each, the batch and the state split over 4."
