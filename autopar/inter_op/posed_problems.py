@@ -109,7 +109,7 @@ class PosedProblems:
         chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
         if self.step.parts > 1 and chunks_of_group[0] > 1:
             if request.schedule is not None or request.chunks is not None:
-                raise one_part_a_group(self.step, name, chunks_of_group[0])
+                raise one_part_a_group(self.step.traced.name, self.step.trips, name, chunks_of_group[0])
             return []
         if cluster.parts and chunks_of_group[0] > 1:
             return []  # all chunks have one option: none lies on two kinds of devices

@@ -30,7 +30,7 @@ from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_cheap import copied_bytes, copies_state
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
-from autopar.passes.split_scan import one_part_a_group, split_scans
+from autopar.passes.split_scan import one_part_a_group, split_scans, trips_of
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
 from autopar.sharding.binding import Binding
@@ -85,9 +85,9 @@ def asked_step(context: PlanningContext, hoist_casts: bool) -> AskedStep:
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     sliced = followed.sliced if followed is not None else frozenset()
+    if chunks > 1 and (trips := trips_of(traced, rules, sliced)):  # whatever their number
+        raise one_part_a_group(traced.name, trips, name, chunks)
     step = split_scans(traced, num_stages, rules, sliced)
-    if step.parts > 1 and chunks > 1:
-        raise one_part_a_group(step, name, chunks)
     parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
     num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
     whole = context.graph if step.parts == 1 else None

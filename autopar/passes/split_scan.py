@@ -116,9 +116,9 @@ def split_scans(traced: TracedStep, parts: int, rules: RuleBook, sliced: frozens
     return _cut(traced, stacks, parts, rules, sliced)
 
 
-def trips_of(traced: TracedStep, rules: RuleBook) -> int:
+def trips_of(traced: TracedStep, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> int:
     """The trips of the scan that `split_scans` would split; 0 where there is none."""
-    stacks = find_stacks(traced, rules)
+    stacks = find_stacks(traced, rules, sliced)
     return stacks.trips if stacks is not None else 0
 
 
@@ -203,9 +203,9 @@ def _no_scan(traced: TracedStep, leaf: int, parts: int) -> UnsupportedError:
     )
 
 
-def one_part_a_group(step: SplitStep, schedule: str, chunks: int) -> UnsupportedError:
+def one_part_a_group(step_name: str, trips: int, schedule: str, chunks: int) -> UnsupportedError:
     return UnsupportedError(
-        where=f"the scan over {step.trips} layers of {step.traced.name}",
+        where=f"the scan over {trips} layers of {step_name}",
         expected="a schedule with one stage on each group of devices",
         got=f"{schedule} with {chunks}",
         hint="use 1f1b or zb-h1, or write the layers out in a Python loop: the layers of an array that is stacked over "

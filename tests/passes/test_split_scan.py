@@ -292,10 +292,11 @@ def test_a_part_without_layers_is_refused():
         split_scans(traced(plain_step(), make_state()), 5, BOOK)
 
 
-def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused():
+@pytest.mark.parametrize("layers", [3, 4, 5])  # fewer than the stages, as many, and more, which they do not divide
+def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused(layers):
     step = autopar.parallelize(plain_step(), plan=recipes.pipeline(2, "interleaved", num_microbatches=2))
     with pytest.raises(UnsupportedError, match="one stage on each group of devices"):
-        step.plan(make_state(), make_batch())
+        step.plan(make_state(layers=layers), make_batch())
 
 
 # The search
