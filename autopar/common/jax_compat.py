@@ -282,7 +282,7 @@ def with_weak_type(array: Any, weak_type: bool) -> Any:
 
 
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jax.numpy.shape(array), jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True))
 
 
 _KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}  # as key types print them

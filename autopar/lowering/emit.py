@@ -19,6 +19,7 @@ from autopar.attention import execute, ring
 from autopar.attention.form import letters
 from autopar.attention.kernels import library_on
 from autopar.common import jax_compat
+from autopar.common.while_any import while_any
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import named_sharding, partition_spec
@@ -385,7 +386,7 @@ class Emitter:
         op = instruction.op
         k, n = op.num_condition_consts, op.num_consts
         avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
-        return jax.lax.while_loop(
+        return while_any(
             lambda carry: condition([*operands[:k], *carry])[0],
             lambda carry: self.like(body([*operands[k:n], *carry]), avals),
             self.like(operands[n:], avals),

@@ -333,7 +333,8 @@ class _Lowering:
         """The layouts in which a block must leave its outputs, and whether they may be partial."""
         kept = self.plan.partials.kept
         if op.kind is OpKind.WHILE and index == 0:
-            return [(replicated(0), False)]
+            (goes_on,) = op.blocks[0].outputs  # of a loop under `vmap`, one for each example
+            return [(replicated(len(self.graph.values[goes_on].shape) if isinstance(goes_on, int) else 0), False)]
         if op.kind in (OpKind.SCAN, OpKind.WHILE):
             body = op.blocks[-1]
             first = len(body.inputs) - len(op.outputs) if op.kind is OpKind.WHILE else op.num_consts

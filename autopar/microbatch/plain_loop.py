@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.common import jax_compat
+from autopar.common.while_any import while_any
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Section
 
 Environment = dict[int, Any]
@@ -93,7 +94,7 @@ def run_op(op: Op, env: Environment, graph: OpGraph) -> Sequence[Any]:
         n, avals = k, [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[-c:]]
         j = op.num_condition_consts
         first = [jax_compat.with_type(x, a) for x, a in zip(inputs[n:], avals, strict=True)]
-        return jax.lax.while_loop(
+        return while_any(
             lambda carry: block(op.blocks[0], [*inputs[:j], *carry])[0],
             lambda carry: [
                 jax_compat.with_type(x, a)

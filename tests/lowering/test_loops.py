@@ -1,0 +1,48 @@
+"""Loops that `vmap` made, and random keys from around the step, under plans."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from tests.small_steps import assert_close
+
+
+def halved_while_large(x):
+    """Each example leaves the loop by itself; `vmap` makes the condition one for each."""
+
+    def one(x, key):
+        goes_on, half = (lambda c: c[0].sum() > 0.5), (lambda c: (c[0] * 0.5, jax.random.split(c[1], 2)[0], c[2] + 1))
+        made, key, turns = jax.lax.while_loop(goes_on, half, (x, key, 0))
+        return made + jax.random.uniform(key), turns
+
+    return jax.vmap(one)(x, jax.random.split(jax.random.key(1), len(x)))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.data_parallel()], ids=["search", "data parallel"])
+def test_a_while_loop_with_a_condition_for_each_example(recipe):
+    def step(state, x):
+        made, turns = halved_while_large(x)
+        return state + made.sum(), (made, turns)
+
+    step_on_devices = autopar.parallelize(
+        step, plan=recipe, cluster=autopar.Cluster.local(4), cache_dir=None, show_progress=False, donate_argnums=()
+    )
+    arguments = jnp.zeros(()), jnp.arange(16.0).reshape(8, 2)
+    expected = jax.jit(step)(*arguments)
+    assert len(set(expected[1][1].tolist())) > 2  # they leave after different numbers of turns
+    assert_close(step_on_devices(*arguments), expected)
+
+
+def test_a_typed_key_from_around_the_step():
+    key = jax.random.key(0)
+
+    def step(number, x):
+        return number + 1, x * jax.random.normal(jax.random.fold_in(key, number), x.shape)
+
+    step_on_devices = autopar.parallelize(
+        step, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False, donate_argnums=()
+    )
+    arguments = jnp.int32(3), jnp.ones((8, 4))
+    assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))
