@@ -41,6 +41,7 @@ class PassWriter:
         self.block, self.reader, self.named, self.fresh = block, reader, named, fresh
         self.added: list[Op] = []
         self.position = {op.id: i for i, op in enumerate(block.ops)}
+        self.made_at = {v: i for i, op in enumerate(block.ops) for v in op.outputs}
         self.behind: dict[int, int] = {}  # what a barrier hands on: the value in front of it
         for op in block.ops:
             if op.kind is OpKind.BARRIER:
@@ -139,18 +140,14 @@ class PassWriter:
                 return
             forward[value] = made
         op, form = forward[value]
+        # What the change is computed of is no gradient: a softmax over queries weighs its result as it does these.
+        last = max(self.made_at.get(v, -1) for v in (value, change))
+        of_product = [u for u, n in found.of_products if n == number and self.position[u.op.id] > last]
+        of_value = [u for u in found.of_values if u.other == change and self.position[u.op.id] > last]
         groups = {
-            "query": (
-                form.query,
-                found.key_at,
-                [u for u, n in found.of_products if n == number and u.other == found.key],
-            ),
-            "key": (
-                form.key,
-                found.query_at,
-                [u for u, n in found.of_products if n == number and u.other == found.query],
-            ),
-            "value": (form.value, change_at, [u for u in found.of_values if u.other == change]),
+            "query": (form.query, found.key_at, [u for u in of_product if u.other == found.key]),
+            "key": (form.key, found.query_at, [u for u in of_product if u.other == found.query]),
+            "value": (form.value, change_at, of_value),
         }
         out = self.letters(found, change_at, value_at)
         if out is None or sorted(out) != sorted(form.out) or self.letters(found, value_at, value_at) != form.value:
@@ -167,6 +164,8 @@ class PassWriter:
         query, key, value_dims = (dims.get(name, groups[name][0]) for name in order)
         gradients = Gradients(out=out, query=query, key=key, value=value_dims)
         uses = [use for _, _, uses in groups.values() for use in uses]
+        if not uses:
+            return
         first = min((use.op for use in uses), key=lambda o: self.position[o.id])
         operands = (*op.inputs[:3], *op.outputs, change, *op.inputs[3:])
         results = dict(zip(order, self.operation(form, gradients, operands, first).outputs, strict=True))

@@ -128,3 +128,27 @@ def test_attention_that_stays_beside_attention_that_is_found_is_named():
 def test_other_words_for_attention_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"'as written' or 'blockwise'.*'flash'"):
         parallel(None, 2, "flash")
+
+
+def test_a_softmax_over_as_many_queries_as_keys():
+    """Its result weighs values as the gradient of values is weighed: what it is computed of may not read it."""
+
+    def step(state, batch):
+        def loss(state):
+            q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], state[name]) for name in "qkv")
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=-2)
+            return jnp.square(jnp.einsum("bhqk,bkhd->bqhd", weights, v)).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    state = {name: 0.3 * jax.random.normal(key, (W, H, D)) for name, key in zip("qkv", keys, strict=False)}
+    batch = {"x": jax.random.normal(keys[3], (B, L, W))}
+    blockwise = autopar.parallelize(
+        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    expected = jax.jit(step)(state, batch)
+    for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
