@@ -98,6 +98,7 @@ def _sources(
     """The operations and inputs of a scan's body of which values are made; None where that is not of keys alone."""
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
     made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
+    behind = _behind(body)
     position = {v: i for i, v in enumerate(body.inputs)}
     ops: set[int] = set()
     inputs: set[int] = set()
@@ -106,6 +107,7 @@ def _sources(
         atom = remaining.pop()
         if not isinstance(atom, int):
             continue
+        atom = behind.get(atom, atom)
         if follows_examples(atom):
             return None
         if atom in position:
@@ -122,6 +124,16 @@ def _sources(
         else:
             return None  # of a value from around the scan
     return ops, inputs
+
+
+def _behind(body: Block) -> dict[int, int]:
+    """What a barrier of a block hands on -> the value in front of it: layers that are computed again have one."""
+    behind: dict[int, int] = {}
+    for op in body.ops:
+        if op.kind is OpKind.BARRIER:
+            pairs = zip(op.inputs, op.outputs, strict=True)
+            behind |= {out: behind.get(a, a) for a, out in pairs if isinstance(a, int)}
+    return behind
 
 
 def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: set[int]) -> _Plan | None:
@@ -163,6 +175,7 @@ def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: s
 def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     """The scan that draws, and the scan that reads what it drew. Adds to the values."""
     (body,), k = op.blocks, op.num_consts
+    behind = _behind(body)
     drawn = [v for i in plan.draws for v in body.ops[i].outputs]
     new: dict[int, int] = {}
 
@@ -173,7 +186,7 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
         return len(values) - 1
 
     def named(atom: Atom) -> Atom:
-        return new[atom] if isinstance(atom, int) else atom
+        return new[behind.get(atom, atom)] if isinstance(atom, int) else atom
 
     read = [*plan.fixed, *(k + j for j in plan.carried), *plan.slices]
     for i in read:
