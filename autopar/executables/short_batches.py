@@ -230,6 +230,9 @@ class _Fitting:
                 home = self.home(target)
                 summed = self.home(source).partial if isinstance(source, int) else ()
                 self.unreduced[target] = Layout(home.dims, tuple(a for a in home.partial if a in summed))
+            elif op.kind is OpKind.STACK and isinstance(op.inputs[0], int):
+                # What a micro-batch adds lies like the whole.
+                self.unreduced[op.outputs[0]] = self.fit(self.home(op.outputs[0]), op.inputs[0])
             for inner in op.blocks:
                 self.block(inner)
 

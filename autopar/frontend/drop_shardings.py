@@ -198,5 +198,7 @@ class _PlacementRemover:
             return self.jaxpr(value)
         if isinstance(value, (tuple, list)) and any(map(jax_compat.is_jaxpr, value)):
             members = [self.jaxpr(v) if jax_compat.is_jaxpr(v) else v for v in value]
-            return value if all(a is b for a, b in zip(members, value, strict=True)) else type(value)(members)
+            if all(a is b for a, b in zip(members, value, strict=True)):
+                return value
+            return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
         return value

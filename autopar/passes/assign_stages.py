@@ -49,7 +49,8 @@ def balanced(layers: Layers, num_stages: int, rates: Sequence[float] = ()) -> tu
             where="stages",
             expected=f"at most one stage a layer ({n} layers)",
             got=f"{num_stages} stages",
-            hint="use fewer stages; layers are the model's numbered modules or its repeated matrix products",
+            hint="use fewer stages; layers are the model's numbered modules, its repeated matrix products, or those of "
+            "a scan over state that the step returns and donates (donate_argnums)",
         )
     before = [0.0, *itertools.accumulate(layers.flops)]
     # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.

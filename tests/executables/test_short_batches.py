@@ -78,3 +78,28 @@ def test_micro_batches_are_no_larger_than_they_were():
     assert counts(4, 7) == [7]
     assert counts(16, 10) == [1, 2, 5, 10]
     assert counts(4, 3) == [1, 3]
+
+
+def test_results_of_each_example_of_a_short_batch_in_stages():
+    """Of six examples a micro-batch has three, which the two devices of a stage do not divide."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for weights in params:
+                x = x + jnp.tanh(x @ weights)
+            errors = jnp.square(x - batch["y"]).mean(-1)
+            return errors.mean(), errors
+
+        (value, errors), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, errors)
+
+    piped = autopar.parallelize(
+        step, plan=autopar.recipes.combine(pp=2, num_microbatches=2), cluster=autopar.Cluster.local(4), cache_dir=None,
+        show_progress=False, donate_argnums=(),
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(8, 8)).astype(np.float32) for _ in range(2)]
+    for n in (8, 6):
+        batch = {name: random.normal(size=(n, 8)).astype(np.float32) for name in "xy"}
+        steps.assert_close(piped(params, batch), jax.jit(step)(params, batch))

@@ -177,3 +177,15 @@ def test_flax_logical_constraints_and_partitioning_boxes(plan):
         found = parallel(step, plan)
         assert any("shardings" in note for note in found.plan(params, batch).record.notes)
         verified_step(found, (params, batch), 1e-5)
+
+
+def test_a_linear_solver_keeps_the_tuple_of_its_programs():
+    def solved(x):
+        matrix = constrained(x.T @ x + jnp.eye(4), "data", None)
+        return jax.scipy.sparse.linalg.cg(lambda v: constrained(matrix @ v, "data"), jnp.ones(4), maxiter=5)[0]
+
+    x = jnp.arange(32.0).reshape(8, 4) / 32
+    without, removed = without_placements(jax.make_jaxpr(solved)(x))
+    assert removed.written
+    (got,) = jax.core.eval_jaxpr(without.jaxpr, without.consts, x)
+    assert_close(got, solved(x))
