@@ -35,9 +35,8 @@ TIGHTENED = 3
 # The parts by which an estimate's time may be too long, and less under data parallelism and ZeRO, and by which its peak
 # may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters.
 ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
-# One stage under ZeRO is evaluated in other numbers of micro-batches if it takes at most so many times as long as the
-# best: what it gathers for each of them is a part of the step.
-WALKED_WITHIN = 1.05
+# One stage is decided again if it takes at most so many times as long as the best: the tables decide it too leanly.
+REFINED_WITHIN = 1.15
 BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
 
 
@@ -246,7 +245,7 @@ class PipelineEvaluator:
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def refine_one_stage(self, counts: Iterable[float]) -> None:
-        """Decides the best pipeline of one stage again where it is as fast as the best of all: not by the tables, under
+        """Decides the best pipeline of one stage again where it comes near the best of all: not by the tables, under
         data parallelism and ZeRO, and with other fractions of charged communication. Only the simulation tells which
         of them waits least.
 
@@ -257,8 +256,8 @@ class PipelineEvaluator:
         best_one_stage = min(one_stage, key=lambda found: found.rank(self.limit_bytes), default=None)
         if best_one_stage is None or self.best is None:
             return
-        is_best = best_one_stage.fits(self.limit_bytes) and best_one_stage.step_time_s <= self.best.step_time_s
-        if best_one_stage is not self.best and not is_best:
+        fits, longest_s = best_one_stage.fits(self.limit_bytes), REFINED_WITHIN * self.best.step_time_s
+        if best_one_stage is not self.best and not (fits and best_one_stage.step_time_s <= longest_s):
             return
         m, choice = best_one_stage.num_microbatches, best_one_stage.choice
         if not best_one_stage.fits(self.limit_bytes):
@@ -279,30 +278,6 @@ class PipelineEvaluator:
             terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
             if terms != choice.terms:
                 self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
-
-    def refine_in_other_numbers(self, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]) -> None:
-        """Evaluates what `refine_one_stage` did and comes near the best in smaller or larger numbers of micro-batches
-        while that is faster, and what does not fit in more until it does. `cut` gives the step in a number of
-        micro-batches, None where it admits none.
-        """
-        begun: dict[tuple[str, tuple[str, ...]], PipelineEstimate] = {}
-        for found in sorted(self.refinements, key=lambda found: found.rank(self.limit_bytes)):
-            begun.setdefault((found.name, found.choice.policies), found)
-        for first in begun.values():
-            if self.best is None or first.step_time_s > WALKED_WITHIN * self.best.step_time_s:
-                continue
-            for step in (-1, 1) if first.fits(self.limit_bytes) else (1,):
-                at, position = first, numbers.index(first.num_microbatches) + step
-                while 0 <= position < len(numbers):
-                    microbatched = cut(numbers[position])
-                    if microbatched is None or len(microbatched.layers) != len(at.choice.policies):
-                        break
-                    other = self.refined(numbers[position], at.choice, at.name, at.binding)
-                    if other is None or other.rank(self.limit_bytes) >= at.rank(self.limit_bytes):
-                        break
-                    at, position = other, position + step
-                if at is not first:
-                    break
 
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None

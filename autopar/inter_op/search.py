@@ -19,6 +19,7 @@ from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
+from autopar.inter_op.other_numbers import refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
 from autopar.inter_op.search_space import finest, is_long, microbatch_numbers, schedules_of, uneven_stages
@@ -117,7 +118,7 @@ class _Search:
             builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
             if requested is None:
                 numbers = divisors(num_examples(self.context.traced))
-                builder.refine_in_other_numbers(lambda m: self.cut_in(step, m, cuts), numbers)
+                refine_in_other_numbers(builder, lambda m: self.cut_in(step, m, cuts), numbers)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
