@@ -143,7 +143,7 @@ def stage_share(record: PlanRecord, stage: int) -> float:
 
 
 def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
-    """What was chosen: stages and their devices, and what each mesh axis splits, for so many groups of unlike stages."""
+    """What was chosen: stages and their devices, and what each mesh axis splits, in so many groups of unlike stages."""
     pipeline = record.pipeline
     if pipeline is None:
         devices = num_devices(record)
