@@ -12,7 +12,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.executables.compiled_spmd import Compiled
     from autopar.executables.padded_arrays import PaddedArray, unpadded
     from autopar.fitting import Fitting, fit
-    from autopar.hardware.cluster import Cluster
+    from autopar.hardware.cluster import Cluster, DeviceKind, Fabric, Link
     from autopar.initialization import initialize
     from autopar.kernels.call import kernel
     from autopar.kernels.known import known_kernel
@@ -26,7 +26,10 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
 __all__ = [
     "Cluster",
     "Compiled",
+    "DeviceKind",
+    "Fabric",
     "Fitting",
+    "Link",
     "Monitor",
     "PaddedArray",
     "Plan",

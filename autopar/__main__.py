@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_reading(add)
     _add_running(add)
     text = "show a folder of checkpoints, or export parameters from it"
-    checkpoint = verbs.add_parser("checkpoint", help=text, description=text)
+    example = "example: autopar checkpoint show runs/a"
+    checkpoint = verbs.add_parser("checkpoint", help=text, description=text, epilog=example)
     _add_checkpoints(_adding_to(checkpoint.add_subparsers(required=True, metavar="COMMAND")))
     _add_cache(verbs)
     return parser

@@ -111,7 +111,7 @@ class Fitting:
 def fit(
     step: Step | Callable[..., Any],
     *args: Any,
-    clusters: Sequence[Cluster | str],
+    clusters: Cluster | str | Sequence[Cluster | str],
     multiple: int | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> Fitting:
@@ -129,7 +129,7 @@ def fit(
             first, all of them as many; other numbers of examples take their place. Or shapes have symbolic dimensions
             of one variable (`jax.export.symbolic_shape`), which is the number of examples: only these change, in the
             state too. Or the batch is a function of the number of examples, which gives arrays or shapes.
-        clusters: The hardware to plan for, also as text. Of each the largest batch is found.
+        clusters: The hardware to plan for, one or several, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices, and beyond 128 times that number of
             about a hundredth of the batch (`Fitting.multiples`), so that few plans are needed.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
@@ -137,6 +137,7 @@ def fit(
     Raises: InvalidArgumentError; what planning raises, except for what does not fit.
     """
     parallel = as_step(step)
+    clusters = [clusters] if isinstance(clusters, Cluster | str) else clusters
     named = {c if isinstance(c, str) else c.name: Cluster.parse(c) if isinstance(c, str) else c for c in clusters}
     _check_clusters(list(named), len(clusters), prices or {})
     if multiple is not None and (not isinstance(multiple, int) or multiple < 1):

@@ -25,10 +25,14 @@ def initialize(*, initialization_timeout: int = distributed.INITIALIZATION_TIMEO
     `autopar.distributed.initialize`, which takes addresses for processes that were started in another way.
     `initialization_timeout` is the waiting time for missing processes, in seconds.
 
+    A program that has joined already stays as it is: a second call does nothing.
+
     Raises: InvalidArgumentError for variables of the launcher that are wrong, ProcessLostError where processes do not
     join, or are lost while they join; the errors of JAX.
     """
     launched = _launched()
+    if jax_distributed.shared_store() is not None:  # JAX joins once only
+        return
     if launched is None:
         coordinator = jax_distributed.detected_coordinator(initialization_timeout)
         if coordinator is not None:

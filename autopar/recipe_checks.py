@@ -8,12 +8,12 @@ from autopar.errors import InvalidArgumentError
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 
 
-def check_number(where: str, number: object) -> int:
+def check_number(
+    where: str, number: object, *, expected: str = "a positive whole number", hint: str = "1 cuts nothing"
+) -> int:
     """The number. Raises: InvalidArgumentError for what is no positive whole number."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise InvalidArgumentError(
-            where=where, expected="a positive whole number", got=repr(number), hint="1 cuts nothing"
-        )
+        raise InvalidArgumentError(where=where, expected=expected, got=repr(number), hint=hint)
     return number
 
 
@@ -25,6 +25,17 @@ def check_zero_stage(where: str, stage: object) -> None:
             expected="0, 1, 2 or 3",
             got=repr(stage),
             hint="0 keeps the whole state on every device",
+        )
+
+
+def check_gather(where: str, gather: object, stage: int, gathers: Sequence[str]) -> None:
+    """Raises: InvalidArgumentError for a time to gather parameters that there is not, or not in this stage of ZeRO."""
+    if gather not in gathers or (gather == "ahead" and stage == 0):
+        raise InvalidArgumentError(
+            where=where,
+            expected=f"{' or '.join(map(repr, gathers))}, the second with zero=1, 2 or 3",
+            got=f"{gather!r} with zero={stage}",
+            hint="leave it out to gather after the update",
         )
 
 

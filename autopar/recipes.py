@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
-from autopar.recipe_checks import check_number, check_schedule, check_sequence, check_zero_stage
+from autopar.recipe_checks import check_gather, check_number, check_schedule, check_sequence, check_zero_stage
 from autopar.recipe_names import named
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse
@@ -44,7 +44,11 @@ def zero(stage: int, *, size: int | None = None, gather: str = "after", offload:
     section 3.2.2. Raises: InvalidArgumentError.
     """
     check_zero_stage("recipes.zero(stage)", stage)
-    return combine(zero=stage, zero_size=size, gather=gather, offload=offload)
+    check_gather("recipes.zero(gather=...)", gather, stage, GATHERS)
+    data: list[tuple[AxisUse, int | None]] = [(data_axis(stage, gather), None)]
+    if size is not None:
+        data = _hybrid("recipes.zero(size=...)", data_axis(stage, gather), stage, size)
+    return _cut("recipes.zero", _bound(data, zero=stage, gather=gather), PlanRequest(num_stages=1), "nothing", offload)
 
 
 @named
@@ -188,16 +192,10 @@ def combine(
     check_number("recipes.combine(pp=...)", pp)
     check_sequence("recipes.combine(sequence=...)", sequence, _SEQUENCES)
     check_zero_stage("recipes.combine(zero=...)", zero)
-    if gather not in GATHERS or (gather == "ahead" and zero == 0):
-        raise InvalidArgumentError(
-            where="recipes.combine(gather=...)",
-            expected=f"{' or '.join(map(repr, GATHERS))}, the second with zero=1, 2 or 3",
-            got=f"{gather!r} with zero={zero}",
-            hint="leave it out to gather after the update",
-        )
+    check_gather("recipes.combine(gather=...)", gather, zero, GATHERS)
     data = [(data_axis(zero, gather), dp)]
     if zero_size is not None:
-        data = _hybrid(data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
+        data = _hybrid("recipes.combine(zero_size=...)", data_axis(zero, gather), zero, zero_size, dp, (ep, sp))
     tensor = tensor_axis(sequence_parallel, collective_matmul)
     recipe = _bound(data, tp=tp, sp=sp, ep=ep, zero=zero, gather=gather, sequence=sequence, tensor=tensor)
     stages = _checked_stages("recipes.combine", pp, schedule, num_microbatches, chunks)
@@ -221,17 +219,21 @@ def _copies(size: int | None) -> list[tuple[AxisUse, int | None]]:
 
 
 def _hybrid(
-    shares: AxisUse, stage: int, size: int, dp: int | None, others: tuple[int | None, ...]
+    where: str,
+    shares: AxisUse,
+    stage: int,
+    size: int,
+    dp: int | None = None,
+    others: tuple[int | None, ...] = (),
 ) -> list[tuple[AxisUse, int | None]]:
     """The data axes of hybrid sharding: copies of the state, and the devices that share it beside the others' axes."""
-    where = "recipes.combine(zero_size=...)"
     check_number(where, size)
     if stage == 0:
         raise InvalidArgumentError(
             where=where,
             expected="a stage of ZeRO, which the devices of a group share",
-            got=f"zero_size={size} with zero=0",
-            hint="give zero=1, 2 or 3, or leave zero_size out",
+            got=f"{size} with stage 0",
+            hint="take stage 1, 2 or 3, or leave the size out",
         )
     if None in others or size % math.prod(n for n in others if n is not None):
         raise InvalidArgumentError(
@@ -372,7 +374,8 @@ def plan_request(recipe: Recipe, num_microbatches: int | str, schedule: str) -> 
     """
     request = recipe.request
     if num_microbatches != "auto":
-        number = check_number("parallelize(num_microbatches=...)", num_microbatches)
+        where, hint = "parallelize(num_microbatches=...)", "1 cuts nothing, 'auto' leaves the number to the search"
+        number = check_number(where, num_microbatches, expected="a positive whole number, or 'auto'", hint=hint)
         if request.num_microbatches not in (None, number):
             raise InvalidArgumentError(
                 where="parallelize(plan=..., num_microbatches=...)",

@@ -51,11 +51,22 @@ def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any
     if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):
         raise InvalidArgumentError(
             where=name,
-            expected="a tuple of a step and its arguments",
-            got=type(returned).__name__,
+            expected="a tuple of a step and its arguments, one or more",
+            got=_told(returned),
             hint="return train_step, state, batch",
         )
     return returned[0], returned[1:]
+
+
+def _told(returned: Any) -> str:
+    """What a function returned, in words."""
+    if not isinstance(returned, tuple):
+        return f"a {type(returned).__name__}"
+    if not returned:
+        return "an empty tuple"
+    if not callable(returned[0]):
+        return f"a tuple whose first element ({type(returned[0]).__name__}) cannot be called"
+    return f"a tuple of {getattr(returned[0], '__name__', 'the step')} alone"
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from autopar.kernels.check_rules import check_rules
 from autopar.kernels.check_twins import check_twins, half_of_digits
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
+from autopar.moved_arguments import moved
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
@@ -35,6 +36,7 @@ from autopar.step_views import check_is_step, lower_on
 from autopar.xla import aot, collectives
 
 COLUMNS = 100
+TRIES = 3  # of moving the arguments by a unit in their last place
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,18 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingLeaf:
+    """A result that differs by more than half of its digits, relative to its largest value, and how far the step that
+    it is compared with moves it where the arguments move by a unit in their last place. The first steps of Adam, which
+    divide a gradient near zero by its own size, move parameters so.
+    """
+
+    path: str
+    difference: float
+    moved: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The comparison of a plan with its compiled program.
 
@@ -62,8 +76,9 @@ class Verification:
     for a pipeline, of the stage with the largest peak. `difference`: the largest difference of a result leaf from plain
     `jax.jit`, divided by that leaf's largest value, with the leaf's path; None where the numbers could not be compared
     (shapes only, or compiled for other hardware). `rounding`: the difference up to which half of the digits agree of
-    the coarsest floating-point type that the step computes in. `unchecked`: the factors of kernels that could not be
-    run in parts here, with the reason. `per_microbatch`: the patterns of modules that the plan takes per micro-batch;
+    the coarsest floating-point type that the step computes in. `differing`: the leaves beyond it, with how far rounding
+    of the arguments moves each. `unchecked`: the factors of kernels that could not be run in parts here, with the
+    reason. `per_microbatch`: the patterns of modules that the plan takes per micro-batch;
     where there are any, the numbers are compared with a plain loop over micro-batches instead. `plan`: the
     plan, whose page shows the comparison.
     """
@@ -75,6 +90,7 @@ class Verification:
     difference: float | None
     worst_leaf: str
     rounding: float
+    differing: tuple[DifferingLeaf, ...]
     unchecked: tuple[str, ...]
     per_microbatch: tuple[str, ...]
     plan: Plan
@@ -103,12 +119,21 @@ class Verification:
             other = "a plain loop over micro-batches" if self.per_microbatch else "plain jax.jit"
             found = f"at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})"
             if self.differs:
-                console.line(f"numbers differ: {found}; rounding explains {self.rounding:.1e}")
+                console.line(f"numbers differ: {found}; half of the digits are {self.rounding:.1e}")
+                console.line(self._of_moved(other))
             else:
                 console.line(f"numbers: {found}")
         for kernel in self.unchecked:
             console.line(f"not checked in parts: {kernel}")
         return console.text()
+
+    def _of_moved(self, other: str) -> str:
+        """Whether rounding alone moves the leaves that differ as far."""
+        leaf = max(self.differing, key=lambda leaf: leaf.difference / leaf.moved if leaf.moved else float("inf"))
+        moves = f"where the arguments move by a unit in their last place, {other} moves {leaf.path} by {leaf.moved:.2e}"
+        if leaf.difference <= leaf.moved:
+            return f"rounding alone goes as far: {moves}, which differs by {leaf.difference:.2e}"
+        return f"rounding alone does not go as far: {moves}, and it differs by {leaf.difference:.2e}"
 
     __str__ = text
 
@@ -143,20 +168,26 @@ def verify(step: Step, *args: Any, compile_for: str | None = None) -> Verificati
         predicted=float(max(compiled.plan.predicted.peak_bytes) + host_state_bytes(compiled)),
         compiled=float(peak_bytes(compiled)),
     )
-    difference, worst, patterns = None, "", mixing_modules(compiled)
+    patterns, rounding = mixing_modules(compiled), rounding_of(compiled.traced.jaxpr)
     arrays = all(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     check_twins(compiled.traced.jaxpr)
     unchecked = check_rules(compiled.traced.jaxpr) if compile_for is None else ()
+    differences: dict[str, float] = {}
+    differing: tuple[DifferingLeaf, ...] = ()
     if compile_for is None and arrays:
-        difference, worst = compare_numbers(step, compiled, args)
+        differences = compare_numbers(step, compiled, args)
+        beyond = {path: off for path, off in differences.items() if not off <= rounding}
+        differing = beside_moved(step, compiled, args, beyond) if beyond else ()
+    worst = max(differences, key=lambda path: differences[path], default="")
     return Verification(
         target=target,
         collectives=collectives,
         counts=counts,
         peak=peak,
-        difference=difference,
+        difference=differences.get(worst),
         worst_leaf=worst,
-        rounding=rounding_of(compiled.traced.jaxpr),
+        rounding=rounding,
+        differing=differing,
         unchecked=unchecked,
         per_microbatch=patterns,
         plan=with_measured(compiled.plan, (*collectives, peak), counts),
@@ -248,20 +279,37 @@ def compare_traffic(
     return tuple(collectives), tuple(counts)
 
 
-def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> tuple[float, str]:
-    """(largest relative difference of a result leaf from plain `jax.jit`, its path). The arguments survive.
+def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> dict[str, float]:
+    """By path of a result leaf, its relative difference from plain `jax.jit`. The arguments survive.
 
     Where modules are taken per micro-batch it is that from a plain loop over micro-batches.
     """
-    expected = in_a_loop(step, compiled, args) if mixing_modules(compiled) else step.plain(*args)
-    got = step(*copy_of(args))
-    worst, where = 0.0, ""
+    return _differences(compiled, as_written(step, compiled, args), step(*copy_of(args)))
+
+
+def beside_moved(
+    step: Step, compiled: CompiledStep, args: Sequence[Any], beyond: Mapping[str, float]
+) -> tuple[DifferingLeaf, ...]:
+    """The leaves that differ, with how far they move where the arguments do: the most of some tries."""
+    expected = as_written(step, compiled, args)
+    tries = [_differences(compiled, expected, as_written(step, compiled, moved(args, seed))) for seed in range(TRIES)]
+    return tuple(
+        DifferingLeaf(path=path, difference=off, moved=max(found[path] for found in tries))
+        for path, off in beyond.items()
+    )
+
+
+def as_written(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> Any:
+    """The results of plain `jax.jit`, or of a loop over micro-batches where modules are taken in each of them."""
+    return in_a_loop(step, compiled, args) if mixing_modules(compiled) else step.plain(*args)
+
+
+def _differences(compiled: CompiledStep, expected: Any, got: Any) -> dict[str, float]:
     paths = compiled.traced.out_paths[: compiled.traced.out_tree.num_leaves]
+    differences: dict[str, float] = {}
     for path, a, b in zip(paths, jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        difference = leaf_difference(a, b)
-        if difference > worst or not where:
-            worst, where = difference, path
-    return worst, where
+        differences[path] = max(leaf_difference(a, b), differences.get(path, 0.0))
+    return differences
 
 
 def rounding_of(jaxpr: Any) -> float:

@@ -1,6 +1,7 @@
 """The code blocks of a page of docs/, and running them: as a reader would, from the top, in an empty folder."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -27,6 +28,27 @@ def blocks_of(page: Path) -> list[Block]:
     found = re.finditer(r"^```(python|sh)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     text = page.read_text()
     return [Block(language=m[1], text=m[2], line=text[: m.start()].count("\n") + 1) for m in found]
+
+
+# A fenced block: its language, its text, and the empty lines behind it.
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$(\n*)", re.MULTILINE | re.DOTALL)
+
+
+def outputs_of(page: Path) -> list[str]:
+    """What a page says that its shell commands print: the text directly behind each, as far as it is shown (`...`)."""
+    found = list(FENCED.finditer(page.read_text()))
+    behind = [text for sh, text in itertools.pairwise(found) if sh[1] == "sh" and sh.end() == text.start()]
+    return [_as_far_as_shown(text[2]) for text in behind if text[1] == "text"]
+
+
+def texts_of(page: Path, beginning: str) -> list[str]:
+    """The outputs on a page that begin in this way, of commands that stand on other pages."""
+    found = FENCED.finditer(page.read_text())
+    return [_as_far_as_shown(m[2]) for m in found if m[1] == "text" and m[2].startswith(beginning)]
+
+
+def _as_far_as_shown(text: str) -> str:
+    return text.partition("\n...\n")[0].rstrip("\n")
 
 
 def run_page(page: Path, folder: Path, timeout_s: float) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pages import blocks_of, run_page
+from tests.pages import blocks_of, outputs_of, run_page, texts_of
 from tests.small_steps import ROOT
 
 DOCS = ROOT / "docs"
@@ -30,6 +30,15 @@ def test_every_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "cache"))
     printed = run_page(DOCS / f"{name}.md", tmp_path, TIMEOUT_S)
     assert not [text for text in PRINTED[name] if text not in printed], printed[-3000:]
+    shown = outputs_of(DOCS / f"{name}.md")
+    if name == "tutorial":
+        shown += texts_of(DOCS / "reading-a-plan.md", "Instead, under tensor_parallel(size=8)")
+    assert not [text for text in shown if text not in printed], printed[-9000:]
+
+
+def test_outputs_that_pages_show_are_found():
+    assert [text[:27] for text in outputs_of(DOCS / "tutorial.md")] == ["Plan of train_step on dgx-h"]
+    assert len(texts_of(DOCS / "reading-a-plan.md", "Instead, under tensor_parallel(size=8)")) == 1
 
 
 def test_every_page_of_steps_to_follow_has_code_that_runs():

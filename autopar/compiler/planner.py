@@ -27,6 +27,7 @@ from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
+from autopar.microbatch.accumulation import check_patterns
 from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
@@ -153,6 +154,7 @@ def planning_context(
     with progress.pass_("graph"):
         views = whole_graph(traced, rules, graphs)
         graph = views.graph
+    check_patterns(traced, graph)
     check_islands(graph, cluster.num_devices)
     if _has_rings(request):
         check_blockwise(graph)

@@ -304,9 +304,8 @@ class Cluster:
         for name in machines.GPU_HOSTS:
             if m := re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?", text):
                 return cls.preset(name, hosts=int(m[1] or 1))
-            m = re.fullmatch(rf"{re.escape(name)}:([1-9]\d*)", text)
-            if m and machines.GPU_HOSTS[name].devices_per_host % int(m[1]) == 0:
-                return dataclasses.replace(cls.preset(name).submesh(1, int(m[1])), name=text)
+            if m := re.fullmatch(rf"{re.escape(name)}:(\d+)", text):
+                return dataclasses.replace(cls.preset(name).submesh(1, machines.cards(name, int(m[1]))), name=text)
         raise InvalidArgumentError(
             where="cluster",
             expected=f"local, a .json file, {', '.join(machines.GPU_HOSTS)} (x16), {', '.join(machines.TPUS)} (:4x4)",

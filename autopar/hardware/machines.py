@@ -63,6 +63,20 @@ TPUS: dict[str, Tpu] = {
 }
 
 
+def cards(name: str, number: int) -> int:
+    """So many cards of a host. Raises: InvalidArgumentError for a number that does not divide the host's."""
+    whole = GPU_HOSTS[name].devices_per_host
+    parts = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+    if str(number) not in parts:
+        raise InvalidArgumentError(
+            where="cluster",
+            expected=f"{', '.join(parts[:-1])} or {parts[-1]} cards of a host behind {name}:",
+            got=f"'{name}:{number}'",
+            hint=f"'{name}' is one with all {whole} cards of each host, '{name}x2' two",
+        )
+    return number
+
+
 def tpu_shape(name: str, topology: str | None) -> tuple[int, ...]:
     """The torus of a slice: its chips, and as a last axis the devices of a chip where these are several.
 

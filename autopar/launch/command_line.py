@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace-s", type=_seconds, default=GRACE_S, metavar="S", help="from SIGTERM or SIGINT to SIGKILL; 30")
     add("--stuck-after-s", type=_seconds, metavar="S", help="a process that stands still so long is lost; 0: never; 40")
     add("--nodes", type=_count, default=1, metavar="N", help="hosts; on each of them the launcher is started once")
-    add("--node-rank", type=int, default=0, metavar="R", help="the number of this host, from 0")
+    add("--node-rank", type=_node_rank, default=0, metavar="R", help="the number of this host, from 0")
     add("--coordinator", metavar="HOST:PORT", help="with --nodes: where the hosts meet, on the host of node rank 0")
     add("-m", "--module", action="store_true", help="the program is a module, as after python -m")
     add("--no-python", action="store_true", help="the program is a command of its own, not of Python")
@@ -121,28 +121,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return number
+    return _whole_number(text, least=1)
 
 
 def _count_or_none(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected at least 0, got {text}")
-    return number
+    return _whole_number(text, least=0)
+
+
+def _node_rank(text: str) -> int:
+    return _whole_number(text, least=0)
+
+
+def _whole_number(text: str, *, least: int) -> int:
+    """Raises: ArgumentTypeError, whose text argparse shows, for what is none or too low."""
+    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least {least}, got {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds, at least 0, got {text}")
+        raise argparse.ArgumentTypeError(f"expected seconds, at least 0, got {text!r}")
     return seconds
 
 
 def _range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"expected MIN:MAX with 1 <= MIN <= MAX, such as 2:4, got {text}")
+        raise argparse.ArgumentTypeError(f"expected MIN:MAX with 1 <= MIN <= MAX, such as 2:4, got {text!r}")
     return int(found[1]), int(found[2])

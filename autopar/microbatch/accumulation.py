@@ -212,13 +212,14 @@ def _joined(op: Op, weighed: Sequence[tuple[State, float | None]]) -> float | No
 
 
 def check_patterns(traced: TracedStep, graph: OpGraph) -> None:
-    """Raises: InvalidArgumentError for a pattern that names no module."""
+    """Raises: InvalidArgumentError for a pattern that names no module, whether the step mixes examples or not."""
     modules = sorted({op.module for op in graph.ops()})
     for pattern in traced.per_microbatch:
         if not any(names_module(pattern, module) for module in modules):
-            close = difflib.get_close_matches(pattern, [m.rsplit("/", 1)[-1] for m in modules if m], 3, 0.0)
+            ends = [m.rsplit("/", 1)[-1] for m in modules if m]
+            close = ", ".join(dict.fromkeys(difflib.get_close_matches(pattern, ends, 3, 0.0)))
             raise InvalidArgumentError(
                 where=f"parallelize(per_microbatch={pattern!r})", expected="the path of a module, or its end",
-                got=f"none of {len(modules)} modules of {traced.name}",
-                hint=f"names that are near: {', '.join(dict.fromkeys(close))}; a module is a jax.named_scope",
+                got=f"none of the {len(ends)} modules of {traced.name}",
+                hint=f"{f'names that are near: {close}; ' if close else ''}a module is a jax.named_scope, of Flax too",
             )  # fmt: skip

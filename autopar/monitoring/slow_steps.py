@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.common.units import text_of_s
+from autopar.common.units import text_of_count, text_of_s
 
 # From this ratio of measured to predicted on, a step is called slow: predictions hold within 10 % on calibrated devices
 # (benchmarks/results/published_steps.md), so that twice this is no error of the model's.
@@ -46,4 +46,5 @@ def warning_text(times: StepTimes, lane: str) -> str:
         "modules and collectives do, and python -m autopar measure calibrates the predictions",
     }
     step, predicted = text_of_s(times.step_s), text_of_s(times.predicted_s)
-    return f"a step takes {step}, {ratio:.2g} times the predicted {predicted}: {causes[lane]}"
+    times_slower = text_of_count(float(f"{ratio:.2g}"))
+    return f"a step takes {step}, {times_slower} times the predicted {predicted}: {causes[lane]}"

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.common.units import text_of_bytes
-from autopar.errors import AutoparError, MemoryLimitError, UnsupportedError
+from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.ir.layout import Layout, enumerate_layouts
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan import summary
-from autopar.plan.explanation import Alternative, describe
+from autopar.plan.explanation import Alternative, describe, values_called
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import PlannedValue, PlanRecord
 from autopar.sharding.pins import Pin, Pins
 
 # Layouts that are planned for at most, those that differ in the fewest dimensions first.
 MOST_PLANNED = 8
+SHOWN = 3  # arguments, in an error
+
+
+def argument_called(record: PlanRecord, what: str, most: int) -> PlannedValue:
+    """The first argument that a name means. Raises: InvalidArgumentError where it means modules or results only."""
+    arguments = [value for value in values_called(record, what) if value in record.arguments]
+    if arguments:
+        return arguments[0]
+    some = ", ".join(repr(summary.path_of(value.path)) for value in record.arguments[:SHOWN])
+    raise InvalidArgumentError(
+        where=f"explain({what!r}, alternatives={most})",
+        expected=f"the name of an argument, of which other layouts can be planned, such as {some}",
+        got="that of modules or results, whose layouts follow from those of the arguments",
+        hint="leave alternatives out, or plan.why_not(recipe) for another way for all of them",
+    )
 
 
 def alternatives(

@@ -28,8 +28,9 @@ from autopar.ir.jax_sharding import (
     submesh,
 )
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan import render, render_summary
+from autopar.plan import render, render_summary, summary
 from autopar.plan.alternatives import alternatives as other_ways
+from autopar.plan.alternatives import argument_called
 from autopar.plan.explanation import Explanation, explanation, values_called
 from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
@@ -187,19 +188,20 @@ class Plan:
     # Shardings
 
     def sharding(self, path: str) -> NamedSharding:
-        """The sharding of an argument or result, by its path as the plan prints it (`state['params']['w']`).
+        """The sharding of an argument or result, by its path: `state['params']['w']`, or `state/params/w` as the plan
+        prints it.
 
         Raises: InvalidArgumentError when there is no such path.
         """
         for value in (*self.record.arguments, *self.record.results):
-            if value.path == path:
+            if path in (value.path, summary.path_of(value.path)):
                 return self.sharding_of(value)
         known = [v.path for v in self.record.arguments]
         raise InvalidArgumentError(
             where=f"plan.sharding({path!r})",
             expected=f"one of the {len(known)} argument paths, such as {', '.join(known[:3])}",
             got=repr(path),
-            hint="print the plan, or list plan.record.arguments",
+            hint="plan.table() has them all; numbers stand in place of *, which is all layers in a row",
         )
 
     @property
@@ -297,15 +299,15 @@ class Plan:
     def explanation(self, what: str, *, alternatives: int = 0) -> Explanation:
         """What `explain` says, as values.
 
-        Raises: InvalidArgumentError where nothing is called so; for alternatives UnsupportedError for a plan with
-        stages, and one of a file that is not bound to its step.
+        Raises: InvalidArgumentError where nothing is called so, or for alternatives no argument; for these
+        UnsupportedError for a plan with stages, and one of a file that is not bound to its step.
         """
         found = explanation(self.record, what)
-        arguments = [v for v in values_called(self.record, what) if v in self.record.arguments]
-        if not alternatives or not arguments:
+        if not alternatives:
             return found
+        argument = argument_called(self.record, what, alternatives)
         replan = self._replan("explain(..., alternatives=...)")
-        others = other_ways(self.record, arguments[0], lambda request: replan(request).record, alternatives)
+        others = other_ways(self.record, argument, lambda request: replan(request).record, alternatives)
         return dataclasses.replace(found, alternatives=others)
 
     def why_not(self, instead: _HasRequest) -> WhyNot:

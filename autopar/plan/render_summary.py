@@ -34,9 +34,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     """The plan in short."""
     page = _Page(text_format)
     lines = [
-        *page.wrapped(
-            f"Plan of {record.step} on {record.cluster.name}: {summary.sentence(record)}", SENTENCE_LINES, style="bold"
-        ),
+        *page.wrapped(_choice(record), SENTENCE_LINES, style="bold"),
         *page.wrapped(_numbers(record), NUMBERS_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
@@ -50,10 +48,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         free_s = record.pinned.free_step_time_s
         without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
         lines += page.wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
-    for note in record.notes[:NOTES_SHOWN]:
-        lines += page.wrapped(f"note: {note}", NOTE_LINES, style="dim")
-    if len(record.notes) > NOTES_SHOWN:
-        lines.append(f"and {len(record.notes) - NOTES_SHOWN} more notes")
+    lines += _notes(page, record.notes, LINES - len(lines) - NOTE_LINES)
     lines += page.wrapped(ENDING, NOTE_LINES, style="dim")
     assert len(lines) <= LINES or page.columns < COLUMNS, f"{len(lines)} lines are more than a screen"
     return "\n".join(line.rstrip() for line in lines)
@@ -69,10 +64,10 @@ class _Page:
     def columns(self) -> int:
         return self.text_format.width(COLUMNS)
 
-    def wrapped(self, text: str, most: int, *, style: str = "") -> list[str]:
+    def wrapped(self, text: str, most: int, *, style: str = "", placeholder: str = " ...") -> list[str]:
         """A paragraph of at most so many lines of `COLUMNS` columns, or as much on narrower ones."""
         most = math.ceil(most * max(1.0, COLUMNS / self.columns))
-        lines = textwrap.wrap(text, self.columns, max_lines=most, placeholder=" ...", break_on_hyphens=False)
+        lines = textwrap.wrap(text, self.columns, max_lines=most, placeholder=placeholder, break_on_hyphens=False)
         return [self.text_format.styled(line, style) for line in lines]
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -119,6 +114,27 @@ def _legend(record: PlanRecord) -> str:
         for name, n, called in zip(mesh.axis_names, mesh.axis_sizes, own, strict=True)
     ]
     return f"Mesh {', '.join(axes)}; {layout}"
+
+
+def _choice(record: PlanRecord) -> str:
+    """The sentence on the choice, with as many groups of unlike stages as there is room to describe."""
+    opening = f"Plan of {record.step} on {record.cluster.name}:"
+    for named in range(summary.SPLITS_NAMED, 0, -1):
+        text = f"{opening} {summary.sentence(record, named)}"
+        if len(textwrap.wrap(text, COLUMNS, break_on_hyphens=False)) <= SENTENCE_LINES:
+            break
+    return text
+
+
+def _notes(page: _Page, notes: Sequence[str], room: int) -> list[str]:
+    """The first notes, each whole where there is room for it, and how many more there are."""
+    lines: list[str] = []
+    shown = notes[:NOTES_SHOWN]
+    for i, note in enumerate(shown):
+        behind = len(shown) - i - 1 + (len(notes) > NOTES_SHOWN)  # at least a line for each of the others
+        left = max(room - len(lines) - behind, NOTE_LINES) if page.columns >= COLUMNS else len(note)
+        lines += page.wrapped(f"note: {note}", left, style="dim", placeholder=" ... (whole: plan.table())")
+    return lines + _rest(len(notes) - len(shown), "notes: plan.table()")
 
 
 def _numbers(record: PlanRecord) -> str:

@@ -145,8 +145,8 @@ def stage_share(record: PlanRecord, stage: int) -> float:
     return stage_mesh(record, stage).num_devices / num_devices(record)
 
 
-def sentence(record: PlanRecord) -> str:
-    """What was chosen: stages and their devices, and what each mesh axis splits."""
+def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
+    """What was chosen: stages and their devices, and what each mesh axis splits, in so many groups of unlike stages."""
     pipeline = record.pipeline
     if pipeline is None:
         devices = num_devices(record)
@@ -163,10 +163,11 @@ def sentence(record: PlanRecord) -> str:
     if len(groups) == 1:
         inside = f"inside each, {next(iter(groups))}"
     else:
-        told = list(groups.items())[:SPLITS_NAMED]
+        told = list(groups.items())[:named]
         inside = "; ".join(f"in {stages_text(stages)}, {splits}" for splits, stages in told)
         if len(groups) > len(told):
-            inside += f"; {len(groups) - len(told)} other ways in the rest"
+            others = len(groups) - len(told)
+            inside += f"; {others} other way{'s' if others > 1 else ''} in the rest"
     batches = f"{pipeline.num_microbatches} micro-batches" if pipeline.num_microbatches > 1 else "the whole batch"
     return f"{opening}, {batches} in schedule {pipeline.schedule}; {inside}."
 

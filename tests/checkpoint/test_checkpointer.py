@@ -176,6 +176,19 @@ def test_the_objects_of_a_run_go_on_where_they_were(tmp_path):
     assert np.array_equal(again.kernel[...], model.kernel[...])
 
 
+def test_objects_of_a_seed_are_made_by_a_step(tmp_path):
+    """As the page on checkpoints has it: `step.init` traces the arguments of `create`, of which none is the seed."""
+
+    def create(seed):
+        return nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+
+    train_step = autopar.parallelize(lambda model, batch: model(batch).sum(), cache_dir=None)
+    with checkpointer(tmp_path) as checkpoints:
+        model, start = checkpoints.restore_or(lambda: create(0), step=train_step)
+    assert start == 0
+    assert np.array_equal(model.kernel[...], create(0).kernel[...])
+
+
 def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
     def step(state, batch):
         return {"w": state["w"] + batch.sum(0), "n": state["n"] + 1}, {}

@@ -507,6 +507,8 @@ def test_the_sharding_of_a_path():
     plan = split_mlp().plan(MLP_STATE, MLP_BATCH)
     assert plan.sharding("state['first']") == plan.state_shardings["first"]
     assert plan.sharding("batch['x']") == plan.batch_shardings["x"]
+    assert plan.sharding("state/first") == plan.state_shardings["first"]
+    assert plan.sharding("result/1/loss").spec == PartitionSpec()
     assert isinstance(plan.sharding("result[1]['loss']"), NamedSharding)
     assert plan.sharding("result[1]['loss']").spec == PartitionSpec()
     with pytest.raises(autopar.errors.InvalidArgumentError, match=r"argument paths, such as state\['bias'\]"):

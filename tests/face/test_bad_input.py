@@ -41,6 +41,11 @@ def cached_plans(directory) -> list[str]:
     return sorted(path.name for path in directory.glob("plan-*"))
 
 
+def test_a_number_of_micro_batches_may_be_left_to_the_search():
+    with pytest.raises(errors.InvalidArgumentError, match=r"a positive whole number, or 'auto', got 'many'"):
+        small(num_microbatches="many")
+
+
 @pytest.fixture(scope="module")
 def plan() -> autopar.Plan:
     return small(cache_dir=None).plan(MLP_STATE, MLP_BATCH)

@@ -16,7 +16,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
 from autopar.recipe_text import recipe_of
 from autopar.step_files import shapes_only
-from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step, start_python
+from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, mlp_step, start_python
 
 JOB = """
 import jax
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_an_error_with_words(job, capsys):
         ("job", "job: expected FILE:FUNCTION, got no colon"),
         ("job.py:other", "expected a function 'other', got none of that name"),
         ("job.py:number", "expected a function 'number'"),
-        ("job.py:wrong", "expected a tuple of a step and its arguments, got function"),
+        ("job.py:wrong", "expected a tuple of a step and its arguments, one or more, got a function"),
     ],
 )
 def test_wrong_functions_say_what_is_expected(job, monkeypatch, capsys, function, message):
@@ -395,6 +395,19 @@ def test_the_verbs_of_these_tests_are_all_that_there_are(capsys):
     out = capsys.readouterr().out
     told = re.findall(r"^    ([a-z-]+)(?: {2,}|$)", out, re.MULTILINE)
     assert sorted(told) == sorted({verb.split()[0] for verb in VERBS})
+
+
+def test_the_page_on_the_command_line_has_every_verb():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "command-line.md").read_text(), re.MULTILINE)
+    told = " ".join(re.findall(r"`(.*?)`", " ".join(rows)))
+    assert [verb for verb in VERBS if verb not in told] == []
+
+
+@pytest.mark.parametrize("verb", ["cache", "checkpoint"])
+def test_help_of_verbs_with_verbs_of_their_own_has_an_example(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert f"example: autopar {verb}" in capsys.readouterr().out
 
 
 def test_wrong_arguments_are_another_status(capsys):

@@ -150,7 +150,7 @@ def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
 def test_each_size_is_logged(caplog):
     step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
     with caplog.at_level(logging.INFO, "autopar"):
-        found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=64)
+        found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=slow_cluster(2), multiple=64)  # one may stand alone
     told = [record.message for record in caplog.records if "planned in" in record.message]
     assert len(told) == len(found.rows)
     assert told[0].startswith("mlp_step on flat-2, batch 64: ")
@@ -262,6 +262,8 @@ def test_a_batch_without_examples_is_refused():
         autopar.fit(step, MLP_STATE, uneven, clusters=[slow_cluster(2)])
     with pytest.raises(InvalidArgumentError, match="a positive whole number"):
         autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=0)
+    with pytest.raises(InvalidArgumentError, match="got 'dgx-h1000'"):
+        autopar.fit(step, MLP_STATE, MLP_BATCH, clusters="dgx-h1000")
 
 
 def row_of(cluster, batch, step_time_s=None):

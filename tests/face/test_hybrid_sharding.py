@@ -112,7 +112,10 @@ def test_experts_in_parts_of_a_group():
     ("make", "message"),
     [
         (lambda: recipes.combine(zero_size=4), "stage of ZeRO"),
-        (lambda: recipes.zero(3, size=0), "positive whole number"),
+        (lambda: recipes.zero(3, size=0), r"recipes.zero\(size=...\): expected a positive whole number"),
+        (lambda: recipes.zero(0, size=4), r"recipes.zero\(size=...\): expected a stage of ZeRO"),
+        (lambda: recipes.zero(1, offload="opt"), r"recipes.zero\(offload=...\): expected 'nothing'"),
+        (lambda: recipes.zero(1, gather="never"), r"recipes.zero\(gather=...\): expected 'after'"),
         (lambda: recipes.combine(zero=1, sp=4, zero_size=2), r"a multiple of ep \* sp"),
         (lambda: recipes.combine(zero=1, dp=6, zero_size=4), "make up the 6 copies"),
     ],

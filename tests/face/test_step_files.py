@@ -83,3 +83,18 @@ def test_what_is_wrong_says_what_is_expected(folder, name, given, message):
 def test_what_a_module_itself_lacks_is_its_own_error(folder):
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_nowhere"):
         returned_by("broken_job_of_test:job")
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        ("(step,)", "a tuple of step alone"),
+        ("()", "an empty tuple"),
+        ("(3, 4)", "a tuple whose first element (int) cannot be called"),
+        ("step", "a function"),
+    ],
+)
+def test_what_is_no_step_with_arguments_is_told(folder, returned, got):
+    (folder / "other_job_of_test.py").write_text(f"def step():\n    pass\n\n\ndef job():\n    return {returned}\n")
+    with pytest.raises(InvalidArgumentError, match=f"one or more, got {re.escape(got)}\n"):
+        returned_by("other_job_of_test.py:job")

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -114,6 +115,29 @@ def test_a_wrong_result_is_seen(monkeypatch):
     monkeypatch.setattr(step, "plain", lambda *args: wrong)
     verification = autopar.verify(step, new_mlp_state(), mlp_batch())
     assert verification.difference == pytest.approx(1e-3, rel=0.01)
+    assert verification.differs
+    assert "rounding alone does not go as far" in str(verification)
+
+
+def test_of_a_step_that_amplifies_rounding_it_is_said():
+    """As the first step of Adam does: a gradient near zero is divided by its own size."""
+
+    def step(state, batch):
+        gradient = batch["x"].sum(0)
+        return state - gradient / (jnp.abs(gradient) + 1e-8), {"total": jnp.sum(batch["x"] ** 2)}
+
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    x[-1] = -x[:-1].sum(0)
+    parallel = autopar.parallelize(
+        step, plan=autopar.recipes.data_parallel(), cluster=slow_cluster(), cache_dir=None, show_progress=False
+    )
+    verification = autopar.verify(parallel, jnp.zeros(64), {"x": x})
+    assert verification.differs
+    (leaf,) = verification.differing
+    assert leaf.difference == verification.difference <= leaf.moved
+    assert "rounding alone goes as far: where the arguments move by a unit in their last" in " ".join(
+        str(verification).split()
+    )
 
 
 def test_what_is_no_step_is_refused():

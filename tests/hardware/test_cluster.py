@@ -7,6 +7,7 @@ import types
 import jax
 import pytest
 
+import autopar
 from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
 from autopar.hardware import discovery, host_cpu, presets
@@ -22,6 +23,15 @@ GPU_PRESETS = [
 
 def rates(cluster: Cluster, *axis_sizes: int) -> list[float]:
     return [link.bytes_per_s / 1e9 for link in cluster.axis_links(axis_sizes)]
+
+
+def test_what_a_cluster_is_made_of_is_in_autopar():
+    device = autopar.DeviceKind(
+        name="ours", peak_flops=(("float32", 1e13),), memory_bytes=2**34, peak_memory_bytes_per_s=1e12,
+        launch_overhead_s=1e-6, flops_efficiency=0.8, memory_efficiency=0.9, source="its maker",
+    )  # fmt: skip
+    link = autopar.Link(latency_s=5e-6, bytes_per_s=3e9, source="our switch", fabric=autopar.Fabric.SWITCHED)
+    assert autopar.Cluster.flat(8, device=device, links=(link,)).num_devices == 8
 
 
 @pytest.mark.parametrize("name", GPU_PRESETS)

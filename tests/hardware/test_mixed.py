@@ -27,8 +27,9 @@ def test_a_part_of_a_host_is_named_by_its_cards():
     assert [part.num_devices for part in cluster.parts] == [4, 8]
     assert (cluster.num_hosts, cluster.devices_per_host) == (3, 4)  # eight cards are two groups of four
     assert cluster.between_hosts.bytes_per_s == presets.HDR200.bytes_per_s
-    with pytest.raises(InvalidArgumentError, match="part of a host's cards"):
-        Cluster.parse("dgx-h100:3")
+    for text in ("dgx-h100:3", "dgx-h100:16", "dgx-h100:0"):
+        with pytest.raises(InvalidArgumentError, match=f"expected 1, 2, 4 or 8 cards of a host .*, got '{text}'"):
+            Cluster.parse(text)
 
 
 def test_the_slowest_and_smallest_of_two_cards():

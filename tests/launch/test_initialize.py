@@ -24,6 +24,7 @@ import numpy as np
 import autopar
 
 autopar.initialize(initialization_timeout=60)
+autopar.initialize()  # does nothing
 who = jax.process_index()
 
 
@@ -79,6 +80,15 @@ def test_a_single_process_joins_nobody(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     autopar.initialize()
     assert jax.process_count() == 1
+
+
+def test_who_has_joined_joins_no_second_time(monkeypatch):
+    launched = {"AUTOPAR_COORDINATOR": "127.0.0.1:9", "AUTOPAR_NUM_PROCESSES": "2", "AUTOPAR_PROCESS_ID": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("autopar.common.jax_distributed.shared_store", object)
+    monkeypatch.setattr("autopar.distributed.initialize", lambda *_, **__: pytest.fail("joined again"))
+    autopar.initialize()
 
 
 @pytest.mark.parametrize(

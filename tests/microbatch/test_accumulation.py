@@ -235,6 +235,16 @@ def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch():
     assert graph.per_microbatch == ()
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4, "auto"])
+def test_a_pattern_without_a_module_is_an_error_where_nothing_mixes_too(num_microbatches):
+    step = autopar.parallelize(
+        small_steps.mlp_step, per_microbatch="BatchNorm", num_microbatches=num_microbatches,
+        cluster=small_steps.slow_cluster(2), cache_dir=None, show_progress=False,
+    )  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match=r"per_microbatch='BatchNorm'.*none of the 0 modules of mlp_step"):
+        step.plan(small_steps.MLP_STATE, small_steps.MLP_BATCH)
+
+
 def test_patterns_that_are_none():
     with pytest.raises(InvalidArgumentError, match="patterns of modules"):
         autopar.parallelize(step_of(norm_loss), per_microbatch=(3,))

@@ -113,6 +113,11 @@ def test_the_lane_of_a_slow_step(times, lane):
         assert "2 s, 2 times the predicted 1 s" in warning_text(made, lane)
 
 
+def test_a_step_is_many_times_slower_in_plain_digits():
+    made = StepTimes(step_s=163.0, predicted_s=1.0, data_s=0.0, idle_s=0.1)
+    assert "163 s, 160 times the predicted 1 s" in warning_text(made, "devices")
+
+
 def test_scalars_of_metrics():
     metrics = {"loss": jnp.float32(1.5), "norms": (np.float64(2.0), 3), "all": jnp.ones(2), "key": jax.random.key(0)}
     assert numbers_of(metrics) == {"loss": 1.5, "norms/0": 2.0, "norms/1": 3.0}

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors
-from autopar.errors import MemoryLimitError
+from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -174,6 +174,12 @@ def test_stages_have_no_alternatives_of_one_argument():
     plan = autopar.Plan(pipeline(), replan=lambda request: pytest.fail("planned"))
     with pytest.raises(errors.UnsupportedError, match="a plan in one program, got one of 2 stages"):
         plan.explain("state", alternatives=1)
+
+
+def test_modules_have_no_alternatives():
+    message = r"the name of an argument, .* such as 'state/params/layer0/mlp/kernel'.*\n?.*got that of modules"
+    with pytest.raises(InvalidArgumentError, match=message):
+        autopar.Plan(program()).explain("layer0/attention", alternatives=2)
 
 
 def test_a_plan_of_a_file_has_no_alternatives():

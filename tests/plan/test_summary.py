@@ -48,6 +48,23 @@ def test_the_sentence_of_stages_names_those_that_differ():
         "4 stages of 4 devices, 8 micro-batches in schedule 1f1b; in stages 0-1, 3, the batch split over 4; in stage "
         "2, the matrices split over 4."
     )
+    roles = (("data",), ("tensor",), ("expert",), ("sequence",))
+    assert summary.sentence(pipeline(stages=4, axis_roles=roles)).endswith("; 2 other ways in the rest.")
+    assert summary.sentence(pipeline(stages=3, axis_roles=roles[:3])).endswith("; 1 other way in the rest.")
+
+
+def test_the_sentence_on_the_screen_ends():
+    """Where two unlike stages are too many for its lines, it describes one."""
+    roles = (("data",), ("tensor",), ("expert",))
+    named = dataclasses.replace(pipeline(stages=3, axis_roles=roles), step="a_step_with_a_name_" * 7)
+    shown = str(autopar.Plan(named)).partition("\nStep ")[0]
+    assert shown.replace("\n", " ").endswith("; in stage 0, the batch split over 4; 2 other ways in the rest.")
+
+
+def test_notes_on_the_screen_are_whole_where_there_is_room():
+    notes = ("BatchNorm_0 at a line of a file: " * 5, "another", "and a third")
+    text = str(autopar.Plan(dataclasses.replace(program(), notes=notes))).replace("\n", " ")
+    assert f"note: {notes[0].strip()} note: another and 1 more notes: plan.table()" in text
 
 
 def test_parts_are_no_longer_than_the_step_where_collectives_that_are_combined_share_latencies():
@@ -283,13 +300,14 @@ def test_the_longest_plan_fits_a_screen():
         arguments=tuple(value(f"state['{name}']") for name in names),
         modules=modules,
         predicted=predicted(modules, peak_bytes=record.predicted.peak_bytes, memory=record.predicted.memory),
-        notes=("a note that is longer than a line " * 10,) * 9,
+        notes=("a note that is longer than a screen " * 90,) * 9,
     )
     text = str(autopar.Plan(crowded))
     assert_is_one_screen(text)
     assert "and 7 more groups of stages" in text
     assert "and 5 more groups of arguments" in text
-    assert "and 7 more notes" in text
+    assert "and 7 more notes: plan.table()" in text
+    assert text.count(" ... (whole: plan.table())") == 2
 
 
 def test_a_searched_plan_says_what_it_chose_and_what_it_loses():
