@@ -35,7 +35,8 @@ def constrain(
             `*` matches characters of one part, `**` any number of parts. A pattern that matches no argument applies to
             the results of the modules that it matches. Axes have any names; `PartitionSpec.UNCONSTRAINED` leaves a
             dimension to the search.
-        axis_sizes: The number of devices along an axis that a pin has. Other sizes are searched for.
+        axis_sizes: The number of devices along an axis. Other sizes are searched for. What an axis splits that no pin
+            has is left to the search, which the plan's notes say.
         recipe: Further constraints on the plan. Axes then have the recipe's names (data, tensor); with a recipe without
             names (`recipes.pipeline`), any.
 

@@ -190,6 +190,8 @@ def _notes(context: PlanningContext) -> list[str]:
     texts = list(notes(context))
     if context.request.pins is not None and context.request.binding is None:
         texts.append("pins keep the step in one program: stages were not searched for, but may be asked for")
+    if context.request.pins is not None and (unused := context.request.pins.unused):
+        texts.append(f"no pin has {' or '.join(unused)} of axis_sizes: the search chose what that mesh axis splits")
     return texts
 
 

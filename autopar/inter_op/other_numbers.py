@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from autopar.common.deadline import Deadline
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.stage_choice import StageChoice
@@ -18,6 +19,7 @@ class Refined(Protocol):
     """What was evaluated of one stage, and how more of it is (`PipelineEvaluator`)."""
 
     limit_bytes: int
+    deadline: Deadline
     best: PipelineCandidate | PipelineEstimate | None
     refinements: list[PipelineEstimate]
 
@@ -37,6 +39,8 @@ def refine_in_other_numbers(
     """
     begun: dict[tuple[str, tuple[str, ...]], PipelineEstimate] = {}
     for found in sorted(evaluator.refinements, key=lambda found: found.rank(evaluator.limit_bytes)):
+        if found.binding is None and found.choice.terms:
+            continue  # whose prices are those of a number of micro-batches
         begun.setdefault((found.name, found.choice.policies), found)
     for first in begun.values():
         if first.fits(evaluator.limit_bytes) and _walk(evaluator, cut, numbers, first, -1):
@@ -54,7 +58,7 @@ def _walk(
 ) -> bool:
     """Whether the next number in a direction is better than the first; goes on as long as the next one is."""
     at, position = first, numbers.index(first.num_microbatches) + step
-    while 0 <= position < len(numbers):
+    while 0 <= position < len(numbers) and not evaluator.deadline.passed:
         microbatched = cut(numbers[position])
         if microbatched is None or len(microbatched.layers) != len(at.choice.policies):
             break

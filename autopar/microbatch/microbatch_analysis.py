@@ -272,8 +272,12 @@ class Follower:
         inside = [inside_loop(s) for s in states]
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
-            going_on = self._block(condition, other_condition, [*inside[:k], *carry], around)
-            if any(s.form is not Form.INVARIANT for s in going_on):
+            (goes_on,) = self._block(condition, other_condition, [*inside[:k], *carry], around)
+            # Under `vmap` each example has a condition, and stays as it is when that no longer holds.
+            is_own = goes_on.form is Form.SPLIT and all(
+                (s.form, s.dim, s.outer) == (goes_on.form, goes_on.dim, goes_on.outer) for s in carry
+            )
+            if goes_on.form is not Form.INVARIANT and not is_own:
                 raise CombinesExamples(op, "how long it runs depends on all examples")
             return self._block(body, other_body, [*inside[k:n], *carry], around), []
 

@@ -73,6 +73,11 @@ class Pins:
         """Every axis, those with a size first."""
         return tuple(dict.fromkeys([*(name for name, _ in self.axis_sizes), *self.used]))
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The axes with a size of several devices that no pin has."""
+        return tuple(f"{name}={n}" for name, n in self.axis_sizes if n > 1 and name not in self.used)
+
     def found(self, traced: TracedStep, graph: OpGraph) -> Pinned:
         """What the patterns name in a step.
 
@@ -240,7 +245,6 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
     with the name of a mesh axis are that one, where they can be.
     """
     n, given = cluster.num_devices, dict(pinned.pins.axis_sizes)
-    _check_sizes_are_of_pins(pinned.pins)
     names = [name for name in pinned.pins.names if given.get(name) != 1]
     if n == 1:
         names = [name for name in names if name in given]
@@ -273,18 +277,6 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
             hint=f"give sizes whose product divides {n}, or name fewer axes",
         )
     return [on for _, on in found.values()]
-
-
-def _check_sizes_are_of_pins(pins: Pins) -> None:
-    """Raises: InvalidArgumentError for the size of an axis that no pin has."""
-    unused = [f"{name}={n}" for name, n in pins.axis_sizes if name not in pins.used]
-    if unused:
-        raise InvalidArgumentError(
-            where="constrain(axis_sizes=...)",
-            expected=f"sizes of the axes that pins have: {', '.join(pins.used)}",
-            got=", ".join(unused),
-            hint="leave it out, or name the axis in a pin",
-        )
 
 
 def _named(at: Mapping[str, int], num_axes: int) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
     followed: FollowedNames[Dimension] = FollowedNames(graph)
     for position in graph.batch:
         value = graph.values[graph.block.inputs[position]]
-        whole_numbers = not np.issubdtype(np.dtype(value.dtype), np.inexact)
+        is_key = value.dtype.startswith("key<")
+        whole_numbers = is_key or not np.issubdtype(np.dtype(value.dtype), np.inexact)
         for d in range(len(value.shape)):
             if d == 0:
                 followed.name(value.id, d, Dimension.EXAMPLE)

@@ -7,8 +7,8 @@ from autopar.inter_op.other_numbers import refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 
 LIMIT_BYTES = 100
-CHOICE = SimpleNamespace(policies=("nothing",) * 2)
-RECOMPUTES = SimpleNamespace(policies=("matmuls",) * 2)
+CHOICE = SimpleNamespace(policies=("nothing",) * 2, terms=())
+RECOMPUTES = SimpleNamespace(policies=("matmuls",) * 2, terms=())
 
 
 def estimate(m, name, step_time_s, peak_bytes=10, choice=CHOICE):

@@ -35,6 +35,38 @@ def test_a_while_loop_with_a_condition_for_each_example(recipe):
     assert_close(step_on_devices(*arguments), expected)
 
 
+def test_such_a_loop_in_micro_batches():
+    """The examples of a micro-batch leave it by themselves too."""
+
+    def step(weights, x):
+        def loss(weights):
+            halved = jax.vmap(lambda row: jax.lax.while_loop(lambda r: r.sum() > 0.5, lambda r: r * 0.5, row))(x)
+            made = jnp.tanh(jax.lax.stop_gradient(halved) @ weights)
+            return jnp.square(made).mean(), made
+
+        (value, made), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+        return weights - 0.1 * gradient, (value, made)
+
+    step_on_devices = autopar.parallelize(
+        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    arguments = jax.random.normal(jax.random.key(0), (2, 4)), jnp.arange(16.0).reshape(8, 2)
+    assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))
+
+
+def test_typed_keys_in_the_batch():
+    def step(number, keys):
+        return number + 1, jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
+
+    step_on_devices = autopar.parallelize(
+        step, cluster=autopar.Cluster.local(2), plan=recipes.data_parallel(), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    arguments = jnp.int32(3), jax.random.split(jax.random.key(0), 8)
+    assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))
+
+
 def test_a_typed_key_from_around_the_step():
     key = jax.random.key(0)
 

@@ -170,6 +170,13 @@ def test_alternatives_cost_what_the_pinned_plan_costs():
     assert json.loads(json.dumps(found.to_dict()))["alternatives"][0]["step_time_s"] == other.step_time_s
 
 
+def test_a_layout_that_leaves_mesh_axes_out_is_an_alternative():
+    plan = autopar.parallelize(mlp_step, **OPTIONS | {"plan": autopar.recipes.zero(3)}).plan(MLP_STATE, MLP_BATCH)
+    found = plan.explanation("state['second']", alternatives=3)
+    whole = next(other for other in found.alternatives if "x" not in other.layout)
+    assert whole.step_time_s > 0
+
+
 def test_stages_have_no_alternatives_of_one_argument():
     plan = autopar.Plan(pipeline(), replan=lambda request: pytest.fail("planned"))
     with pytest.raises(errors.UnsupportedError, match="a plan in one program, got one of 2 stages"):
