@@ -120,7 +120,8 @@ class Verification:
             found = f"at most {self.difference:.2e} of a leaf's largest value from {other} ({self.worst_leaf})"
             if self.differs:
                 console.line(f"numbers differ: {found}; half of the digits are {self.rounding:.1e}")
-                console.line(self._of_moved(other))
+                if self.differing:
+                    console.line(self._of_moved(other))
             else:
                 console.line(f"numbers: {found}")
         for kernel in self.unchecked:
