@@ -162,50 +162,74 @@ def _kernels(
     block: Block, steps: Sequence[MemoryStep], values: Sequence[Value], written: set[int], results: frozenset[int],
     compiler: Compiler,
 ) -> _Kernels:  # fmt: skip
-    memory, read = _names(block, steps, written)
+    memory, read = _names(block, steps, values, written)
     ends, last = _ends(block.ops, steps, values, written)
     read_by_kernel: dict[int, set[int]] = defaultdict(set)
     for v, kernel in ends.items():
         read_by_kernel[kernel] |= read[v]
-    readers: dict[int, set[int]] = defaultdict(set)
-    of_ops: list[set[int]] = []
+    readers = _Readers()
+    of_ops: list[frozenset[int]] = []
     by_rows: set[int] = set()  # kernels that run a reduction over the last dimension on the way, a row at a time
     for op, step in zip(reversed(block.ops), reversed(steps), strict=True):
         if step.kind in ALIASES:
             for v, out in zip(step.inputs, step.outputs, strict=False):
-                readers[v] |= readers[out]
-            of_ops.append(set())
+                readers.add(v, readers.of(out))
+            of_ops.append(_NONE)
             continue
-        computed_in = {ends[v] for v in step.outputs if v in ends}
+        computed_in = _NONE.union(ends[v] for v in step.outputs if v in ends)
         if step.kind in REDUCTIONS:
             (out,) = step.outputs
             rows = {v for v in read[out] if values[v].size >= values[step.inputs[0]].size}
-            reads_rows = rows and all(rows <= read_by_kernel[k] for k in readers[out])
-            if compiler.row_kernels and reduces_last(op) and out not in results and reads_rows and readers[out]:
+            reads_rows = rows and all(rows <= read_by_kernel[k] for k in readers.of(out))
+            if compiler.row_kernels and reduces_last(op) and out not in results and reads_rows and readers.of(out):
                 memory.pop(out, None)
-                by_rows |= readers[out]
+                by_rows |= readers.of(out)
             else:
                 ends[out] = op.id
-                computed_in = {op.id}
+                computed_in = frozenset({op.id})
                 last.append(out)
         if not computed_in and len(step.outputs) == 1 and is_in_kernels(op):
-            computed_in = readers[step.outputs[0]]
+            computed_in = readers.of(step.outputs[0])
         elif not computed_in:
-            computed_in = {op.id}
+            computed_in = frozenset({op.id})
             if is_in_kernels(op):
                 ends.update(dict.fromkeys(step.outputs, op.id))
                 last.append(step.outputs[0])
         for v in step.inputs:
-            readers[v] |= computed_in
-        of_ops.append(set(computed_in))
+            readers.add(v, computed_in)
+        of_ops.append(computed_in)
     of_ops.reverse()
     same = _siblings(block.ops, steps, values, read, {v: k for v, k in ends.items() if k not in by_rows})
+    named = {id(kernels): kernels for kernels in of_ops}
+    of_one = {number: frozenset(same.get(k, k) for k in kernels) for number, kernels in named.items()}
     return _Kernels(
         memory=memory,
-        of_ops=[frozenset(same.get(k, k) for k in kernels) for kernels in of_ops],
+        of_ops=[of_one[id(kernels)] for kernels in of_ops],
         ends={v: same.get(k, k) for v, k in ends.items()},
         last=[v for v in last if ends[v] not in same],
     )
+
+
+class _Readers:
+    """Value -> the kernels that read it. A value that one operation reads shares the set of that: sums of thousands of
+    terms, each computed wherever their result is, would else have as many sets of as many kernels.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, frozenset[int] | set[int]] = {}
+
+    def of(self, v: int) -> frozenset[int]:
+        found = self._of.get(v, _NONE)
+        return found if isinstance(found, frozenset) else frozenset(found)
+
+    def add(self, v: int, kernels: frozenset[int]) -> None:
+        before = self._of.get(v, _NONE)
+        if not before:
+            self._of[v] = kernels
+        elif isinstance(before, set):
+            before |= kernels
+        elif before is not kernels:
+            self._of[v] = {*before, *kernels}
 
 
 def _worth_writing(steps: Sequence[MemoryStep], values: Sequence[Value], kernels: _Kernels) -> set[int]:
@@ -235,10 +259,10 @@ def _worth_writing(steps: Sequence[MemoryStep], values: Sequence[Value], kernels
 
 
 def _names(
-    block: Block, steps: Sequence[MemoryStep], written: set[int]
+    block: Block, steps: Sequence[MemoryStep], values: Sequence[Value], written: set[int]
 ) -> tuple[dict[int, int], dict[int, frozenset[int]]]:
-    """(value -> the one in memory that it is another name of; result of an elementwise operation or a reduction -> what
-    is read of memory for it)
+    """(value -> the one in memory that it is another name of; result of an elementwise operation or a reduction -> the
+    arrays that are read of memory for it: of a sum of thousands of numbers each result behind it would else have all)
     """
     memory = {v: v for v in block.inputs}
     read: dict[int, frozenset[int]] = {}
@@ -252,8 +276,11 @@ def _names(
             continue
         memory |= {v: v for v in step.outputs if v in written}
         if _is_elementwise(step) or step.kind in REDUCTIONS:
-            each = ((memory[v],) if v in memory else read.get(v, _NONE) for v in step.inputs)
-            read[step.outputs[0]] = _NONE.union(*each)
+            found = frozenset(memory[v] for v in step.inputs if v in memory and values[memory[v]].size > 1)
+            for v in step.inputs:
+                more = _NONE if v in memory else read.get(v, _NONE)
+                found = found | more if found and more else found or more
+            read[step.outputs[0]] = found
     return memory, read
 
 

@@ -1,5 +1,7 @@
 """Kernels that are no products: counted in small steps, with what they read and write, and their time on devices."""
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -134,6 +136,27 @@ def test_a_sum_that_many_kernels_would_compute_again_is_written():
 
     assert arrays(16) - arrays(8) == arrays(24) - arrays(16)
     assert arrays(16) - arrays(8) <= 8 * (2 + 3)  # a tangent in and out; two summands in, their sum out
+
+
+def test_memory_grows_with_the_terms_of_a_sum_and_not_with_their_square():
+    """Of a sum of numbers, each gradient depends on all terms."""
+
+    def step(params, x):
+        def loss(params):
+            return sum(jnp.tanh(x @ w).sum() for w in params) ** 2
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    def peak_bytes(terms):
+        graph = graph_of(step, [shape(8, 8)] * terms, shape(16, 8))
+        tracemalloc.start()
+        try:
+            kernel_traffic(graph, GPU)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(200) < 3 * peak_bytes(100)
 
 
 def test_a_product_in_between_is_no_part_of_kernels_but_what_it_reads_is_written():
