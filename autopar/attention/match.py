@@ -92,7 +92,7 @@ def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fr
         made_by = {
             v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
         }
-        sources = [made_by[v] for v in op.inputs if v in made_by]
+        sources = [made_by[v] for v in op.inputs if isinstance(v, int) and v in made_by]
         for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
             elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
             elsewhere |= {a for a in block.outputs if isinstance(a, int)}

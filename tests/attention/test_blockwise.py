@@ -152,3 +152,29 @@ def test_a_softmax_over_as_many_queries_as_keys():
     expected = jax.jit(step)(state, batch)
     for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_in_a_scan_that_carries_a_number():
+    """What a scan begins with may be a literal."""
+
+    def step(state, batch):
+        def loss(state):
+            def body(carry, p):
+                x, number = carry
+                return (layer(x, p), number + 1), None
+
+            (x, number), _ = jax.lax.scan(body, (batch["x"], 0), state)
+            return jnp.mean((x - batch["y"]) ** 2), number
+
+        (value, number), gradients = jax.value_and_grad(loss, has_aux=True)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), (value, number)
+
+    layers, batch = arguments()
+    state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    blockwise = autopar.parallelize(
+        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    expected = jax.jit(step)(state, batch)
+    for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
