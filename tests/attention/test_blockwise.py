@@ -130,6 +130,16 @@ def test_other_words_for_attention_are_refused():
         parallel(None, 2, "flash")
 
 
+def assert_blockwise_equals_jit(step, state, batch):
+    blockwise = autopar.parallelize(
+        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    expected = jax.jit(step)(state, batch)
+    for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_softmax_over_as_many_queries_as_keys():
     """Its result weighs values as the gradient of values is weighed: what it is computed of may not read it."""
 
@@ -145,13 +155,7 @@ def test_a_softmax_over_as_many_queries_as_keys():
     keys = jax.random.split(jax.random.key(0), 4)
     state = {name: 0.3 * jax.random.normal(key, (W, H, D)) for name, key in zip("qkv", keys, strict=False)}
     batch = {"x": jax.random.normal(keys[3], (B, L, W))}
-    blockwise = autopar.parallelize(
-        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
-        donate_argnums=(),
-    )  # fmt: skip
-    expected = jax.jit(step)(state, batch)
-    for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_blockwise_equals_jit(step, state, batch)
 
 
 def test_layers_in_a_scan_that_carries_a_number():
@@ -171,10 +175,4 @@ def test_layers_in_a_scan_that_carries_a_number():
 
     layers, batch = arguments()
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    blockwise = autopar.parallelize(
-        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
-        donate_argnums=(),
-    )  # fmt: skip
-    expected = jax.jit(step)(state, batch)
-    for a, b in zip(jax.tree.leaves(blockwise(state, batch)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert_blockwise_equals_jit(step, state, batch)
