@@ -67,10 +67,12 @@ def task_memory(
     inputs: Sequence[tuple[int, Place]],
     outputs: Sequence[tuple[int, Place]],
     model: CostModel,
-) -> int:
-    """Bytes on one device that a part of a step, run as a program of its own, needs beside its inputs and outputs."""
+) -> peak_memory.MemoryEstimate:
+    """The memory on one device of a part of a step that runs as a program of its own: beside its inputs and outputs it
+    needs `temporary_bytes`.
+    """
     program, _ = task_program(graph, instructions, inputs, outputs, model)
-    return peak_memory.estimate(program, model.compiler).temporary_bytes
+    return peak_memory.estimate(program, model.compiler)
 
 
 def task_program(

@@ -25,6 +25,7 @@ from autopar.inter_op.staged import (
     stage_program,
 )
 from autopar.inter_op.submeshes import model_of, place
+from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout
 from autopar.ir.traced_step import TracedStep
@@ -177,11 +178,12 @@ def build(
     constraints: Constraints | None = None,
     pins: PinsOnMesh | None = None,
     followed: Mapping[int, Layout] | None = None,
+    terms: Sequence[ObjectiveWeights] = (),
 ) -> StagedStep:
     """Builds a choice: recomputation, stages, decisions, instructions, tasks, the instruction list, its simulation.
 
     Stages that exceed the memory are decided again under higher prices (`fit_stages`). Pins apply to every stage.
-    `followed`: layouts of leaves in another step's plan.
+    `followed`: layouts of leaves in another step's plan. `terms`: the weights of each stage that are tried first.
     """
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
@@ -211,8 +213,9 @@ def build(
             microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, costs
         )
 
-    terms = first_terms(choice, models, constraints)
-    return join_where_it_pays(fit_stages(choice, schedule, decider, terms, limits, staged), limits.limit_bytes)
+    first = list(terms) or first_terms(choice, models, constraints)
+    built, _ = fit_stages(choice, schedule, decider, first, limits, staged)
+    return join_where_it_pays(built, limits.limit_bytes)
 
 
 def _of_arguments(microbatched: MicrobatchedStep, of_leaf: Mapping[int, Layout]) -> dict[int, Layout]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
-from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.fit_stages import BuildLimits, Round
 from autopar.inter_op.microbatch_walk import BestStages
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
 from autopar.inter_op.posed_problems import Posed
-from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_answers import in_turn
 from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
-from autopar.intra_op.baselines import baseline_bindings
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.binding import Binding
@@ -35,9 +32,6 @@ TIGHTENED = 3
 # The parts by which an estimate's time may be too long, and less under data parallelism and ZeRO, and by which its peak
 # may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters.
 ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
-# One stage is decided again if it takes at most so many times as long as the best: the tables decide it too leanly.
-REFINED_WITHIN = 1.15
-BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
 
 
 class PipelineEvaluator:
@@ -66,6 +60,7 @@ class PipelineEvaluator:
         self.best_built: PipelineCandidate | None = None
         self.estimated: list[PipelineEstimate] = []
         self.short_steps: dict[int, ShortStep | None] = {}  # by the number of micro-batches
+        self.least_bytes_of: dict[tuple[int, tuple[str, ...]], int] = {}  # by that, and what each layer recomputes
         self.kept: list[PipelineCandidate] = []
         self.refinements: list[PipelineEstimate] = []  # in short: plans take much memory
         # For (stages, micro-batches): the best candidate, and its bytes by the tables.
@@ -188,6 +183,7 @@ class PipelineEvaluator:
             name=name,
             on_mesh=on_mesh,
             to_beat_s=to_beat_s,
+            rounds=found.rounds,
         )
 
     def short(self, m: int) -> ShortStep | None:
@@ -208,10 +204,21 @@ class PipelineEvaluator:
         return BuildLimits(limit_bytes=self.limit_bytes, time_limit_s=self.deadline.solve_s(), to_beat_s=to_beat_s)
 
     def build(
-        self, m: int, choice: StageChoice, binding: Binding | None, name: str, to_beat_s: float
+        self,
+        m: int,
+        choice: StageChoice,
+        binding: Binding | None,
+        name: str,
+        to_beat_s: float,
+        estimated: Sequence[Round] = (),
     ) -> PipelineCandidate:
-        """A choice lowered to instructions and simulated. Raises: SolverError."""
+        """A choice lowered to instructions and simulated; of decisions that were estimated, under the weights of the
+        first of these rounds, and leaner ones in as many rounds. Raises: SolverError.
+        """
         choice, constraints = self.under(choice, binding)
+        limits, terms = self.limits(to_beat_s), estimated[0].terms if estimated else ()
+        if estimated:
+            limits = dataclasses.replace(limits, rounds=len(estimated))
         with self.context.progress.pass_("build stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
@@ -219,7 +226,7 @@ class PipelineEvaluator:
                 choice = evened(microbatched, choice)
             if binding is not None:
                 microbatched = microbatched.annotated
-            staged = build(microbatched, choice, self.cluster, self.limits(to_beat_s), constraints)
+            staged = build(microbatched, choice, self.cluster, limits, constraints, terms=terms)
         hoist_casts = microbatched.hoist_casts
         return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, name=name)
 
@@ -230,9 +237,10 @@ class PipelineEvaluator:
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
             self.estimated.remove(found)
-            row = self.weighed.index(found.trial)
+            row, m = self.weighed.index(found.trial), found.num_microbatches
+            rounds = found.rounds_to_build(self.limit_bytes, PEAK_ERROR)
             try:
-                built = self.build(found.num_microbatches, found.choice, found.binding, found.name, found.to_beat_s)
+                built = self.build(m, found.choice, found.binding, found.name, found.to_beat_s, rounds)
             except SolverError:  # there are others
                 continue
             self.weighed[row] = built.trial
@@ -244,40 +252,15 @@ class PipelineEvaluator:
         time_s = (1 - (ESTIMATE_ERROR if estimate.binding is None else BOUND_ERROR)) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
-    def refine_one_stage(self, counts: Iterable[float]) -> None:
-        """Decides the best pipeline of one stage again where it comes near the best of all: not by the tables, under
-        data parallelism and ZeRO, and with other fractions of charged communication. Only the simulation tells which
-        of them waits least.
-
-        In one micro-batch, what keeps all is a program without stages, of which those were weighed. Nothing is decided
-        again where no decisions fit.
-        """
-        one_stage = [candidate for (stages, _), (candidate, _) in self.best_of.items() if stages == 1]
-        best_one_stage = min(one_stage, key=lambda found: found.rank(self.limit_bytes), default=None)
-        if best_one_stage is None or self.best is None:
-            return
-        fits, longest_s = best_one_stage.fits(self.limit_bytes), REFINED_WITHIN * self.best.step_time_s
-        if best_one_stage is not self.best and not (fits and best_one_stage.step_time_s <= longest_s):
-            return
-        m, choice = best_one_stage.num_microbatches, best_one_stage.choice
-        if not best_one_stage.fits(self.limit_bytes):
+    def least_bytes(self, m: int, choice: StageChoice) -> int:
+        """The memory that a choice of one stage needs at least in m micro-batches."""
+        key = m, tuple(choice.policies)
+        if key not in self.least_bytes_of:
+            short, time_limit_s = self.short(m), self.deadline.solve_s()
             with self.context.progress.pass_("least memory"):
-                needed_bytes = least_bytes(self.cuts[m], choice, self.cluster, self.deadline.solve_s())
-            if needed_bytes > self.limit_bytes:
-                return
-        keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
-        savings = dict.fromkeys((choice, keeps_all))
-        if m == 1 and self.context.weighed_one_program:
-            savings.pop(keeps_all)
-        for saving, mesh in itertools.product(savings, own_meshes(self.cluster, choice.group_meshes[0])):
-            own = dataclasses.replace(saving, group_meshes=(mesh,), terms=(), over_limit=())
-            self.refined(m, own, BY_ITSELF)
-        for (name, binding), saving in itertools.product(baseline_bindings(self.cluster), savings):
-            self.refined(m, saving, name, binding)
-        for count in counts:
-            terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
-            if terms != choice.terms:
-                self.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
+                nbytes = least_bytes(self.cuts[m], choice, self.cluster, time_limit_s, short)
+            self.least_bytes_of[key] = nbytes if short is None else int((1 - PEAK_ERROR) * nbytes)
+        return self.least_bytes_of[key]
 
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None

@@ -26,17 +26,26 @@ LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 class BuildLimits:
     """The memory of the smallest device, the seconds that a solver may take, and the time of a step from which on a
     pipeline is of no use, so that nothing need be done to make it fit. `memory_shares`: of each stage, the memory of
-    its devices as a multiple of the smallest; empty: all have as much.
+    its devices as a multiple of the smallest; empty: all have as much. `rounds`: of decisions, at most.
     """
 
     limit_bytes: int
     time_limit_s: float
     to_beat_s: float = math.inf
     memory_shares: tuple[float, ...] = ()
+    rounds: int = LEANER + 1
 
     def of_stage(self, stage: int) -> float:
         """Bytes of a device of a stage."""
         return self.limit_bytes * (self.memory_shares[stage] if self.memory_shares else 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The weights of each stage in one round of decisions, and the peak of each group of devices under them."""
+
+    terms: tuple[ObjectiveWeights, ...]
+    peak_bytes: tuple[int, ...]
 
 
 # For each stage, the number of its decisions and these: stages of equal numbers have the same.
@@ -64,21 +73,23 @@ def fit_stages(
     limits: BuildLimits,
     simulated: Callable[[StageDecisions], Pipeline],
     of_whole: float = 1.0,
-) -> Pipeline:
-    """The pipeline under the first decisions that fit, else under the last ones.
+) -> tuple[Pipeline, tuple[Round, ...]]:
+    """The pipeline under the first decisions that fit, else under the last ones; and the rounds that led to it.
 
     Stages that exceed the memory are decided again under higher prices of a byte, a few times at most, unless their
     state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much state,
     and time, the whole step has as the stages that are decided.
     """
     numbers: list[int] = []
-    for leaner in range(LEANER + 1):
+    rounds: list[Round] = []
+    for left in reversed(range(limits.rounds)):
         decisions = decider.decide(terms)
         before, numbers = numbers, [number for number, _ in decisions]
         if numbers != before:
             pipeline = simulated(decisions)
+        rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(pipeline.peak_bytes)))
         over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.of_stage(q)]
-        if not over or leaner == LEANER or pipeline.step_time_s >= limits.to_beat_s:
+        if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
             break
         if any(decider.cannot_fit(q, limits.of_stage(q) / of_whole) for q in over):
             break
@@ -87,7 +98,7 @@ def fit_stages(
             known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
-    return pipeline
+    return pipeline, tuple(rounds)
 
 
 def first_terms(

@@ -116,9 +116,10 @@ def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
     tasks = [staged.staged.tasks[number] for number, _ in chain]
     planned = staged.stages[tasks[0].stage]
     model, ran = planned.model, timed_chain(staged, chain)
-    nbytes = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler).temporary_bytes
+    memory = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler)
+    nbytes = memory.temporary_bytes
     seconds = ran.end_s + host_cpu.page_fault_s(model.device, nbytes, 1) + model.device.call_s
-    return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes)
+    return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes, lost_bytes=memory.lost_bytes)
 
 
 def timed_chain(staged: StagedStep, chain: Sequence[Node]) -> Ran:

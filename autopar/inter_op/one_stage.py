@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cost.compute_times import compute_times_s
+from autopar.cost.cost_model import cost_model
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
 from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.short_steps import ShortStep, estimate
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.submeshes import part_of
@@ -15,9 +17,17 @@ from autopar.ir.graph import Section
 from autopar.ir.mesh import LogicalMesh
 
 
-def least_bytes(microbatched: MicrobatchedStep, choice: StageChoice, cluster: Cluster, time_limit_s: float) -> int:
+def least_bytes(
+    microbatched: MicrobatchedStep,
+    choice: StageChoice,
+    cluster: Cluster,
+    time_limit_s: float,
+    short: ShortStep | None = None,
+) -> int:
     """Bytes that each device needs for a choice of one stage even if every value is split over all devices; 0 for a
-    cluster of several kinds, whose devices do not hold equal parts.
+    cluster of several kinds, whose devices do not hold equal parts. By an estimate, where the step has a shorter form.
+
+    What is lost between values does not count, nor what may lie in vector memory, if it is split.
     """
     if cluster.parts:
         return 0
@@ -26,8 +36,15 @@ def least_bytes(microbatched: MicrobatchedStep, choice: StageChoice, cluster: Cl
     limits = BuildLimits(
         limit_bytes=cluster.num_devices * cluster.device.memory_bytes, time_limit_s=time_limit_s, to_beat_s=0.0
     )
-    (peak_bytes,) = build(microbatched, alone, part_of(cluster, 1), limits).peak_bytes
-    return -(-peak_bytes // cluster.num_devices)
+    one_device = part_of(cluster, 1)
+    found = None if short is None else estimate(short, alone, one_device, limits)
+    if found is not None:
+        live_bytes = found.peak_bytes[0] - found.lost_bytes
+    else:
+        built = build(microbatched, alone, one_device, limits)
+        live_bytes = built.peak_bytes[0] - built.lost_at_peak_bytes(0)
+    vector_bytes = cost_model(one_device, alone.group_meshes[0]).compiler.vector_memory_bytes
+    return max(0, -(-live_bytes // cluster.num_devices) - vector_bytes)
 
 
 def least_in_turn_s(staged: StagedStep, most_devices: int) -> float:

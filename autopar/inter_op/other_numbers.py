@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,19 +25,50 @@ class Refined(Protocol):
     best: PipelineCandidate | PipelineEstimate | None
     refinements: list[PipelineEstimate]
 
+    def least_bytes(self, m: int, choice: StageChoice) -> int: ...
+
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
     ) -> PipelineEstimate | None: ...
 
 
-def refine_in_other_numbers(
-    evaluator: Refined, cut: Callable[[int], MicrobatchedStep | None], numbers: Sequence[int]
-) -> None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherNumbers:
+    """The numbers of micro-batches in which one stage is evaluated, in rising order. `cut` gives the step in one, None
+    where it admits none. `least_s`: of the step under any plan, where no device repeats the work of another.
+    """
+
+    numbers: Sequence[int]
+    cut: Callable[[int], MicrobatchedStep | None]
+    num_examples: int
+    num_devices: int
+    least_s: float
+
+    def admits(self, m: int, choice: StageChoice) -> bool:
+        """Whether the step in m micro-batches has the layers of a choice."""
+        microbatched = self.cut(m)
+        return microbatched is not None and len(microbatched.layers) == len(choice.policies)
+
+    def shared_by_most(self, m: int) -> int:
+        """At most m micro-batches: those whose examples are shared out over most devices, and of these the most."""
+        return max((self._sharing(n), n) for n in self.numbers if n <= m)[1]
+
+    def take_too_long(self, m: int, best: PipelineCandidate | PipelineEstimate | None) -> bool:
+        """Whether recipes take longer than the best in m micro-batches. They split nothing but examples, so that
+        devices repeat the work of others where there are fewer examples.
+        """
+        return best is not None and self.least_s * self.num_devices / self._sharing(m) > best.step_time_s
+
+    def _sharing(self, m: int) -> int:
+        """The devices over which recipes split the examples of a micro-batch."""
+        return math.gcd(self.num_examples // m, self.num_devices)
+
+
+def refine_in_other_numbers(evaluator: Refined, others: OtherNumbers) -> None:
     """Evaluates what fits in fewer micro-batches while that is faster and may become the best, and what comes near the
     best in more of them: while that is faster, or until it fits.
 
-    Each recipe and each way to recompute by itself. `cut` gives the step in a number of micro-batches, None where it
-    admits none.
+    Each recipe and each way to recompute by itself.
     """
     begun: dict[tuple[str, tuple[str, ...]], PipelineEstimate] = {}
     for found in sorted(evaluator.refinements, key=lambda found: found.rank(evaluator.limit_bytes)):
@@ -43,26 +76,22 @@ def refine_in_other_numbers(
             continue  # whose prices are those of a number of micro-batches
         begun.setdefault((found.name, found.choice.policies), found)
     for first in begun.values():
-        if first.fits(evaluator.limit_bytes) and _walk(evaluator, cut, numbers, first, -1):
+        if first.fits(evaluator.limit_bytes) and _walk(evaluator, others, first, -1):
             continue
         if evaluator.best is not None and first.step_time_s <= WALKED_WITHIN * evaluator.best.step_time_s:
-            _walk(evaluator, cut, numbers, first, 1)
+            _walk(evaluator, others, first, 1)
 
 
-def _walk(
-    evaluator: Refined,
-    cut: Callable[[int], MicrobatchedStep | None],
-    numbers: Sequence[int],
-    first: PipelineEstimate,
-    step: int,
-) -> bool:
+def _walk(evaluator: Refined, others: OtherNumbers, first: PipelineEstimate, step: int) -> bool:
     """Whether the next number in a direction is better than the first; goes on as long as the next one is."""
-    at, position = first, numbers.index(first.num_microbatches) + step
-    while 0 <= position < len(numbers) and not evaluator.deadline.passed:
-        microbatched = cut(numbers[position])
-        if microbatched is None or len(microbatched.layers) != len(at.choice.policies):
+    at, position = first, others.numbers.index(first.num_microbatches) + step
+    while 0 <= position < len(others.numbers) and not evaluator.deadline.passed:
+        m = others.numbers[position]
+        if (at.binding is not None and others.take_too_long(m, evaluator.best)) or not others.admits(m, at.choice):
             break
-        found = evaluator.refined(numbers[position], at.choice, at.name, at.binding)
+        if step < 0 and evaluator.least_bytes(m, at.choice) > evaluator.limit_bytes:
+            break
+        found = evaluator.refined(m, at.choice, at.name, at.binding)
         if found is None or found.rank(evaluator.limit_bytes) >= at.rank(evaluator.limit_bytes):
             break
         if step < 0 and evaluator.best is not None and _in_one_s(at, found) > evaluator.best.step_time_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from autopar.inter_op.fit_stages import Round
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.plan.context import Rejection
@@ -17,7 +18,7 @@ SOURCE = "pipelines"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEstimate:
-    """What a pipeline of one stage comes to by its estimate, and what it takes to build it."""
+    """What a pipeline of one stage comes to by its estimate, and what it takes to build it. `rounds`: of decisions."""
 
     num_microbatches: int
     choice: StageChoice
@@ -27,6 +28,16 @@ class PipelineEstimate:
     binding: Binding | None = None
     name: str = ""
     on_mesh: StageChoice | None = None  # the choice on the mesh of the binding
+    rounds: tuple[Round, ...] = ()
+
+    def rounds_to_build(self, limit_bytes: int, error: float) -> tuple[Round, ...]:
+        """The rounds of decisions that are built: those from the first on that may fit, peaks being estimated with this
+        relative error; where none fits by the estimate, the smallest.
+        """
+        if not self.fits(limit_bytes):
+            return (min(self.rounds, key=lambda each: each.peak_bytes),) if self.rounds else ()
+        may_fit = (at for at, each in enumerate(self.rounds) if max(each.peak_bytes) <= (1 + error) * limit_bytes)
+        return self.rounds[next(may_fit, 0) :]
 
     @property
     def text(self) -> str:

@@ -19,9 +19,10 @@ from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
-from autopar.inter_op.other_numbers import refine_in_other_numbers
+from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
+from autopar.inter_op.refine_one_stage import refine_one_stage
 from autopar.inter_op.search_space import finest, is_long, microbatch_numbers, schedules_of, uneven_stages
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.ir.mesh import LogicalMesh
@@ -115,10 +116,9 @@ class _Search:
             if requested is None:
                 self.one_stage_in_other_numbers(step, cuts, posed, builder, answered.of_one_stage())
             hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
-            builder.refine_one_stage((LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
-            if requested is None:
-                numbers = divisors(num_examples(self.context.traced))
-                refine_in_other_numbers(builder, lambda m: self.cut_in(step, m, cuts), numbers)
+            others = self.other_numbers(step, cuts)
+            refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
+            refine_in_other_numbers(builder, others)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
@@ -201,6 +201,17 @@ class _Search:
             except (UnsupportedError, BatchMismatchError):
                 return None  # as in `cuts`
         return cuts[m]
+
+    def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> OtherNumbers:
+        """The numbers of micro-batches of one stage."""
+        num_examples_, requested = num_examples(self.context.traced), self.context.request.num_microbatches
+        return OtherNumbers(
+            numbers=divisors(num_examples_) if requested is None else (requested,),
+            cut=lambda m: self.cut_in(step, m, cuts),
+            num_examples=num_examples_,
+            num_devices=self.context.cluster.num_devices,
+            least_s=self.context.least_s,
+        )
 
     def stages_in_other_numbers(
         self,

@@ -16,7 +16,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, stage_graphs
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
-from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
+from autopar.inter_op.fit_stages import BuildLimits, Round, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import LEAST_GAIN, join_where_it_pays
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
@@ -63,10 +63,15 @@ class ShortStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The time of a step in one stage, and the peak of its devices."""
+    """The time of a step in one stage, the peak of its devices, and the rounds of decisions that led to them.
+
+    `lost_bytes`: of the peak, the space between values.
+    """
 
     step_time_s: float
     peak_bytes: tuple[int]
+    lost_bytes: int
+    rounds: tuple[Round, ...] = ()
 
 
 def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float = 0.0) -> ShortStep | None:
@@ -190,14 +195,20 @@ def estimate(
         return joined if pays and joined.peak_bytes[0] <= max(limits.limit_bytes, apart.peak_bytes[0]) else apart
 
     terms = first_terms(choice, models, constraints)
-    return fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole)
+    found, rounds = fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole)
+    return dataclasses.replace(found, rounds=rounds)
 
 
 def _extended(short: StagedStep, shorter: Sequence[StagedStep], more: Sequence[float]) -> Estimate:
-    """What the whole step comes to."""
+    """What the whole step comes to. What is lost between values at the peak does not grow with the layers."""
     step_time_s = _at_whole(short.step_time_s, (each.step_time_s for each in shorter), more)
-    peak_bytes = _at_whole(short.peak_bytes[0], (each.peak_bytes[0] for each in shorter), more)
-    return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
+    live_bytes = _at_whole(_live_at_peak_bytes(short), map(_live_at_peak_bytes, shorter), more)
+    lost_bytes = short.lost_at_peak_bytes(0)
+    return Estimate(step_time_s=step_time_s, peak_bytes=(int(live_bytes) + lost_bytes,), lost_bytes=lost_bytes)
+
+
+def _live_at_peak_bytes(staged: StagedStep) -> int:
+    return staged.peak_bytes[0] - staged.lost_at_peak_bytes(0)
 
 
 def _at_whole(at_short: float, at_shorter: Iterable[float], more: Sequence[float]) -> float:
@@ -214,7 +225,7 @@ def _once_s(staged: StagedStep) -> float:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shorter:
     """A stage with `SHORTER` layers of a run: the whole step has `more` times the difference to the short one beyond
-    that. `paired_ops`: of neighbours in the run in the short stage, which are decided alike.
+    that. `paired_ops`: of neighbours that are alike in the short stage, and decided alike.
     """
 
     stage: StageGraph
@@ -235,15 +246,18 @@ def _shorter_stages(
             members[layer_of[op.outputs[0]]].append(op.id)
     in_stage = dataclasses.replace(layers, ops=tuple(map(tuple, members)))
     assignment = assign_layers(stage.graph, in_stage)
-    equal = [set(run) for run in runs_of_layers(stage.graph, assignment, len(layers))]
+    equal = runs_of_layers(stage.graph, assignment, len(layers))
     shorter: list[_Shorter] = []
-    if not all(any(same.issuperset(run) for same in equal) for run in runs):
-        return None  # layers that recompute, or are read, in several ways are no longer alike in the stage
+    left_out = SHORT - SHORTER
     for run, num_layers in runs.items():
-        dropped = drop_layers(stage.graph, assignment, len(layers), {run: SHORTER})
+        # The ends of a run may differ in the stage, where layers recompute what they read of others.
+        alike = max((tuple(layer for layer in run if layer in same) for same in equal), key=len)
+        if len(alike) < left_out + 2:  # what is left out lies between two that stay
+            return None
+        dropped = drop_layers(stage.graph, assignment, len(layers), {alike: len(alike) - left_out})
         if dropped is None:
             return None
-        neighbours = (zip(dropped.members[a], dropped.members[b], strict=True) for a, b in itertools.pairwise(run))
+        neighbours = (zip(dropped.members[a], dropped.members[b], strict=True) for a, b in itertools.pairwise(alike))
         shorter.append(
             _Shorter(
                 stage=_with_graph(stage, dropped.graph),

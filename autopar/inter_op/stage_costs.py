@@ -212,7 +212,8 @@ class _Pricing:
             else:
                 row.once_s += sum(seconds)
             reads, fills = self.ends(instructions)
-            row.working_bytes = max(row.working_bytes, task_memory(self.graph, instructions, reads, fills, self.model))
+            memory = task_memory(self.graph, instructions, reads, fills, self.model)
+            row.working_bytes = max(row.working_bytes, memory.temporary_bytes)
             for i in instructions:
                 if isinstance(i, Accumulate):
                     row.state_bytes += self.nbytes((i.op.outputs[0], i.sum_))

@@ -65,6 +65,7 @@ class JoinedTask:
     seconds: float
     hidden_s: float
     nbytes: int
+    lost_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,10 @@ class StagedStep:
     `step`: the step that was staged, with its scan over layers in parts where it has one. `simulated`: the instruction
     list of `simulation`, in which equal buffers are merged; `program()` is the list to execute. `submeshes[q]`: the
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
-    of task i, and its bytes on one device beside its buffers; `hidden_s[i]`: seconds of its communication within the
-    mesh that overlap with computation. `joined`: runs that are one program, in the
-    order of the list. `memory_shares`: of each group of devices, the memory of one as a multiple of the smallest.
+    of task i, and its bytes on one device beside its buffers, `task_lost_bytes[i]` of them between its values;
+    `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation. `joined`: runs that are
+    one program, in the order of the list. `memory_shares`: of each group of devices, the memory of one as a multiple of
+    the smallest.
     """
 
     step: SplitStep
@@ -90,6 +92,7 @@ class StagedStep:
     task_s: tuple[float, ...]
     hidden_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
+    task_lost_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
     joined: tuple[JoinedTask, ...] = ()
@@ -108,6 +111,11 @@ class StagedStep:
     def peak_of_smallest_bytes(self) -> int:
         """The peak of the fullest group of devices; of devices with more memory, the same part of the smallest's."""
         return max(int(p / share) for p, share in zip(self.peak_bytes, self.memory_shares, strict=True))
+
+    def lost_at_peak_bytes(self, group: int) -> int:
+        """Of the peak of a group of devices, the space between the values of the task that runs then."""
+        lost_bytes = (*self.task_lost_bytes, *(task.lost_bytes for task in self.joined))
+        return sum(lost_bytes[-1 - holder] for holder, _ in self.simulation.at_peak[group] if holder < 0)
 
     def program(self) -> Program:
         """The instruction list with every buffer."""
@@ -276,6 +284,7 @@ def stage_program(
         task_s=task_s,
         hidden_s=tuple(cost.hidden_s for cost in task_costs),
         task_bytes=task_bytes,
+        task_lost_bytes=tuple(cost.lost_bytes for cost in task_costs),
         transfer_s=transfer_s,
         simulation=simulation,
         memory_shares=tuple(
@@ -304,12 +313,14 @@ def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Seq
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
     """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies, page
-    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes beside its buffers.
+    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes beside its buffers,
+    `lost_bytes` of them between its values.
     """
 
     seconds: float
     hidden_s: float
     nbytes: int
+    lost_bytes: int
 
 
 class TaskCosts:
@@ -337,9 +348,10 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     graph, device = planned.stage.graph, planned.model.device
     ran = timed_task(planned, task)
     runs = graph.num_microbatches if task.kind.repeats else 1
-    nbytes = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
+    memory = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
+    nbytes = memory.temporary_bytes
     seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s
-    return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes)
+    return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes, lost_bytes=memory.lost_bytes)
 
 
 def timed_task(planned: PlannedStage, task: StageTask) -> Ran:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from autopar import Cluster
-from autopar.inter_op.other_numbers import refine_in_other_numbers
+from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 
 LIMIT_BYTES = 100
@@ -13,13 +13,21 @@ RECOMPUTES = SimpleNamespace(policies=("matmuls",) * 2, terms=())
 
 def estimate(m, name, step_time_s, peak_bytes=10, choice=CHOICE):
     return PipelineEstimate(
-        num_microbatches=m, choice=choice, step_time_s=step_time_s, peak_bytes=peak_bytes, to_beat_s=0.0, name=name
-    )
+        num_microbatches=m, choice=choice, step_time_s=step_time_s, peak_bytes=peak_bytes, to_beat_s=0.0, name=name,
+        binding=name or None,
+    )  # fmt: skip
 
 
-def walked(times, *, best_s=4.0, cut=lambda n: SimpleNamespace(layers=(0, 1)), recomputes=()):
+def numbers(cut=lambda n: SimpleNamespace(layers=(0, 1)), num_devices=1, least_s=0.0):
+    return OtherNumbers(
+        numbers=(2, 4, 8, 16, 32), cut=cut, num_examples=32, num_devices=num_devices, least_s=least_s
+    )  # fmt: skip
+
+
+def walked(times, *, best_s=4.0, others=None, recomputes=(), cannot_fit=()):
     """What is evaluated, in order, where a step under a name takes so many seconds in a number of micro-batches; all
-    were evaluated in 16 of them. Numbers of seconds below zero do not fit. `recomputes`: names of what does.
+    were evaluated in 16 of them. Numbers of seconds below zero do not fit. `recomputes`: names of what does;
+    `cannot_fit`: the numbers in which no decisions fit.
     """
     seen = []
 
@@ -42,8 +50,9 @@ def walked(times, *, best_s=4.0, cut=lambda n: SimpleNamespace(layers=(0, 1)), r
         deadline=SimpleNamespace(passed=False),
         refinements=[found(16, name) for name in times],
         refined=refined,
+        least_bytes=lambda m, choice: 2 * LIMIT_BYTES if m in cannot_fit else 10,
     )
-    refine_in_other_numbers(fake, cut, [2, 4, 8, 16, 32])
+    refine_in_other_numbers(fake, others or numbers())
     return seen
 
 
@@ -85,4 +94,22 @@ def test_more_micro_batches_of_what_is_far_from_the_best_are_left():
 
 
 def test_a_number_that_the_step_does_not_admit_is_left_out():
-    assert walked({"ZeRO-3": {8: 1.0, 16: 4.0, 32: 1.0}}, cut=lambda n: None) == []
+    assert walked({"ZeRO-3": {8: 1.0, 16: 4.0, 32: 1.0}}, others=numbers(cut=lambda n: None)) == []
+
+
+def test_fewer_micro_batches_in_which_nothing_fits_are_not_evaluated():
+    times = {"ZeRO-3": {16: 4.1, 8: 3.9, 4: 3.0}}
+    assert walked(times, cannot_fit={4}) == [("ZeRO-3", 8)]
+
+
+def test_recipes_are_not_walked_to_where_devices_repeat_work_for_too_long():
+    """Of 32 examples two are in one of 16 micro-batches, and one in one of 32: for one of the two devices."""
+    times = {"ZeRO-3": {8: 4.2, 16: 4.1, 32: 3.9}}
+    assert walked(times, others=numbers(num_devices=2, least_s=1.9)) == [("ZeRO-3", 8), ("ZeRO-3", 32)]
+    assert walked(times, others=numbers(num_devices=2, least_s=2.1)) == [("ZeRO-3", 8)]
+
+
+def test_the_most_micro_batches_of_which_all_devices_have_examples():
+    others = numbers(num_devices=8)
+    assert [others.shared_by_most(m) for m in (2, 4, 8, 32)] == [2, 4, 4, 4]
+    assert numbers(num_devices=64).shared_by_most(32) == 2

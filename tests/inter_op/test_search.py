@@ -79,10 +79,10 @@ def test_several_stages_are_tried_in_numbers_between_those_of_the_tables():
 def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_tables_alone(monkeypatch):
     build, built = evaluate.build, []
 
-    def noted(microbatched, choice, *given):
+    def noted(microbatched, choice, *given, **named):
         if len(choice.first_layers) > 1:
             built.append(microbatched.graph.num_microbatches)
-        return build(microbatched, choice, *given)
+        return build(microbatched, choice, *given, **named)
 
     monkeypatch.setattr(evaluate, "build", noted)
     for module in (search, search_space, posed_problems):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,22 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.short_steps import SHORT, UNEVEN_COLLECTIVES, WHOLE_UP_TO, estimate, short_step
+from autopar.inter_op.short_steps import (
+    SHORT,
+    UNEVEN_COLLECTIVES,
+    WHOLE_UP_TO,
+    Estimate,
+    _extended,
+    estimate,
+    short_step,
+)
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook
+from benchmarks.zoo import CASES
 
 LAYERS, WIDTH, BATCH = 20, 6144, 16_384
 GRID = LogicalMesh(axis_sizes=(2, 4))
@@ -111,3 +121,24 @@ def test_layers_of_several_policies_are_not_estimated(step):
     choice = one_stage(step, "nothing")
     mixed = dataclasses.replace(choice, policies=("nothing",) * 8 + ("matmuls",) * (LAYERS - 8))
     assert estimate(short_step(step, ON), mixed, ON, limits()) is None
+
+
+def test_layers_of_which_the_first_recomputes_more_than_the_others():
+    """What all layers of a Llama read is made again in the backward pass of the first."""
+    case, rules, on = CASES["llama"](layers=WHOLE_UP_TO + 2), RuleBook(), Cluster.preset("tpu-v5e", topology="2x4")
+    shapes = (jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0)))
+    traced = trace(case.step, shapes, names=("state", "batch"), donate=(0,), batch=(1,))
+    step = cut_layers(split_scans(traced, 1, rules), 2, rules)
+    choice = one_stage(step, "input")
+    found = estimate(short_step(step, on, 1000.0), choice, on, limits())
+    assert found.step_time_s == pytest.approx(build(step, choice, on, limits()).step_time_s, rel=1e-3)
+
+
+def test_what_is_lost_between_values_does_not_grow_with_the_layers():
+    def staged(step_time_s, peak_bytes, lost_bytes):
+        return SimpleNamespace(
+            step_time_s=step_time_s, peak_bytes=(peak_bytes,), lost_at_peak_bytes=lambda _: lost_bytes
+        )  # fmt: skip
+
+    found = _extended(staged(6.0, 600 + 70, 70), [staged(4.0, 400 + 10, 10)], [13.0])
+    assert found == Estimate(step_time_s=6.0 + 13 * 2.0, peak_bytes=(600 + 13 * 200 + 70,), lost_bytes=70)
