@@ -147,7 +147,7 @@ def recorded_stages(
     submeshes = submeshes_of(record)
     rows = zip(record.stages, submeshes, graphs.stages, shardings, graphs.schedule.mesh_of_stage, strict=True)
     planned = [
-        planned_stage(s.first_layer, stage, model_of(cluster, at), sharding, group, like=q)
+        planned_stage(s.first_layer, stage, graphs.costs[q].on(model_of(cluster, at)), sharding, group, like=q)
         for q, (s, at, stage, sharding, group) in enumerate(rows)
     ]
     return stage_program(

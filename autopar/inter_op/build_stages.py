@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
+from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
@@ -134,11 +135,14 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGra
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:
-    """A step in stages before their decisions: the graph of the whole step, its schedule, the graph of each stage."""
+    """A step in stages before their decisions: the graph of the whole step, its schedule, the graph of each stage, and
+    what is known of its costs.
+    """
 
     graph: OpGraph
     schedule: PipelineSchedule
     stages: Sequence[StageGraph]
+    costs: Sequence[CostsOnMeshes]
 
 
 def stage_graphs(
@@ -167,7 +171,8 @@ def _stage_graphs(
         microbatched.assignment if graph is microbatched.graph else None,
     )
     stages = cut_stages(assigned, order.splits_backward, num_stages)
-    return StageGraphs(graph=graph, schedule=order, stages=stages)
+    costs = [CostsOnMeshes(stage.graph) for stage in stages]
+    return StageGraphs(graph=graph, schedule=order, stages=stages, costs=costs)
 
 
 def build(
@@ -198,7 +203,7 @@ def build(
     )
     meshes = [s.mesh for s in submeshes]
     decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
-    costs = TaskCosts()
+    task_costs, costs = TaskCosts(), [each.on(model) for each, model in zip(graphs.costs, models, strict=True)]
     planned: list[PlannedStage] = []
 
     def staged(decisions: StageDecisions) -> StagedStep:
@@ -206,11 +211,11 @@ def build(
         planned = [
             planned[q]
             if planned and planned[q].like == like
-            else planned_stage(choice.first_layers[q], stages[q], models[q], sharding, schedule.mesh_of_stage[q], like)
+            else planned_stage(choice.first_layers[q], stages[q], costs[q], sharding, schedule.mesh_of_stage[q], like)
             for q, (like, sharding) in enumerate(decisions)
         ]
         return stage_program(
-            microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, costs
+            microbatched.step, graph, microbatched.layers, planned, submeshes, schedule, cluster, task_costs
         )
 
     first = list(terms) or first_terms(choice, models, constraints)

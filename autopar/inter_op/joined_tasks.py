@@ -128,7 +128,7 @@ def timed_chain(staged: StagedStep, chain: Sequence[Node]) -> Ran:
     planned = staged.stages[tasks[0].stage]
     graph = planned.stage.graph
     parts = [(task.instructions, graph.num_microbatches if task.kind.repeats else 1) for task in tasks]
-    return timed_together(graph, parts, _places(staged, chain)[1], planned.model)
+    return timed_together(graph, parts, _places(staged, chain)[1], planned.model, planned.costs)
 
 
 def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> tuple[peak_memory.MemoryProgram, dict[int, Key]]:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
+from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
@@ -173,8 +174,8 @@ def estimate(
         graphs.stages, models, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops
     )
 
-    def simulated(at: StageGraph, sharding: ShardingPlan) -> StagedStep:
-        planned = planned_stage(0, at, models[0], sharding, graphs.schedule.mesh_of_stage[0], 0)
+    def simulated(at: StageGraph, costs: CostsOnMeshes, sharding: ShardingPlan) -> StagedStep:
+        planned = planned_stage(0, at, costs.on(models[0]), sharding, graphs.schedule.mesh_of_stage[0], 0)
         return stage_program(step, graphs.graph, microbatched.layers, [planned], submeshes, graphs.schedule, cluster)
 
     def joined_early(staged: StagedStep) -> StagedStep:
@@ -182,8 +183,8 @@ def estimate(
 
     def of_whole(decisions: StageDecisions) -> Estimate:
         ((_, sharding),) = decisions
-        at_short = simulated(stage, sharding)
-        at_shorter = [simulated(e.stage, dataclasses.replace(sharding, partials=e.partials)) for e in shorter]
+        at_short = simulated(stage, graphs.costs[0], sharding)
+        at_shorter = [simulated(e.stage, e.costs, dataclasses.replace(sharding, partials=e.partials)) for e in shorter]
         more = [each.more for each in shorter]
         apart = _extended(at_short, at_shorter, more)
         least_s = LEAST_GAIN * apart.step_time_s
@@ -230,6 +231,7 @@ class _Shorter:
 
     stage: StageGraph
     partials: Partials
+    costs: CostsOnMeshes
     more: float
     paired_ops: tuple[tuple[Op, Op], ...]
 
@@ -262,6 +264,7 @@ def _shorter_stages(
             _Shorter(
                 stage=_with_graph(stage, dropped.graph),
                 partials=find_partials(dropped.graph),
+                costs=CostsOnMeshes(dropped.graph),
                 more=_more_layers(num_layers),
                 paired_ops=tuple(pair for pairs in neighbours for pair in pairs),
             )

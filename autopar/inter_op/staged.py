@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.cost_model import CostModel
+from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
@@ -45,7 +45,9 @@ from autopar.solver import Status
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A stage with its decisions. Stages of equal `like` have the same decisions on differently numbered operations."""
+    """A stage with its decisions. Stages of equal `like` have the same decisions on differently numbered operations.
+    `costs` are of its graph and model.
+    """
 
     like: int
     first_layer: int
@@ -53,6 +55,7 @@ class PlannedStage:
     model: CostModel
     sharding: ShardingPlan
     lowered: LoweredStage
+    costs: NodeCosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,17 +232,21 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
 
 
 def planned_stage(
-    first_layer: int, stage: StageGraph, model: CostModel, sharding: ShardingPlan, mesh_index: int, like: int
+    first_layer: int, stage: StageGraph, costs: NodeCosts, sharding: ShardingPlan, mesh_index: int, like: int
 ) -> PlannedStage:
-    """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage."""
+    """Decisions -> instructions. `mesh_index` is the group of devices that runs the stage; `costs` are of its graph and
+    its mesh, and know other programs of these.
+    """
+    model = costs.model
+    instructions = lower(stage.graph, sharding, model.links, costs.equations)
     lowered = LoweredStage(
         stage=stage,
-        lowered=with_host_copies(stage.graph, lower(stage.graph, sharding, model.links), sharding),
+        lowered=with_host_copies(stage.graph, instructions, sharding),
         mesh=model.links.mesh,
         mesh_index=mesh_index,
     )
     return PlannedStage(
-        like=like, first_layer=first_layer, stage=stage, model=model, sharding=sharding, lowered=lowered
+        like=like, first_layer=first_layer, stage=stage, model=model, sharding=sharding, lowered=lowered, costs=costs
     )
 
 
@@ -360,7 +367,7 @@ def timed_task(planned: PlannedStage, task: StageTask) -> Ran:
     overlap = planned.model.overlap
     if task.only_exchanges:
         overlap = overlap_of_exchanges(overlap)
-    return timed(planned.stage.graph, block, planned.model, results=task.outputs, overlap=overlap)
+    return timed(planned.stage.graph, block, planned.model, planned.costs, task.outputs, overlap)
 
 
 def transfer_seconds(staged: StagedProgram, number: int, submeshes: Sequence[Submesh], cluster: Cluster) -> float:
