@@ -13,8 +13,9 @@ from autopar.common import jax_compat
 from autopar.common.jax_symbolic import variables_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.callbacks import check_effects
-from autopar.frontend.drop_shardings import without_placements
+from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
+from autopar.frontend.own_rows import with_own_rows
 from autopar.ir.traced_step import TracedStep
 
 NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
@@ -137,14 +138,14 @@ def trace(
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
     original = jax.make_jaxpr(flat)(*in_avals)
-    closed, removed = without_placements(original)
+    closed, removed = _as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
     check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
     # A fresh function object, so that jax does not answer from its cache of traces.
     trace_again = jax_compat.under_present_mesh(
-        lambda avals: without_placements(jax.make_jaxpr(lambda *a: flat(*a))(*avals))
+        lambda avals: _as_planned(jax.make_jaxpr(lambda *a: flat(*a))(*avals))
     )
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
@@ -169,6 +170,12 @@ def trace(
         written=removed.written,
         changed_in_place=results.changed_in_place,
     )
+
+
+def _as_planned(closed: Any) -> tuple[Any, Removed]:
+    """A traced step as it is planned and run, which computes the same numbers; what its code says of placements."""
+    cleaned, removed = without_placements(closed)
+    return with_own_rows(cleaned), removed
 
 
 def name_of(function: Any) -> str:

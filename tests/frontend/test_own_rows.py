@@ -1,0 +1,145 @@
+"""Gathers and scatters whose rows of indices have rows of their own get batching dimensions, and the same results."""
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import Cluster, recipes
+from autopar.common import jax_compat
+from autopar.frontend.own_rows import with_own_rows
+from tests.small_steps import slow_cluster, verified_step
+
+ROWS, COLUMNS, WIDTH = 8, 5, 4
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, COLUMNS, WIDTH)).astype(np.float32)
+    return x, random.integers(-WIDTH, WIDTH, ROWS), random.integers(0, WIDTH, (ROWS, COLUMNS))
+
+
+def batching_of(jaxpr):
+    """The dimensions of the operand that are batching dimensions, of each gather and scatter."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith(("gather", "scatter")):
+            found.append(eqn.params["dimension_numbers"].operand_batching_dims)
+        for inner in jax_compat.jaxprs_in(eqn):
+            found += batching_of(inner)
+    return found
+
+
+def read_twice(x, labels, tokens):
+    picked = x[jnp.arange(ROWS)[:, None], jnp.arange(COLUMNS), tokens]
+    return jnp.sum(picked**2)
+
+
+REWRITTEN = {
+    "one dimension": (lambda x, i, t: x[:, 0][jnp.arange(ROWS), i], [(0,)]),
+    "numbers of numpy": (lambda x, i, t: x[:, 0][np.arange(ROWS), i], [(0,)]),
+    "two dimensions": (lambda x, i, t: x[jnp.arange(ROWS)[:, None], jnp.arange(COLUMNS), t], [(0, 1)]),
+    "around a slice": (lambda x, i, t: x[jnp.arange(ROWS), :, i], [(0,)]),
+    "two indices stay": (lambda x, i, t: x[jnp.arange(ROWS), t[:, 0], i], [(0,)]),
+    "small numbers": (lambda x, i, t: x[:, 0][jnp.arange(ROWS, dtype=jnp.int8), i], [(0,)]),
+    "without a sign": (lambda x, i, t: x[:, 0][jnp.arange(ROWS, dtype=jnp.uint32), i], [(0,)]),
+    "clipped": (lambda x, i, t: x[:, 0].at[jnp.arange(ROWS), i].get(mode="clip"), [(0,)]),
+    "filled": (lambda x, i, t: x[:, 0].at[jnp.arange(ROWS), i + 2].get(mode="fill", fill_value=7), [(0,)]),
+    "set": (lambda x, i, t: x[:, 0].at[jnp.arange(ROWS), i].set(3.0), [(0,)]),
+    "added to": (lambda x, i, t: x.at[jnp.arange(ROWS)[:, None], jnp.arange(COLUMNS), t].add(1.0 * t), [(0, 1)]),
+    "the least of": (lambda x, i, t: x[:, 0].at[jnp.arange(ROWS), i].min(-0.1), [(0,)]),
+    "said to be sorted": (
+        lambda x, i, t: x[:, 0].at[jnp.arange(ROWS), i].add(1.0, indices_are_sorted=True, unique_indices=True), [(0,)],
+    ),
+    "gradient": (jax.grad(read_twice), [(0, 1), (0, 1)]),
+    "in a call": (lambda x, i, t: jax.jit(lambda x, n, i: x[n, i])(x[:, 0], jnp.arange(ROWS), i), [(0,)]),
+    "made in a call": (lambda x, i, t: x[:, 0][jax.jit(lambda: jnp.arange(ROWS))(), i], [(0,)]),
+    "recomputed": (jax.grad(jax.checkpoint(read_twice)), [(0, 1)] * 3),
+    "for each example": (lambda x, i, t: jax.vmap(lambda x, t: x[jnp.arange(COLUMNS), t])(x, t), [(0, 1)]),
+    "in a scan": (
+        lambda x, i, t: jax.lax.map(lambda at: at[0][jnp.arange(COLUMNS), at[1]], (x, t)), [(0,)],
+    ),
+}  # fmt: skip
+LEFT = {
+    "not counted from 0": lambda x, i, t: x[:, 0][jnp.arange(ROWS) - 1, i],
+    "counted backwards": lambda x, i, t: x[:, 0][jnp.arange(ROWS)[::-1], i],
+    "some of the rows": lambda x, i, t: x[:, 0][jnp.arange(ROWS // 2), i[: ROWS // 2]],
+    "some rows, of numpy": lambda x, i, t: x[:, 0][np.array([0, 1, 2, 2]), i[:4]],
+    "nothing else": lambda x, i, t: x[jnp.arange(ROWS)],
+    "read as rows": lambda x, i, t: x[i],
+}
+
+
+@pytest.mark.parametrize("function", [f for f, _ in REWRITTEN.values()] + [*LEFT.values()], ids=[*REWRITTEN, *LEFT])
+def test_the_results_are_the_same(function):
+    closed = with_own_rows(jax.make_jaxpr(function)(*arrays()))
+    run = jax.jit(jax.extend.core.jaxpr_as_fun(closed))
+    np.testing.assert_array_equal(run(*arrays())[0], jax.jit(function)(*arrays()))
+
+
+@pytest.mark.parametrize(("function", "dims"), REWRITTEN.values(), ids=REWRITTEN)
+def test_what_is_counted_is_a_batching_dimension(function, dims):
+    closed = jax.make_jaxpr(function)(*arrays())
+    assert batching_of(jax_compat.open_jaxpr(with_own_rows(closed))) == dims
+
+
+@pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
+def test_all_others_stay_as_they_are(function):
+    closed = jax.make_jaxpr(function)(*arrays())
+    assert with_own_rows(closed) is closed
+
+
+def test_before_and_after():
+    closed = jax.make_jaxpr(REWRITTEN["two indices stay"][0])(*arrays())
+    before, after = (jax_compat.open_jaxpr(each).eqns for each in (closed, with_own_rows(closed)))
+    assert [eqn.primitive.name for eqn in after[-2:]] == ["concatenate", "gather"]
+    assert after[-2].invars == before[-2].invars[1:]
+    assert after[-1].invars[1] is after[-2].outvars[0]
+    numbers, old = after[-1].params["dimension_numbers"], before[-1].params["dimension_numbers"]
+    assert (old.collapsed_slice_dims, old.start_index_map) == ((0, 1, 2), (0, 1, 2))
+    assert (numbers.collapsed_slice_dims, numbers.start_index_map) == ((1, 2), (1, 2))
+    assert (numbers.operand_batching_dims, numbers.start_indices_batching_dims) == ((0,), (0,))
+
+
+def q_learning(params, batch):
+    """Reads the value of the action that was taken, as most code does."""
+
+    def loss(params):
+        values = jnp.tanh(batch["seen"] @ params["in"]) @ params["out"]
+        taken = values[jnp.arange(values.shape[0]), batch["action"]]
+        return jnp.mean(jnp.square(taken - batch["reward"]))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def q_learning_arguments(examples=32, width=16, actions=6):
+    random = np.random.default_rng(0)
+    params = {"in": random.normal(size=(width, 32)), "out": random.normal(size=(32, actions))}
+    batch = {
+        "seen": random.normal(size=(examples, width)).astype(np.float32),
+        "action": random.integers(0, actions, examples),
+        "reward": random.normal(size=examples).astype(np.float32),
+    }
+    return jax.tree.map(np.float32, params), batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_microbatches": 4}, {"num_microbatches": 32}, {"plan": recipes.data_parallel()}],
+    ids=["free", "micro-batches", "one example each", "data parallelism"],
+)
+def test_the_taken_action_is_read_where_its_example_lies(options):
+    step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    verified_step(step, q_learning_arguments(), 1e-5)
+
+
+def test_data_parallelism_sends_gradients_alone():
+    on = Cluster.preset("dgx-h100")
+    step = autopar.parallelize(q_learning, plan=recipes.data_parallel(), cluster=on, cache_dir=None)
+    params, batch = jax.eval_shape(lambda: q_learning_arguments(examples=1024, width=256))
+    gradient_bytes = 4 * sum(p.size for p in jax.tree.leaves(params))
+    sent_bytes = step.plan(params, batch).predicted.sent_bytes
+    assert gradient_bytes <= sent_bytes <= 2 * gradient_bytes + 64
