@@ -144,9 +144,7 @@ def trace(
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
     # A fresh function object, so that jax does not answer from its cache of traces.
-    trace_again = jax_compat.under_present_mesh(
-        lambda avals: _as_planned(jax.make_jaxpr(lambda *a: flat(*a))(*avals))
-    )
+    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(jax.make_jaxpr(lambda *a: flat(*a))(*avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(

@@ -32,9 +32,9 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     ops: tuple[list[Op], list[Op]] = ([], [])
     first_id = 1 + max(op.id for op in whole.ops())
     depend = _of_examples(whole)
-    leaving = _leaving(whole, depend)
+    wanted = _wanted(whole, part, depend)
     for op, other in zip(whole.block.ops, part.block.ops, strict=True):
-        plan = _plan_of(op, whole, part, depend, leaving) if op.kind is OpKind.SCAN else None
+        plan = _plan_of(op, whole, part, depend, wanted) if op.kind is OpKind.SCAN else None
         for loop, numbered, out in zip((op, other), values, ops, strict=True):
             out += [loop] if plan is None else _apart(loop, plan, numbered, first_id + len(out))
     return tuple(
@@ -83,13 +83,19 @@ def _of_examples(graph: OpGraph) -> set[int]:
     return depend
 
 
-def _leaving(graph: OpGraph, depend: set[int]) -> set[int]:
-    """The values without examples of which results of the step without examples are made."""
-    leaving = {a for a in graph.block.outputs if isinstance(a, int) and a not in depend}
-    for op in reversed(graph.block.ops):
-        if op.kind is not OpKind.SCAN and not leaving.isdisjoint(op.outputs):
-            leaving |= {a for a in op.inputs if isinstance(a, int) and a not in depend}
-    return leaving
+def _wanted(whole: OpGraph, part: OpGraph, depend: set[int]) -> set[int]:
+    """The values without examples of which results of the step without examples are made, and what scans draw: the keys
+    of layers that are computed again in a backward pass are results of the scan of the forward pass.
+    """
+    wanted = {a for a in whole.block.outputs if isinstance(a, int) and a not in depend}
+    for op in reversed(whole.block.ops):
+        if op.kind is OpKind.SCAN:
+            _, _, inputs = _draws_of(op, whole, part)
+            read = [op.inputs[i] for i in inputs]
+        else:
+            read = [] if wanted.isdisjoint(op.outputs) else list(op.inputs)
+        wanted |= {a for a in read if isinstance(a, int) and a not in depend}
+    return wanted
 
 
 def _sources(
@@ -136,26 +142,30 @@ def _behind(body: Block) -> dict[int, int]:
     return behind
 
 
-def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], leaving: set[int]) -> _Plan | None:
-    """None where nothing is to be made apart."""
-    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
-
-    def follows_examples(v: int) -> bool:
-        return whole.values[v].shape != part.values[v].shape
-
+def _draws_of(op: Op, whole: OpGraph, part: OpGraph) -> tuple[list[int], set[int], set[int]]:
+    """(operations of a scan's body that draw for all examples, all that they are made of, inputs of the body)."""
+    follows_examples, (body,) = _follows_examples(whole, part), op.blocks
     draws = [
         i for i, inner in enumerate(body.ops)
         if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
     ]  # fmt: skip
-    ops, inputs = set[int](), set[int]()
-    if (found := _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)) is None:
-        draws = []
-    else:
-        ops, inputs = ops | found[0] | set(draws), inputs | found[1]
+    found = _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)
+    return ([], set(), set()) if found is None else (draws, found[0] | set(draws), found[1])
+
+
+def _follows_examples(whole: OpGraph, part: OpGraph) -> Callable[[int], bool]:
+    return lambda v: whole.values[v].shape != part.values[v].shape
+
+
+def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], wanted: set[int]) -> _Plan | None:
+    """None where nothing is to be made apart."""
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    follows_examples = _follows_examples(whole, part)
+    draws, ops, inputs = _draws_of(op, whole, part)
     results = []
     for j, v in enumerate(op.outputs[op.num_carry :]):
         atom = body.outputs[op.num_carry + j]
-        if v not in leaving or not isinstance(atom, int) or atom in depend:
+        if v not in wanted or not isinstance(atom, int) or atom in depend:
             continue
         if (found := _sources(op, [atom], follows_examples)) is not None:
             results.append(j)

@@ -68,6 +68,21 @@ def of_layers_computed_again(params, x, key):
     return jax.lax.scan(layer, x, (params["layers"], jax.random.split(key, LAYERS)))[0]
 
 
+def of_a_carried_key_computed_again(params, x, key):
+    """The forward scan hands the keys of its layers to the backward scan."""
+
+    @jax.checkpoint
+    def layer(carry, weight):
+        h, key = carry
+        key, drawn = jax.random.split(key)
+        return (dropped(jnp.tanh(h @ weight), drawn), key), None
+
+    return jax.lax.scan(layer, (x, key), params["layers"])[0][0]
+
+
+COMPUTED_AGAIN = [of_layers_computed_again, of_a_carried_key_computed_again]
+
+
 def step_of(body):
     def loss(params, batch):
         return jnp.square(body(params, batch["x"], jax.random.key(3)) @ params["out"] - batch["y"]).mean()
@@ -79,7 +94,7 @@ def step_of(body):
     return step
 
 
-@pytest.mark.parametrize("body", [of_sliced_keys, of_a_carried_key, of_a_folded_key, of_layers_computed_again])
+@pytest.mark.parametrize("body", [of_sliced_keys, of_a_carried_key, of_a_folded_key, *COMPUTED_AGAIN])
 def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
     step, state, batch = step_of(body), state_of(), batch_of()
     t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
@@ -89,10 +104,17 @@ def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
     sections = [op.section for op in graph.block.ops if op.kind is OpKind.SCAN]
     in_loop = [section for section in sections if section is not Section.BEFORE]
     assert in_loop == [Section.FORWARD, Section.BACKWARD]
-    assert len(sections) == (4 if body is of_layers_computed_again else 3)  # what is computed again is drawn again
+    assert len(sections) == (4 if body in COMPUTED_AGAIN else 3)  # what is computed again is drawn again
 
 
-@pytest.mark.parametrize("body", [of_a_carried_key, pytest.param(of_sliced_keys, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "body",
+    [
+        of_a_carried_key,
+        of_a_carried_key_computed_again,
+        pytest.param(of_sliced_keys, marks=pytest.mark.slow),
+    ],
+)
 def test_two_stages(body):
     step, state, batch = step_of(body), state_of(), batch_of()
     piped = autopar.parallelize(
