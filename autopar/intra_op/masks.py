@@ -48,6 +48,29 @@ class NodeMask:
         return np.all([self.allowed, *(wish.granted for wish in self.wishes)], axis=0)
 
 
+class _LayoutPairs:
+    """What holds of pairs of layouts, worked out once for each: the same few are in the lists of many nodes."""
+
+    def __init__(self) -> None:
+        self.number: dict[Layout, int] = {}
+        self.known = np.full((0, 0), -1, np.int8)  # by the numbers of both; -1: not worked out
+
+    def of(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], holds: Callable[[Layout, Layout], bool]
+    ) -> np.ndarray:
+        """Whether it holds of each source with each target."""
+        rows, columns = (
+            np.array([self.number.setdefault(at, len(self.number)) for at in of], np.intp) for of in (sources, targets)
+        )
+        more = len(self.number) - len(self.known)
+        self.known = np.pad(self.known, (0, more), constant_values=-1)
+        for i, j in np.argwhere(self.known[np.ix_(rows, columns)] < 0):
+            pair = rows[i], columns[j]
+            if self.known[pair] < 0:  # a layout may stand in a list several times
+                self.known[pair] = holds(sources[i], targets[j])
+        return self.known[np.ix_(rows, columns)].astype(bool)
+
+
 class Masks:
     """The masks of the nodes and edges of a choice graph under constraints."""
 
@@ -57,6 +80,7 @@ class Masks:
         self._allowed: dict[tuple, np.ndarray] = {}
         self._wishes: dict[tuple, list[tuple[int, np.ndarray]]] = {}
         self._pairs: dict[tuple, np.ndarray] = {}
+        self._layout_pairs: dict[tuple, _LayoutPairs] = {}  # of the values that constraints treat alike
         self.nodes = self._nodes()
 
     def _nodes(self) -> dict[int, NodeMask]:
@@ -143,7 +167,8 @@ class Masks:
         if is_transfer:  # how a value crosses between stages binds nobody: it is as good as whole
             sources = (replicated(len(v.shape)),)
         if key not in self._pairs:
-            self._pairs[key] = np.array([[may(v, a, b) for b in reshard.target.layouts] for a in sources])
+            known = self._layout_pairs.setdefault((v.dimensions, v.purpose, may.__name__), _LayoutPairs())
+            self._pairs[key] = known.of(sources, reshard.target.layouts, lambda a, b: may(v, a, b))
         return self._pairs[key]
 
     # Giving up
