@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
-from autopar.inter_op.fit_stages import BuildLimits, Round
+from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.microbatch_walk import BestStages
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
@@ -17,6 +17,7 @@ from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_answers import in_turn
 from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
+from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.binding import Binding
@@ -168,12 +169,12 @@ class PipelineEvaluator:
         """
         short = self.short(m) if len(choice.first_layers) == 1 and self.keep_tolerance <= 1 else None
         if short is None:
-            return self.build(m, choice, binding, name, to_beat_s)
+            return self.build(m, choice, binding, name, self.limits(to_beat_s))
         on_mesh, constraints = self.under(choice, binding)
         with self.context.progress.pass_("estimate stages"):
             found = estimate(short, on_mesh, self.cluster, self.limits(to_beat_s), constraints)
         if found is None:
-            return self.build(m, choice, binding, name, to_beat_s)
+            return self.build(m, choice, binding, name, self.limits(to_beat_s))
         return PipelineEstimate(
             num_microbatches=m,
             choice=choice,
@@ -209,16 +210,11 @@ class PipelineEvaluator:
         choice: StageChoice,
         binding: Binding | None,
         name: str,
-        to_beat_s: float,
-        estimated: Sequence[Round] = (),
+        limits: BuildLimits,
+        terms: Sequence[ObjectiveWeights] = (),
     ) -> PipelineCandidate:
-        """A choice lowered to instructions and simulated; of decisions that were estimated, under the weights of the
-        first of these rounds, and leaner ones in as many rounds. Raises: SolverError.
-        """
+        """A choice lowered to instructions and simulated, under these weights first. Raises: SolverError."""
         choice, constraints = self.under(choice, binding)
-        limits, terms = self.limits(to_beat_s), estimated[0].terms if estimated else ()
-        if estimated:
-            limits = dataclasses.replace(limits, rounds=len(estimated))
         with self.context.progress.pass_("build stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
@@ -238,9 +234,11 @@ class PipelineEvaluator:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
             self.estimated.remove(found)
             row, m = self.weighed.index(found.trial), found.num_microbatches
-            rounds = found.rounds_to_build(self.limit_bytes, PEAK_ERROR)
+            first, limits = found.first_to_build(self.limit_bytes, PEAK_ERROR), self.limits(found.to_beat_s)
+            if not found.fits(self.limit_bytes):  # leaner decisions do not either, but for the error of the estimate
+                limits = dataclasses.replace(limits, rounds=1)
             try:
-                built = self.build(m, found.choice, found.binding, found.name, found.to_beat_s, rounds)
+                built = self.build(m, found.choice, found.binding, found.name, limits, first.terms if first else ())
             except SolverError:  # there are others
                 continue
             self.weighed[row] = built.trial
@@ -253,12 +251,15 @@ class PipelineEvaluator:
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:
-        """The memory that a choice of one stage needs at least in m micro-batches."""
+        """The least bytes of a choice of one stage in m micro-batches; 0 where they are not found in time."""
         key = m, tuple(choice.policies)
         if key not in self.least_bytes_of:
             short, time_limit_s = self.short(m), self.deadline.solve_s()
             with self.context.progress.pass_("least memory"):
-                nbytes = least_bytes(self.cuts[m], choice, self.cluster, time_limit_s, short)
+                try:
+                    nbytes = least_bytes(self.cuts[m], choice, self.cluster, time_limit_s, short)
+                except SolverError:
+                    nbytes = 0
             self.least_bytes_of[key] = nbytes if short is None else int((1 - PEAK_ERROR) * nbytes)
         return self.least_bytes_of[key]
 
@@ -341,7 +342,7 @@ class PipelineEvaluator:
                 continue
             self.built.add((m, choice))
             try:
-                candidate = self.build(m, choice, None, "", math.inf)
+                candidate = self.build(m, choice, None, "", self.limits(math.inf))
             except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
             self.weighed.append(candidate.trial)

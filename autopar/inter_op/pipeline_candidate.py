@@ -30,14 +30,14 @@ class PipelineEstimate:
     on_mesh: StageChoice | None = None  # the choice on the mesh of the binding
     rounds: tuple[Round, ...] = ()
 
-    def rounds_to_build(self, limit_bytes: int, error: float) -> tuple[Round, ...]:
-        """The rounds of decisions that are built: those from the first on that may fit, peaks being estimated with this
-        relative error; where none fits by the estimate, the smallest.
+    def first_to_build(self, limit_bytes: int, error: float) -> Round | None:
+        """The first round of decisions that may fit, peaks being estimated with this relative error; where none fits by
+        the estimate, the smallest.
         """
         if not self.fits(limit_bytes):
-            return (min(self.rounds, key=lambda each: each.peak_bytes),) if self.rounds else ()
-        may_fit = (at for at, each in enumerate(self.rounds) if max(each.peak_bytes) <= (1 + error) * limit_bytes)
-        return self.rounds[next(may_fit, 0) :]
+            return min(self.rounds, key=lambda each: each.peak_bytes, default=None)
+        may_fit = (each for each in self.rounds if max(each.peak_bytes) <= (1 + error) * limit_bytes)
+        return next(may_fit, None)
 
     @property
     def text(self) -> str:

@@ -84,6 +84,8 @@ def _first_that_may_fit(evaluated: Evaluated, others: OtherNumbers, m: int, choi
     """
     least = m * 1.0
     for number in (n for n in others.numbers if n >= m):
+        if evaluated.deadline.passed:
+            return None
         if number < least or not others.admits(number, choice):
             continue
         needed_bytes = evaluated.least_bytes(number, choice)

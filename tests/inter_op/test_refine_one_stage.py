@@ -27,7 +27,9 @@ def one_stage(m=16, step_time_s=4.0, peak_bytes=50, choice=RECOMPUTES):
     )  # fmt: skip
 
 
-def refined(found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one_program=False, counts=()):
+def refined(
+    found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one_program=False, counts=(), is_late=False
+):
     """(name, micro-batches, whether it recomputes, the number of axes of its mesh) of what is evaluated, in order.
 
     `least_bytes` of what keeps all and of what recomputes, in one micro-batch: half of it in two.
@@ -41,6 +43,7 @@ def refined(found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one
     fake = SimpleNamespace(
         context=SimpleNamespace(weighed_one_program=weighed_one_program), cluster=ON, limit_bytes=LIMIT_BYTES,
         best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[], refined=evaluate,
+        deadline=SimpleNamespace(passed=is_late),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
     )  # fmt: skip
     others = OtherNumbers(
@@ -71,6 +74,7 @@ def test_what_does_not_fit_begins_where_it_may():
     found = one_stage(peak_bytes=200)
     assert refined(found, least_bytes=(10**6, 3200)) == all_ways(32, True)
     assert refined(found, least_bytes=(10**6, 10**6)) == []
+    assert refined(found, least_bytes=(10**6, 3200), is_late=True) == []
 
 
 def test_recipes_take_fewer_micro_batches_where_more_devices_have_examples():
