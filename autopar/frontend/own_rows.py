@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
+from autopar.ir.primitives import SCATTERS
 
-SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub")
 # Constants of at most so many numbers are read.
 MOST_NUMBERS = 1 << 20
 # What is known of a variable: the dimension along which it counts from 0 on, and is the same along all others; or that
@@ -129,7 +129,13 @@ def _literal(atom: Any) -> float | None:
 
 
 def _iota(eqn: Any, known: Known) -> int | None:
-    return int(eqn.params["dimension"]) if np.issubdtype(eqn.params["dtype"], np.integer) else None
+    dim = int(eqn.params["dimension"])
+    return dim if _can_count(eqn.params["dtype"], eqn.params["shape"][dim]) else None
+
+
+def _can_count(dtype: Any, size: int) -> bool:
+    """Whether numbers of a type tell so many apart."""
+    return bool(np.issubdtype(dtype, np.integer)) and size - 1 <= np.iinfo(dtype).max
 
 
 def _broadcast(eqn: Any, known: Known) -> int | None:
@@ -145,12 +151,12 @@ def _reshape(eqn: Any, known: Known) -> int | None:
     at, before, after = _of(eqn.invars[0], known), eqn.invars[0].aval.shape, eqn.params["new_sizes"]
     if at is None or at == FALSE or eqn.params["dimensions"] is not None:
         return at if at == FALSE else None
-    if [n for n in before if n > 1] != [n for n in after if n > 1]:
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
         return None
     if before[at] == 1:
         return at if at < len(after) and after[at] == 1 else None
-    number = sum(n > 1 for n in before[:at])
-    return [d for d, n in enumerate(after) if n > 1][number]
+    number = sum(n != 1 for n in before[:at])
+    return [d for d, n in enumerate(after) if n != 1][number]
 
 
 def _squeeze(eqn: Any, known: Known) -> int | None:
@@ -161,10 +167,10 @@ def _squeeze(eqn: Any, known: Known) -> int | None:
 
 
 def _convert(eqn: Any, known: Known) -> int | None:
-    at, dtype = _of(eqn.invars[0], known), eqn.params["new_dtype"]
-    if at is None or at == FALSE or not np.issubdtype(dtype, np.integer):
+    at = _of(eqn.invars[0], known)
+    if at is None or at == FALSE:
         return None
-    return at if eqn.invars[0].aval.shape[at] - 1 <= np.iinfo(dtype).max else None
+    return at if _can_count(eqn.params["new_dtype"], eqn.invars[0].aval.shape[at]) else None
 
 
 def _less(eqn: Any, known: Known) -> int | None:

@@ -71,8 +71,10 @@ def _near_the_best(evaluated: Evaluated) -> PipelineCandidate | PipelineEstimate
     """The best of one stage: the best of all, or one that fits and takes little longer."""
     one_stage = [candidate for (stages, _), (candidate, _) in evaluated.best_of.items() if stages == 1]
     found = min(one_stage, key=lambda each: each.rank(evaluated.limit_bytes), default=None)
-    if found is None or evaluated.best is None or found is evaluated.best:
-        return found if evaluated.best is not None else None
+    if found is None or evaluated.best is None:
+        return None
+    if found is evaluated.best:
+        return found
     is_near = found.step_time_s <= REFINED_WITHIN * evaluated.best.step_time_s
     return found if found.fits(evaluated.limit_bytes) and is_near else None
 
@@ -102,6 +104,7 @@ def _of_recipes(evaluated: Evaluated, others: OtherNumbers, m: int, choice: Stag
     number = others.shared_by_most(m)
     if (
         number != m
+        and not evaluated.deadline.passed
         and not others.take_too_long(number, evaluated.best)
         and others.admits(number, choice)
         and evaluated.least_bytes(number, choice) <= evaluated.limit_bytes

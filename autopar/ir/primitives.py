@@ -38,6 +38,8 @@ CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_produc
 KERNEL_CALLS = frozenset(
     {"kernel", "pallas_call", "ffi_call", "tpu_custom_call", "custom_partitioning", CUDNN_FORWARD, CUDNN_BACKWARD}
 )
+# What changes the rows of an operand that indices name.
+SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of

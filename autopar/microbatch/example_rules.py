@@ -20,6 +20,7 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
+from autopar.ir.primitives import SCATTERS
 from autopar.kernels import cudnn, operation, pallas_grid
 from autopar.kernels.opaque import known_grid
 from autopar.microbatch import indexing_rules
@@ -277,9 +278,7 @@ APART: dict[str, Rule] = {
     "dynamic_slice": indexing_rules.dynamic_slice,
     "dynamic_update_slice": indexing_rules.dynamic_update_slice,
     "gather": indexing_rules.gather,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), indexing_rules.scatter
-    ),
+    **dict.fromkeys(SCATTERS, indexing_rules.scatter),
     # A key for each example
     "random_bits": of_keys(elementwise),
     "random_split": of_keys(elementwise),

@@ -88,9 +88,14 @@ def _wanted(whole: OpGraph, part: OpGraph, depend: set[int]) -> set[int]:
     of layers that are computed again in a backward pass are results of the scan of the forward pass.
     """
     wanted = {a for a in whole.block.outputs if isinstance(a, int) and a not in depend}
+    follows_examples = _follows_examples(whole, part)
     for op in reversed(whole.block.ops):
         if op.kind is OpKind.SCAN:
             _, _, inputs = _draws_of(op, whole, part)
+            for v, atom in zip(op.outputs, op.blocks[0].outputs, strict=True):
+                if v in wanted and v in op.outputs[op.num_carry :]:
+                    found = _sources(op, [atom], follows_examples)
+                    inputs = inputs | (found[1] if found is not None else set())
             read = [op.inputs[i] for i in inputs]
         else:
             read = [] if wanted.isdisjoint(op.outputs) else list(op.inputs)

@@ -63,6 +63,8 @@ REWRITTEN = {
     ),
 }  # fmt: skip
 LEFT = {
+    "numbers that wrap": lambda x, i, t: jnp.tile(x[:, 0], (40, 1))[jnp.arange(320, dtype=jnp.uint8), jnp.tile(i, 40)],
+    "no numbers": lambda x, i, t: x.sum() + jnp.arange(0).reshape(0, 1).sum(),
     "not counted from 0": lambda x, i, t: x[:, 0][jnp.arange(ROWS) - 1, i],
     "counted backwards": lambda x, i, t: x[:, 0][jnp.arange(ROWS)[::-1], i],
     "some of the rows": lambda x, i, t: x[:, 0][jnp.arange(ROWS // 2), i[: ROWS // 2]],

@@ -1,5 +1,6 @@
 """A pipeline of one stage that is estimated on six of its layers takes what it takes when it is built."""
 
+import contextlib
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.common.deadline import Deadline
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers
+from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.short_steps import (
     SHORT,
@@ -123,15 +126,36 @@ def test_layers_of_several_policies_are_not_estimated(step):
     assert estimate(short_step(step, ON), mixed, ON, limits()) is None
 
 
-def test_layers_of_which_the_first_recomputes_more_than_the_others():
-    """What all layers of a Llama read is made again in the backward pass of the first."""
-    case, rules, on = CASES["llama"](layers=WHOLE_UP_TO + 2), RuleBook(), Cluster.preset("tpu-v5e", topology="2x4")
+def llama(num_layers, num_microbatches):
+    case, rules = CASES["llama"](layers=num_layers), RuleBook()
     shapes = (jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0)))
     traced = trace(case.step, shapes, names=("state", "batch"), donate=(0,), batch=(1,))
-    step = cut_layers(split_scans(traced, 1, rules), 2, rules)
+    return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
+
+
+def test_layers_of_which_the_first_recomputes_more_than_the_others():
+    """What all layers of a Llama read is made again in the backward pass of the first."""
+    step, on = llama(WHOLE_UP_TO + 2, 2), Cluster.preset("tpu-v5e", topology="2x4")
     choice = one_stage(step, "input")
     found = estimate(short_step(step, on, 1000.0), choice, on, limits())
     assert found.step_time_s == pytest.approx(build(step, choice, on, limits()).step_time_s, rel=1e-3)
+
+
+def test_what_is_built_a_little_larger_than_estimated_is_made_leaner():
+    step, on = llama(WHOLE_UP_TO + 2, 2), Cluster.preset("dgx-h100")
+    choice = one_stage(step, "input", LogicalMesh(axis_sizes=(8,)))
+    estimated = estimate(short_step(step, on, 1000.0), choice, on, limits()).peak_bytes[0]
+    built = build(step, choice, on, limits()).peak_bytes[0]
+    limit_bytes = (estimated + built) // 2
+    assert estimated < limit_bytes < built
+    context = SimpleNamespace(
+        cluster=on, limit_bytes=limit_bytes, deadline=Deadline(), to_beat_s=math.inf, keep_tolerance=1, least_s=1000.0,
+        progress=SimpleNamespace(pass_=lambda _: contextlib.nullcontext()), weighed=lambda *_: None,
+    )  # fmt: skip
+    evaluator = PipelineEvaluator(context, {2: step}, lambda *_: pytest.fail("the step has no scan"))
+    assert evaluator.refined(2, choice, "").peak_bytes == estimated
+    evaluator.settle()
+    assert evaluator.best.peak_bytes <= limit_bytes
 
 
 def test_what_is_lost_between_values_does_not_grow_with_the_layers():

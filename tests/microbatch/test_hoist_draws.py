@@ -80,6 +80,18 @@ def of_a_carried_key_computed_again(params, x, key):
     return jax.lax.scan(layer, (x, key), params["layers"])[0][0]
 
 
+def of_keys_of_scans_before(params, x, key):
+    """One scan makes keys, another one makes others of them, and the layers draw of these."""
+    keys = jax.lax.scan(lambda key, _: tuple(jax.random.split(key)), key, None, LAYERS)[1]
+    keys = jax.lax.map(lambda key: jax.random.fold_in(key, 7), keys)
+
+    def layer(h, xs):
+        weight, key = xs
+        return dropped(jnp.tanh(h @ weight), key), None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, (params["layers"], keys))[0]
+
+
 COMPUTED_AGAIN = [of_layers_computed_again, of_a_carried_key_computed_again]
 
 
@@ -123,6 +135,14 @@ def test_two_stages(body):
     )  # fmt: skip
     expected = jax.jit(step)(state, batch)
     small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
+
+
+def test_keys_that_scans_make_are_those_of_the_whole_batch():
+    step, state, batch = step_of(of_keys_of_scans_before), state_of(), batch_of()
+    t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(t, 2, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves((state, batch))))
+    small_steps.assert_close(got, jax.jit(step)(state, batch))
 
 
 def test_keys_that_depend_on_the_examples_are_refused():
