@@ -31,7 +31,8 @@ MOST_BUILT = 3
 # another, and once more.
 TIGHTENED = 3
 # The parts by which an estimate's time may be too long, and less under data parallelism and ZeRO, and by which its peak
-# may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters.
+# may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters. A
+# peak that is too small, by what is lost between values, is seen where it is built.
 ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
 
 
