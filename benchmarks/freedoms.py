@@ -44,6 +44,8 @@ from autopar.frontend.tracing import trace
 from autopar.inter_op import answered_problems, evaluate, layer_decisions, posed_problems, search
 from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.evaluate import PipelineEvaluator
+from autopar.inter_op.other_numbers import OtherNumbers
+from autopar.inter_op.refine_one_stage import refine_one_stage
 from autopar.inter_op.search_space import microbatch_numbers
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op import spmd_search
@@ -187,17 +189,16 @@ def one_price() -> Iterator[None]:
 @contextmanager
 def nothing_hides() -> Iterator[None]:
     """While it lasts, all communication is charged where strategies are chosen."""
-    refine = PipelineEvaluator.refine_one_stage
 
-    def as_it_is(self: PipelineEvaluator, counts: Sequence[float]) -> None:
-        refine(self, ())
+    def as_it_is(evaluated: PipelineEvaluator, others: OtherNumbers, counts: Sequence[float]) -> None:
+        refine_one_stage(evaluated, others, ())
 
     with (
         mock.patch.object(cost_model, "EXPOSED_FRACTION", 1.0),
         mock.patch.object(search, "LEAST_EXPOSED_FRACTION", 1.0),
         mock.patch.object(layer_decisions, "LEAST_EXPOSED_FRACTION", 1.0),
         mock.patch.object(spmd_search, "EXPOSED_FRACTIONS", (1.0, 1.0)),
-        mock.patch.object(PipelineEvaluator, "refine_one_stage", as_it_is),
+        mock.patch.object(search, "refine_one_stage", as_it_is),
     ):
         yield
 

@@ -237,7 +237,7 @@ class PipelineEvaluator:
             row, m = self.weighed.index(found.trial), found.num_microbatches
             first, limits = found.first_to_build(self.limit_bytes, PEAK_ERROR), self.limits(found.to_beat_s)
             if not found.fits(self.limit_bytes):  # leaner decisions do not either, but for the error of the estimate
-                limits = dataclasses.replace(limits, rounds=1)
+                limits = dataclasses.replace(limits, decides_again=False)
             try:
                 built = self.build(m, found.choice, found.binding, found.name, limits, first.terms if first else ())
             except SolverError:  # there are others

@@ -26,14 +26,15 @@ LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 class BuildLimits:
     """The memory of the smallest device, the seconds that a solver may take, and the time of a step from which on a
     pipeline is of no use, so that nothing need be done to make it fit. `memory_shares`: of each stage, the memory of
-    its devices as a multiple of the smallest; empty: all have as much. `rounds`: of decisions, at most.
+    its devices as a multiple of the smallest; empty: all have as much. `decides_again`: whether stages that exceed
+    the memory are decided again.
     """
 
     limit_bytes: int
     time_limit_s: float
     to_beat_s: float = math.inf
     memory_shares: tuple[float, ...] = ()
-    rounds: int = LEANER + 1
+    decides_again: bool = True
 
     def of_stage(self, stage: int) -> float:
         """Bytes of a device of a stage."""
@@ -82,7 +83,7 @@ def fit_stages(
     """
     numbers: list[int] = []
     rounds: list[Round] = []
-    for left in reversed(range(limits.rounds)):
+    for left in reversed(range(LEANER + 1 if limits.decides_again else 1)):
         decisions = decider.decide(terms)
         before, numbers = numbers, [number for number, _ in decisions]
         if numbers != before:
