@@ -8,7 +8,17 @@ import pytest
 
 import autopar
 from autopar.inter_op import answered_problems, evaluate, posed_problems
-from benchmarks.freedoms import FREEDOMS, WORKLOADS, Bench, alike, by_policy, by_price, kept_whole, one_stage
+from benchmarks.freedoms import (
+    FREEDOMS,
+    WORKLOADS,
+    Bench,
+    alike,
+    by_policy,
+    by_price,
+    kept_whole,
+    nothing_hides,
+    one_stage,
+)
 from tests.small_steps import gated_step
 
 
@@ -30,6 +40,22 @@ def test_options_of_one_price_are_those_of_the_same_rank_on_each_mesh():
         option(s_per_byte=5.0, in_flight=4),
     ]  # fmt: skip
     assert by_price(options) == [[0, 2], [1, 2, 3], [2, 4]]
+
+
+def test_where_nothing_hides_no_other_charges_are_tried():
+    params = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 8192), (256, 8192), (8192, 256)))] * 4
+    batch = {name: jax.ShapeDtypeStruct((4096, 256), jnp.float32) for name in "xy"}
+    cluster = autopar.Cluster.preset("dgx-h100").submesh(1, 2)
+
+    def tried():
+        made = autopar.parallelize(
+            gated_step, cluster=cluster, cache_dir=None, show_progress=False, num_microbatches=4, schedule="1f1b"
+        )
+        return [trial.text for trial in made.plan(params, batch).record.weighed]
+
+    with nothing_hides():
+        assert not any("hidden sends count" in text for text in tried())
+    assert any("hidden sends count" in text for text in tried())
 
 
 @pytest.mark.slow
