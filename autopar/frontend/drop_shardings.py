@@ -22,6 +22,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat, jax_remat
+from autopar.common.jaxpr_parameters import with_body, with_jaxprs
 from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
@@ -143,12 +144,7 @@ class _PlacementRemover:
         if not changed:
             return closed
         outvars = [read(a) for a in inner.outvars]
-        cleaned = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-        return (
-            cleaned
-            if inner is closed and not jax_compat.jaxpr_consts(closed)
-            else jax_compat.closed_like(closed, cleaned)
-        )
+        return with_body(closed, inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars))
 
     def places(self, eqn: Any) -> bool:
         """Whether an equation names only a placement, or a weak type. Records placements, and calls that name them."""
@@ -194,11 +190,4 @@ class _PlacementRemover:
             return None
         if name in ("in_shardings", "out_shardings") and any(isinstance(s, Sharding) for s in value):
             return tuple(jax_compat.UNSPECIFIED_SHARDING if isinstance(s, Sharding) else s for s in value)
-        if jax_compat.is_jaxpr(value):
-            return self.jaxpr(value)
-        if isinstance(value, (tuple, list)) and any(map(jax_compat.is_jaxpr, value)):
-            members = [self.jaxpr(v) if jax_compat.is_jaxpr(v) else v for v in value]
-            if all(a is b for a, b in zip(members, value, strict=True)):
-                return value
-            return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-        return value
+        return with_jaxprs(value, self.jaxpr)

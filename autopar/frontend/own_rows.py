@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
+from autopar.common.jaxpr_parameters import with_body, with_jaxprs
 from autopar.ir.primitives import SCATTERS
 
-# Constants of at most so many numbers are read.
+# Constants of at most so many numbers are read, which takes milliseconds: larger ones are data, not positions.
 MOST_NUMBERS = 1 << 20
 # What is known of a variable: the dimension along which it counts from 0 on, and is the same along all others; or that
 # it is false.
@@ -45,29 +46,18 @@ def _rewritten(closed: Any, known: Known) -> Any:
             rewritten = _batched(rewritten, rows, eqns)
         changed = changed or rewritten is not eqn
         eqns.append(rewritten)
-    if not changed:
-        return closed
-    has_consts = inner is not closed or jax_compat.jaxpr_consts(closed)
-    cleaned = inner.replace(eqns=eqns)
-    return jax_compat.closed_like(closed, cleaned) if has_consts else cleaned
+    return with_body(closed, inner.replace(eqns=eqns)) if changed else closed
 
 
 def _with_rewritten_params(eqn: Any, known: Known) -> Any:
     """The equation with its jaxprs rewritten; a call hands on what is known of its operands."""
-
-    def rewritten(value: Any) -> Any:
-        if jax_compat.is_jaxpr(value):
-            return _rewritten(value, _handed_on(eqn, value, known))
-        if isinstance(value, (tuple, list)) and any(map(jax_compat.is_jaxpr, value)):
-            members = [rewritten(v) for v in value]
-            if all(a is b for a, b in zip(members, value, strict=True)):
-                return value
-            return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-        return value
-
     if eqn.primitive.name in ("pallas_call", "shard_map"):  # kernels load by rules of their own, bodies see a part
         return eqn
-    params = {name: rewritten(value) for name, value in eqn.params.items()}
+
+    def rewritten(jaxpr: Any) -> Any:
+        return _rewritten(jaxpr, _handed_on(eqn, jaxpr, known))
+
+    params = {name: with_jaxprs(value, rewritten) for name, value in eqn.params.items()}
     return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 

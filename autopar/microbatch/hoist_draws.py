@@ -92,8 +92,9 @@ def _wanted(whole: OpGraph, part: OpGraph, depend: set[int]) -> set[int]:
     for op in reversed(whole.block.ops):
         if op.kind is OpKind.SCAN:
             _, _, inputs = _draws_of(op, whole, part)
-            for v, atom in zip(op.outputs, op.blocks[0].outputs, strict=True):
-                if v in wanted and v in op.outputs[op.num_carry :]:
+            made = zip(op.outputs[op.num_carry :], op.blocks[0].outputs[op.num_carry :], strict=True)
+            for v, atom in made:
+                if v in wanted:
                     found = _sources(op, [atom], follows_examples)
                     inputs = inputs | (found[1] if found is not None else set())
             read = [op.inputs[i] for i in inputs]
