@@ -172,9 +172,9 @@ def _solve_limited(run: _Run) -> Answer:
 def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
     """Each component of a reduced problem; components joined by a memory row are one."""
     problem = reduced.problem
-    flat = flatten(problem)
+    flat = flatten(problem) if problem.uses and problem.limit_bytes is not None else None
     cutoff = run.cutoff - reduced.offset
-    if len(can_bind(flat)):
+    if flat is not None and len(can_bind(flat)):
         answer = _solve_part(run, problem, flat, reduced.offset, cutoff)
     else:
         full = [0] * len(problem.node_cost)

@@ -24,6 +24,7 @@ from autopar.compiler.write_record import (
 )
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
+from autopar.cost.memory_program import memory_program
 from autopar.cost.roofline import flops_of
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op import baselines
@@ -119,7 +120,8 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     traced, graph = context.traced, context.graph
     arguments, results = planned_values(traced, graph, best.lowered)
     flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
-    use = memory_of_program(graph, best.lowered, best.program, best.estimate, best.stands_for, best.sharding.mesh)
+    program, stands_for = memory_program(graph, best.lowered, best.model)
+    use = memory_of_program(graph, best.lowered, program, best.estimate, stands_for, best.sharding.mesh)
     largest_axis = max(best.sharding.mesh.axis_sizes)
     prediction, timeline = predicted(graph, best, context.cluster, use, flops)
     return PlanRecord(

@@ -82,7 +82,7 @@ def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate
     """The error for the smallest plan: the bytes over the limit, and the values that hold the memory."""
     least = min(candidates, key=lambda c: c.peak_bytes)
     where = f"{context.traced.name} on mesh {least.sharding.mesh}"
-    memory = ProgramMemory(program=least.program, estimate=least.estimate, stands_for=least.stands_for)
+    memory = memory_of(context.graph, least.lowered, least.model)
     return _out_of_memory(where, context.graph, memory, least.sharding.mesh, context.limit_bytes)
 
 

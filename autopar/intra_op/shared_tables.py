@@ -59,9 +59,9 @@ def tables_of(context: PlanningContext, graph: OpGraph, model: CostModel) -> Sha
     """The tables of a graph on a mesh: the same ones for the search, the baselines and recipes on that mesh, whether
     they read the semantics of values or not. On three axes, where they are large, they go with the search.
     """
-    mesh = model.links.mesh
+    mesh, partials = model.links.mesh, context.views.partials_of(graph)
     if len(mesh.axis_sizes) > 2:
-        return SharedTables(graph, model)
+        return SharedTables(graph, model, partials)
     # The tables keep the block, so that its id stays its own.
     what = "tables", id(graph.block), context.cluster, mesh
-    return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model))
+    return context.graphs.of(context.traced, what, lambda: SharedTables(graph, model, partials))

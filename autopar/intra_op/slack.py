@@ -159,11 +159,15 @@ def discount_overlap(solver_input: SolverInput, slack_s: Sequence[float], expose
     edges, num_sends = solver_input.problem.edges, len(solver_input.reshard_of_edge)
     discounted: list[solver.Edge] = []
     discounted_cost: dict[tuple[int, float], np.ndarray] = {}  # one matrix for equal ones, as `solver.tie` wants them
+    most_s: dict[int, float] = {}  # the dearest send of a matrix: a longer slack hides no more
     for edge, number in zip(edges[:num_sends], solver_input.reshard_of_edge, strict=True):
         cost, slack = edge.cost, slack_s[number]
         if not slack:
             discounted.append(edge)
             continue
+        if id(cost) not in most_s:
+            most_s[id(cost)] = float(np.max(cost, where=np.isfinite(cost), initial=0.0))
+        slack = min(slack, most_s[id(cost)])
         if (id(cost), slack) not in discounted_cost:
             hidden = np.minimum(cost, slack, where=np.isfinite(cost), out=np.zeros_like(cost))
             discounted_cost[id(cost), slack] = cost - (1 - exposed_fraction) * hidden

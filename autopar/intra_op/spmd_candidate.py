@@ -12,6 +12,7 @@ from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
 from autopar.cost.stream_work import Ran
+from autopar.cost.xla_program import Compiler
 from autopar.hardware import host_cpu
 from autopar.ir.graph import OpGraph
 from autopar.lowering.decisions import ShardingPlan
@@ -34,9 +35,7 @@ class SpmdCandidate:
     model: CostModel
     sharding: ShardingPlan
     lowered: LoweredBlock
-    program: peak_memory.MemoryProgram
     estimate: peak_memory.MemoryEstimate
-    stands_for: dict[int, tuple[int, Any]]
     ran: Ran = dataclasses.field(repr=False)
     compute_s: Mapping[int, float] = dataclasses.field(repr=False)
     step_time_s: float
@@ -103,35 +102,34 @@ def memory_of(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> Progra
 
 def evaluated(graph: OpGraph, model: CostModel, sharding: ShardingPlan) -> SpmdCandidate:
     """Lowers decisions, and computes their exact memory and time."""
-    return with_memory(graph, model, timed_sharding(graph, model, sharding))
+    return with_memory(graph, model, timed_sharding(graph, model, sharding))[0]
 
 
-def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> SpmdCandidate:
-    """The candidate of a timed sharding, with its memory."""
+def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> tuple[SpmdCandidate, ProgramMemory]:
+    """The candidate of a timed sharding, and its memory over time, which is large: no candidate keeps it."""
     sharding, lowered, ran = found.sharding, found.lowered, found.ran
     memory = memory_of(graph, lowered, model)
     seconds = compute_times_s(graph, lowered, model, found.costs)
     split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
     least = 1 / model.links.mesh.num_devices
-    return SpmdCandidate(
+    candidate = SpmdCandidate(
         model=model,
         sharding=sharding,
         lowered=lowered,
-        program=memory.program,
         estimate=memory.estimate,
-        stands_for=memory.stands_for,
         ran=ran,
         compute_s=seconds,
         step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
         sends=ran.send_s > 0,
         shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
     )
+    return candidate, memory
 
 
-def over_limit_values(candidate: SpmdCandidate, limit_bytes: int) -> frozenset[tuple[int, str]]:
+def over_limit_values(memory: ProgramMemory, compiler: Compiler, limit_bytes: int) -> frozenset[tuple[int, str]]:
     """The values, with their states, that are alive while the memory is over the limit."""
-    ranges = peak_memory.live_ranges(candidate.program, candidate.model.compiler)
-    nbytes = candidate.program.nbytes
+    ranges = peak_memory.live_ranges(memory.program, compiler)
+    nbytes = memory.program.nbytes
     change: dict[int, int] = {}
     for r in ranges:
         size = int(r.share * nbytes[r.value])
@@ -145,7 +143,7 @@ def over_limit_values(candidate: SpmdCandidate, limit_bytes: int) -> frozenset[t
             over.append((position, next_position))
     values = set()
     for r in ranges:
-        if r.value in candidate.stands_for and any(r.start < stop and start < r.stop for start, stop in over):
-            value, (_, state) = candidate.stands_for[r.value]
+        if r.value in memory.stands_for and any(r.start < stop and start < r.stop for start, stop in over):
+            value, (_, state) = memory.stands_for[r.value]
             values.add((value, state))
     return frozenset(values)

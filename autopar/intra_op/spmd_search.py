@@ -28,6 +28,7 @@ from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure
 from autopar.intra_op.spmd_candidate import (
+    ProgramMemory,
     SpmdCandidate,
     TimedSharding,
     over_limit_values,
@@ -132,7 +133,7 @@ def search_mesh(
         context=context,
         intra_op=intra_op,
         step=step,
-        costs=tables_of(context, context.graph, model).costs,
+        costs=intra_op.costs if step is None else tables_of(context, context.graph, model).costs,
         free=free,
         pins=pins,
         until_s=until_s,
@@ -146,10 +147,10 @@ def search_mesh(
     ways = search.ways(found)
     if ways[-1].ran.end_s >= slow_s:
         return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
-    best = search.candidate(ways)
+    best, memory = search.candidate(ways)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
-    return search.leaner(best, exposure)
+    return search.leaner(best, memory, exposure)
 
 
 def _problem(
@@ -301,15 +302,16 @@ class _MeshSearch:
         in_pieces = with_overlapped_axes(self.context.graph, self.intra_op.model, found)
         return [found] if in_pieces is found else [found, in_pieces]
 
-    def candidate(self, ways: Sequence[TimedSharding]) -> SpmdCandidate:
-        """The candidate of the last of these that fits, else of that of least memory."""
+    def candidate(self, ways: Sequence[TimedSharding]) -> tuple[SpmdCandidate, ProgramMemory]:
+        """The candidate of the last of these that fits, else of that of least memory, with its memory over time."""
         graph, model, limit_bytes = self.context.graph, self.intra_op.model, self.context.limit_bytes
         made = []
         for way in reversed(ways):
-            made.append(dataclasses.replace(with_memory(graph, model, way), pins=self.pins))
-            if made[-1].peak_bytes <= limit_bytes:
+            candidate, memory = with_memory(graph, model, way)
+            made.append((dataclasses.replace(candidate, pins=self.pins), memory))
+            if candidate.peak_bytes <= limit_bytes:
                 return made[-1]
-        return min(made, key=lambda candidate: candidate.peak_bytes)
+        return min(made, key=lambda each: each[0].peak_bytes)
 
     def prices(self, s_per_byte: float, values: frozenset[tuple[int, str]]) -> MemoryPrices:
         """A price on the bytes of values of the whole step."""
@@ -329,13 +331,14 @@ class _MeshSearch:
         gap = (cost - bound) / cost if cost else 0.0
         return dataclasses.replace(solution, status=Status.FEASIBLE, objective=cost, bound=bound, gap=gap)
 
-    def leaner(self, best: SpmdCandidate, exposure: Exposure) -> SpmdCandidate:
+    def leaner(self, best: SpmdCandidate, memory: ProgramMemory, exposure: Exposure) -> SpmdCandidate:
         """The fastest plan that fits, else the smallest that was found, where the fastest of all is over the limit.
 
         The price applies to the values that are alive where the memory is over the limit in any plan seen so far.
+        `memory`: that of the fastest of all.
         """
-        limit_bytes = self.context.limit_bytes
-        smallest, smallest_fits, priced = best, False, over_limit_values(best, limit_bytes)
+        limit_bytes, compiler = self.context.limit_bytes, self.intra_op.model.compiler
+        smallest, smallest_fits, priced = best, False, over_limit_values(memory, compiler, limit_bytes)
         fitted: dict[tuple[int, ...], bool] = {}  # by the choice: neighbouring prices often lead to the same
 
         def attempt(s_per_byte: float) -> bool | None:
@@ -349,14 +352,14 @@ class _MeshSearch:
             choice = tuple(solution.choice)
             if choice in fitted:
                 return fitted[choice]
-            candidate = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
+            candidate, memory = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
             fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate
             if fits:
                 smallest_fits = True
             else:
-                priced |= over_limit_values(candidate, limit_bytes)
+                priced |= over_limit_values(memory, compiler, limit_bytes)
             return fits
 
         first_s = best.step_time_s / best.peak_bytes * FIRST_PRICE

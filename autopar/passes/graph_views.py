@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import replaced
-from autopar.ir.graph import Op, OpGraph
+from autopar.ir.graph import Block, Op, OpGraph
 from autopar.passes.fold_step import FoldedStep, fold_step
 from autopar.sharding.partial_sums import Partials, find_partials, same_partials
 from autopar.sharding.semantics import annotate_semantics
@@ -21,11 +21,20 @@ class GraphViews:
 
     def __init__(self, graph: OpGraph, flops: Callable[[Op], float]) -> None:
         self.graph, self._flops = graph, flops
+        # With the block by whose id they are known, so that the id stays its own.
+        self._partials: dict[int, tuple[Block, Partials]] = {}
 
-    @lazy
+    @property
     def partials(self) -> Partials:
         """Which values of the whole graph may stay partial sums."""
-        return find_partials(self.graph)
+        return self.partials_of(self.graph)
+
+    def partials_of(self, graph: OpGraph) -> Partials:
+        """Which values may stay partial sums, of the whole graph or the folded one, annotated or not."""
+        key = id(graph.block)
+        if key not in self._partials:
+            self._partials[key] = graph.block, find_partials(graph)
+        return self._partials[key][1]
 
     @lazy
     def folded(self) -> FoldedStep | None:
@@ -33,7 +42,7 @@ class GraphViews:
         partial in one of both graphs only.
         """
         step = fold_step(self.graph, self._flops)
-        if step is None or not same_partials(self.partials, find_partials(step.graph), step.op_of, step.value_of):
+        if step is None or not same_partials(self.partials, self.partials_of(step.graph), step.op_of, step.value_of):
             return None
         return step
 

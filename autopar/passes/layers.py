@@ -148,7 +148,11 @@ def _crossing(graph: OpGraph, ops: Sequence[Op], portable: frozenset[int]) -> li
 
 
 def _parameter_bytes(graph: OpGraph, ops: Sequence[Op]) -> list[int]:
-    """Bytes of the state's arrays that each operation is the first to combine with examples, casts seen through."""
+    """Bytes of the state's arrays that each operation is the first to combine with examples, casts seen through; none
+    in a step whose batch is not split.
+    """
+    if all(op.kind is not OpKind.SPLIT for op in graph.block.ops):
+        return [0] * len(ops)
     behind: dict[int, set[int]] = {v: {v} for v in graph.block.inputs[len(graph.constants) :]}
     for i in graph.batch:
         behind.pop(graph.block.inputs[i], None)

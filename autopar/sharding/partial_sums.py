@@ -9,6 +9,8 @@ partial layouts without a gain.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 
 from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role
@@ -39,7 +41,7 @@ class Partials:
 
 def find_partials(graph: OpGraph) -> Partials:
     """Finds additions of sums with different origins, and what lies between the sums and the additions."""
-    origins: dict[int, frozenset[int]] = {}
+    origins = _Origins()
     carriers: dict[int, tuple[Op, frozenset[int]]] = {}
     slices: dict[int, int] = {}
     wanted: list[int] = []
@@ -60,6 +62,20 @@ def find_partials(graph: OpGraph) -> Partials:
     return Partials(frozenset(kept), operands)
 
 
+class _Origins(dict[int, int]):
+    """The summing operations that each value is a linear function of, as bits of an integer: a chain of additions has
+    all that were added so far in each of its values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}
+
+    def only(self, origin: int) -> int:
+        """This one origin."""
+        return 1 << self._numbers.setdefault(origin, len(self._numbers))
+
+
 def same_partials(whole: Partials, folded: Partials, op_of: Mapping[int, int], value_of: Mapping[int, int]) -> bool:
     """Whether sums may stay partial in a graph exactly where their counterparts in the folded one may.
 
@@ -72,7 +88,7 @@ def same_partials(whole: Partials, folded: Partials, op_of: Mapping[int, int], v
 def _forward(
     block: Block,
     graph: OpGraph,
-    origins: dict[int, frozenset[int]],
+    origins: _Origins,
     carriers: dict[int, tuple[Op, frozenset[int]]],
     slices: dict[int, int],
     wanted: list[int],
@@ -91,7 +107,7 @@ def _forward(
             carried = body.inputs[op.num_consts : op.num_consts + op.num_carry]
             for inner_value, after, result in zip(carried, body.outputs, op.outputs, strict=False):
                 if inner_value in origins and after in origins:
-                    origins[result] = frozenset({op.id})
+                    origins[result] = origins.only(op.id)
             for made, stack in zip(body.outputs[op.num_carry :], op.outputs[op.num_carry :], strict=True):
                 if isinstance(made, int) and made in origins:
                     origins[stack], slices[stack] = origins[made], made
@@ -104,7 +120,7 @@ def _forward(
         if op.kind is not OpKind.EQUATION or op.rule is None:
             continue
         if len(op.outputs) != 1:
-            origins.update(dict.fromkeys(_summands(op), frozenset({op.id})))
+            origins.update((v, origins.only(op.id)) for v in _summands(op))
             continue
         (result,) = op.outputs
         summed = [f for f in op.rule.factors if f.kind is FactorKind.SUM]
@@ -116,15 +132,15 @@ def _forward(
             continue
         if summed:
             if sums_locally(op.eqn) and is_summing_type(op.eqn):
-                origins[result] = frozenset({op.id})
+                origins[result] = origins.only(op.id)
             continue
         members = _carried_operands(op, graph, origins, readers)
         if members is None:
             continue
-        of_each = [origins.get(a, frozenset()) for i in sorted(members) if isinstance(a := op.inputs[i], int)]
-        origins[result] = frozenset().union(*of_each)
+        of_each = [origins.get(a, 0) for i in sorted(members) if isinstance(a := op.inputs[i], int)]
+        origins[result] = functools.reduce(operator.or_, of_each, 0)
         carriers[result] = (op, members)
-        adds = op.primitive in _ADDING and all(of_each) and of_each[0].isdisjoint(of_each[1])
+        adds = op.primitive in _ADDING and all(of_each) and not of_each[0] & of_each[1]
         if adds or (op.primitive == "pad" and _is_last_of_gradient(op, readers)):
             wanted.append(result)
 
@@ -163,7 +179,7 @@ def _readers(block: Block) -> dict[int, list[Op | None]]:
 
 
 def _carried_operands(
-    op: Op, graph: OpGraph, origins: dict[int, frozenset[int]], readers: dict[int, list[Op | None]]
+    op: Op, graph: OpGraph, origins: _Origins, readers: dict[int, list[Op | None]]
 ) -> frozenset[int] | None:
     """The operands in which an operation is linear and that all come from sums.
 
@@ -198,7 +214,7 @@ def _size(atom: Atom, graph: OpGraph) -> int:
 def _accumulators(
     op: Op,
     graph: OpGraph,
-    origins: dict[int, frozenset[int]],
+    origins: _Origins,
     carriers: dict[int, tuple[Op, frozenset[int]]],
     wanted: list[int],
 ) -> None:
@@ -215,4 +231,4 @@ def _accumulators(
             continue
         other = [a for a in adding.inputs if a != carried]
         if len(other) == 1 and isinstance(other[0], int):
-            origins[carried] = frozenset({-1 - carried})  # an origin of its own: disjoint from every sum in the body
+            origins[carried] = origins.only(-1 - carried)  # an origin of its own: disjoint from every sum in the body

@@ -44,13 +44,17 @@ def tie(problem: Problem, classes: Sequence[int]) -> tuple[Problem, Undo]:
         matrices[id(edge.cost)] = edge.cost
         counts[(a, b) if a <= b else (b, a)][id(edge.cost), a > b] += 1
     edges: list[Edge] = []
+    sums: dict[tuple[tuple[tuple[int, bool], int], ...], np.ndarray] = {}  # equal ones are one array
     for (a, b), terms in counts.items():
-        parts = [
-            oriented if count == 1 else oriented * float(count)
-            for (key, turned), count in terms.items()
-            for oriented in (matrices[key].T if turned else matrices[key],)
-        ]
-        total = sum(parts[1:], start=parts[0])
+        added = tuple(terms.items())
+        if added not in sums:
+            parts = [
+                oriented if count == 1 else oriented * float(count)
+                for (key, turned), count in added
+                for oriented in (matrices[key].T if turned else matrices[key],)
+            ]
+            sums[added] = sum(parts[1:], start=parts[0])
+        total = sums[added]
         if a == b:
             node_cost[a] = node_cost[a] + np.diagonal(total)
         else:

@@ -100,6 +100,8 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
         if lead[node] != node:
             node_cost[number[lead[node]]] = node_cost[number[lead[node]]] + problem.node_cost[node][follow[node]]
     edges: list[Edge] = []
+    followed = [rule.tobytes() for rule in follow]
+    spread: dict[tuple[int, bytes, bytes], np.ndarray] = {}  # equal ones are one array
     for edge in problem.edges:
         a, b = lead[edge.source], lead[edge.target]
         rows, columns = follow[edge.source], follow[edge.target]
@@ -108,7 +110,10 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
         elif a == edge.source and b == edge.target:
             edges.append(replace(edge, source=number[a], target=number[b]))
         else:
-            edges.append(Edge(source=number[a], target=number[b], cost=edge.cost[rows[:, None], columns[None, :]]))
+            key = id(edge.cost), followed[edge.source], followed[edge.target]
+            if key not in spread:
+                spread[key] = edge.cost[rows[:, None], columns[None, :]]
+            edges.append(Edge(source=number[a], target=number[b], cost=spread[key]))
     uses = tuple(
         Use(node=number[lead[u.node]], start=u.start, stop=u.stop, bytes=u.bytes[follow[u.node]]) for u in problem.uses
     )

@@ -72,6 +72,8 @@ def merge_parallel(problem: Problem) -> Reduction:
     """Add up the edges of the same two nodes, and turn an edge from a node to itself into node cost."""
     node_cost = list(problem.node_cost)
     merged: dict[tuple[int, int], Edge] = {}
+    turned: dict[int, np.ndarray] = {}  # by the ids of what was turned or added up, so that equal ones are one array
+    sums: dict[tuple[int, int], np.ndarray] = {}
     for edge in problem.edges:
         a, b = edge.source, edge.target
         if a == b:
@@ -79,9 +81,14 @@ def merge_parallel(problem: Problem) -> Reduction:
             continue
         if a > b:
             a, b = b, a
-            edge = Edge(source=a, target=b, cost=edge.cost.T)
+            edge = Edge(source=a, target=b, cost=turned.setdefault(id(edge.cost), edge.cost.T))
         before = merged.get((a, b))
-        merged[a, b] = edge if before is None else Edge(source=a, target=b, cost=before.cost + edge.cost)
+        if before is not None:
+            both = id(before.cost), id(edge.cost)
+            if both not in sums:
+                sums[both] = before.cost + edge.cost
+            edge = Edge(source=a, target=b, cost=sums[both])
+        merged[a, b] = edge
     matrices = {id(edge.cost): edge.cost for edge in merged.values()}
     is_zero = dict(zip(matrices, _each(np.equal, list(matrices.values()), 0.0), strict=True))
     edges = tuple(edge for edge in merged.values() if not is_zero[id(edge.cost)])
@@ -155,17 +162,21 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
     if all(len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)):
         return Reduction(problem=problem, undo=tuple)
     unchanged = [len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)]
+    kept = [keep.tobytes() for keep in strategies]
+    parts: dict[tuple[int, bytes, bytes], np.ndarray] = {}  # equal ones are one array
+
+    def part_of(e: Edge) -> Edge:
+        if unchanged[e.source] and unchanged[e.target]:
+            return e
+        key = id(e.cost), kept[e.source], kept[e.target]
+        if key not in parts:
+            parts[key] = e.cost[strategies[e.source][:, None], strategies[e.target]]
+        return Edge(source=e.source, target=e.target, cost=parts[key])
+
     smaller = replace(
         problem,
         node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, strategies, strict=True)),
-        edges=tuple(
-            e
-            if unchanged[e.source] and unchanged[e.target]
-            else Edge(
-                source=e.source, target=e.target, cost=e.cost[strategies[e.source][:, None], strategies[e.target]]
-            )
-            for e in problem.edges
-        ),
+        edges=tuple(part_of(e) for e in problem.edges),
         uses=tuple(replace(u, bytes=u.bytes[strategies[u.node]]) for u in problem.uses),
     )
 
