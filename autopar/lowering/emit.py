@@ -23,7 +23,7 @@ from autopar.common.while_any import while_any
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import named_sharding, partition_spec
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, replicated
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
 from autopar.lowering import split_tables
@@ -47,6 +47,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.lowering.local_parts import run_on_parts
 from autopar.lowering.module_names import named
+from autopar.lowering.partial_arrays import as_sum, reduced
 from autopar.lowering.ring_products import gathered_product, scattered_product
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
@@ -212,7 +213,7 @@ class Emitter:
         for array, layout, masked in zip(operands, instruction.strategy.operands, whole, strict=True):
             kept = Layout(tuple(tuple(a for a in on if a in axes) for on in layout.dims))
             if masked:
-                array = self.mask(array, layout, Layout(layout.dims, result.partial))
+                array = as_sum(array, layout, Layout(layout.dims, result.partial), self.mesh)
                 kept = Layout(kept.dims, result.partial)
             in_specs.append(partition_spec(kept, self.mesh.axis_names))
             args.append(array)
@@ -301,42 +302,10 @@ class Emitter:
 
     def step(self, array: Any, step: ReshardStep) -> Any:
         if step.kind.reduces:
-            return self.reduce(array, step)
+            return reduced(array, step, self.mesh)
         if step.kind is StepKind.MASK:
-            array = self.mask(array, step.before, step.after)
+            return as_sum(array, step.before, step.after, self.mesh)
         return self.pin(array, step.after)
-
-    def reduce(self, array: Any, step: ReshardStep) -> Any:
-        names = tuple(self.mesh.axis_names[a] for a in step.axes)
-        grown = [d for d, (b, a) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
-
-        def local(part: Any) -> Any:
-            summand = part[0]
-            if step.kind is StepKind.ALL_REDUCE:
-                out = jax.lax.psum(summand, names)
-            else:
-                (d,) = grown
-                out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
-            return out[None] if step.after.partial else out
-
-        specs = (partition_spec(step.before, self.mesh.axis_names), partition_spec(step.after, self.mesh.axis_names))
-        reduced = jax.shard_map(local, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
-        return self.pin(reduced, step.after)
-
-    def mask(self, array: Any, before: Layout, after: Layout) -> Any:
-        """A whole value as a sum: the first device along the new axes holds it, the others hold zeros."""
-        sizes = [self.mesh.shape[self.mesh.axis_names[a]] for a in before.partial]
-        rest = array.shape[1:] if before.partial else array.shape
-        array = array.reshape((*sizes, *rest))
-        for position, axis in enumerate(after.partial):
-            if axis not in before.partial:
-                n = self.mesh.shape[self.mesh.axis_names[axis]]
-                array = jnp.expand_dims(array, position)
-                first = jax.lax.broadcasted_iota(
-                    jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position
-                )
-                array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
-        return self.pin(array.reshape((-1, *rest)), after)
 
     # Loops
 
@@ -372,7 +341,7 @@ class Emitter:
 
         carry, stacked = jax.lax.scan(
             body,
-            self.like(operands[k : k + c], carry_avals),
+            self.first_carry(instruction, operands[k : k + c], carry_avals),
             list(operands[k + c :]),
             length=op.trips,
             reverse=op.eqn.params["reverse"],
@@ -381,6 +350,18 @@ class Emitter:
         # Of partial slices the summands of a device lie together, in front of the iterations.
         partial = [bool(layout.partial) for layout in instruction.results[c:]]
         return [*carry, *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(stacked, partial, strict=True))]
+
+    def first_carry(self, instruction: Loop, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+        """What a scan carries into its first iteration. Where its body adds partial sums to a literal, one device holds
+        the literal and the others hold zeros.
+        """
+        k, started = instruction.op.num_consts, list(arrays)
+        entries = zip(avals, instruction.reads[k:], instruction.blocks[0].entries()[k:], strict=False)
+        for i, (aval, place, (layout, _)) in enumerate(entries):
+            if place is None and layout.partial:
+                whole = jax_compat.with_type(arrays[i], aval)
+                started[i] = as_sum(whole, replicated(len(aval.shape)), layout, self.mesh)
+        return self.like(started, avals)
 
     def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
         op = instruction.op

@@ -322,7 +322,8 @@ class _Update:
         for v in self.of.state:
             if v not in self.of.home and v in self._combined and self._combined[v] in self.group:
                 self.of.home[v] = self.group[self._combined[v]]
-        tied = {self.of.graph.block.outputs[o]: self.of.graph.block.inputs[i] for i, o in self.of.graph.tied}
+        block = self.of.graph.block
+        tied = {a: block.inputs[i] for i, o in self.of.graph.tied if isinstance(a := block.outputs[o], int)}
         for op in self.ops:
             if op.kind is OpKind.BARRIER:
                 continue

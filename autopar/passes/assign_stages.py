@@ -239,7 +239,7 @@ def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) 
     """Copies each operation without a stage to each stage that reads it; of barriers the part that the stage reads."""
     ops = graph.block.ops
     reading_stages: dict[int, set[int]] = {}
-    tied = {graph.block.outputs[o]: homes[i] for i, o in graph.tied}
+    tied = {a: homes[i] for i, o in graph.tied if isinstance(a := graph.block.outputs[o], int)}
     for v in graph.block.outputs:
         if isinstance(v, int):
             reading_stages.setdefault(v, set()).add(tied.get(v, 0))

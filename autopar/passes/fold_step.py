@@ -161,8 +161,8 @@ class _Likeness:
 
     def is_complete(self) -> bool:
         """Whether every operation and value has a counterpart, and those of tied values are tied too."""
-        block = self.graph.block
-        tied = {(self.folded.block.inputs[i], self.folded.block.outputs[o]) for i, o in self.folded.tied}
+        block, folded = self.graph.block, self.folded.block
+        tied = {(folded.inputs[i], a) for i, o in self.folded.tied if isinstance(a := folded.outputs[o], int)}
         values = {*block.inputs, *(v for op in self.graph.ops() for v in _made_by(op))}
         if not values <= self.value_of.keys() or not {op.id for op in self.graph.ops()} <= self.op_of.keys():
             return False
