@@ -18,7 +18,7 @@ from autopar.executables.compile_all import compile_all
 from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
-from autopar.executables.step_leaves import LeafwiseStep, put, result_like
+from autopar.executables.step_leaves import LeafwiseStep, check_widths, put, result_like
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
 from autopar.ir.jax_sharding import submesh
@@ -100,6 +100,7 @@ class CompiledPipeline(LeafwiseStep):
 
 def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Progress) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
+    check_widths(traced)
     traced = stored_as_planned(traced, plan)
     staged = make_staged(traced, plan, rules)
     program = staged.program()

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
+from autopar.errors import UnsupportedError
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.executables.padded_arrays import PaddedArray, padded_results, stored_leaves
 from autopar.frontend.callback_results import call_with_results
@@ -26,6 +27,20 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     if tree != traced.in_tree:
         raise TypeError(f"expected arguments with the structure {traced.in_tree}, got {tree}")
     return leaves
+
+
+def check_widths(traced: TracedStep) -> None:
+    """Raises: UnsupportedError for arguments of less than 8 bits, which jax's compiled programs refuse where their
+    layouts are given: they take them for arrays with a byte an element.
+    """
+    for aval, path in zip(traced.in_avals, traced.in_paths, strict=True):
+        if not jax_compat.is_key_dtype(aval.dtype) and jax.dtypes.itemsize_bits(aval.dtype) < 8:
+            raise UnsupportedError(
+                where=f"{traced.name}, {path}",
+                expected="an array of 8 bits an element or more",
+                got=f"{aval.dtype}{list(aval.shape)}",
+                hint=f"pass it as int8, and convert it in the step: x.astype(jnp.{aval.dtype})",
+            )
 
 
 def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:
