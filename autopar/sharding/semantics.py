@@ -24,6 +24,8 @@ from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts
 _OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 # Operations between whole dimensions and pieces of them.
 _IN_PIECES = frozenset({"concatenate", "slice", "split"})
+# Operations that change the shape or the type of one array and none of its numbers.
+_OF_ONE_ARRAY = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"})
 
 
 def annotate_semantics(graph: OpGraph) -> OpGraph:
@@ -177,12 +179,12 @@ def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: se
     def unnamed(value: int, d: int) -> bool:
         return not any(names for _, names in followed.of(value, d))
 
-    width = _widths(graph, forward, unnamed)
+    width, looked_up = _widths(graph, forward, unnamed), _one_hot(forward)
     joined: dict[DimensionOf, set[DimensionOf]] = {}
     first_read: dict[DimensionOf, int] = {}
     last_made: dict[DimensionOf, int] = {}
     for position, op in enumerate(forward):
-        if op.primitive not in MATRIX_PRODUCTS:
+        if op.primitive not in MATRIX_PRODUCTS or not looked_up.isdisjoint(read_by(op)):
             continue
         assert op.rule is not None
         made = {f for dims in op.rule.results for fs in dims for f in fs}
@@ -206,6 +208,19 @@ def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: se
             if all(sides[a] != sides[b] for a in sides for b in joined[a]):
                 found |= {at for at, side in sides.items() if not side}
     return [at for at in width if width[at] in found]
+
+
+def _one_hot(forward: Sequence[Op]) -> set[int]:
+    """Values that are one where a number is that of their place and zero elsewhere: products with them look rows up."""
+    places: set[int] = set()
+    found: set[int] = set()
+    for op in forward:
+        read, is_the_same = set(read_by(op)), op.primitive in _OF_ONE_ARRAY
+        if op.primitive == "iota" or (is_the_same and read and places.issuperset(read)):
+            places.update(op.outputs)
+        elif (op.primitive == "eq" and places & read) or (is_the_same and found & read):
+            found.update(op.outputs)
+    return found
 
 
 def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int], bool]) -> DisjointSet:

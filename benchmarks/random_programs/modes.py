@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import errors, recipes
 from autopar.common import jax_compat
+from autopar.executables.padded_arrays import PaddedArray
 from autopar.hardware import presets
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
@@ -301,10 +302,15 @@ def _results(step: Callable[..., Any], state: Any, batch: Any) -> list[Any]:
     out = []
     for _ in range(STEPS):
         state, outputs = step(state, batch)
-        # Copies: the next call takes the state over.
-        kept = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, (state, outputs))
-        out.append(jax.block_until_ready(kept))
+        out.append(jax.block_until_ready(jax.tree.map(_kept, (state, outputs))))
     return out
+
+
+def _kept(x: Any) -> Any:
+    """A copy, of a padded array without its padding: the next call takes the state over."""
+    if isinstance(x, PaddedArray):
+        x = x.unpadded()
+    return x.copy() if isinstance(x, jax.Array) else x
 
 
 def _numbers(x: Any) -> np.ndarray:

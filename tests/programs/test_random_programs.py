@@ -59,6 +59,6 @@ def test_two_hundred_programs(first, tmp_path):
 
 def test_the_free_search_of_a_known_program_splits(tmp_path):
     """The cluster is one on which splitting pays even for programs as small as these."""
-    bench = Bench(generate(1), {}, tmp_path)
+    bench = Bench(generate(2), {}, tmp_path)
     plan = bench._step(Mode(name="free search", devices=4)).plan(*bench.arguments(False))
     assert any(not s.is_fully_replicated for s in jax.tree.leaves((plan.state_shardings, plan.batch_shardings)))

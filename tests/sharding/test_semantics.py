@@ -186,6 +186,22 @@ def test_an_embedding_in_front_does_not_decide_which_width_is_handed_on():
     assert widths(trained(forward), shapes, shape(16, 4)) == [[False, True], [True, False], [False, True]]
 
 
+def test_an_embedding_as_a_product_with_ones_looks_rows_up():
+    """The words that it reads and that the logits make again are no width that layers hand on."""
+
+    def forward(params, tokens):
+        embedding, (first, second) = params
+        x = jax.nn.one_hot(tokens, 64) @ embedding
+        return jax.nn.log_softmax((x + jnp.tanh(x @ first) @ second) @ embedding.T)
+
+    def step(params, tokens):
+        return jax.grad(lambda params: jnp.mean(forward(params, tokens) ** 2))(params), tokens
+
+    shapes = (shape(64, 8), (shape(8, 32), shape(32, 8)))
+    of_weights = widths(step, shapes, shape(16, 4, dtype=np.int32))
+    assert of_weights == [[False, True], [True, False], [False, True]]
+
+
 def sides(forward, weights, x):
     """The sides of each weight's dimensions, and of those of what it becomes."""
 

@@ -17,7 +17,7 @@ from benchmarks.random_programs.blocks.registry import REGISTERED, Block
 # Of which most mix the examples of the batch, or count on where they are in it.
 MIXING = (
     "scattered", "updated_at", "reshaped", "einsum_of_values", "flips", "padded", "random_numbers", "whole_numbers",
-    "scanned", "looped", "chosen", "complex_numbers", "dynamic_slice",
+    "scanned", "summed_in_a_loop", "looped", "chosen", "complex_numbers", "dynamic_slice",
 )  # fmt: skip
 # By name, in an order that stays, for a program is drawn by it.
 _MODULES = (products, along_dimensions, indexing, orders, transforms, linear_algebra, control, state)

@@ -35,6 +35,26 @@ def scanned(d: Draft) -> None:
 
 
 @block
+def summed_in_a_loop(d: Draft) -> None:
+    """A sum that a loop carries from a number on: an auxiliary loss of layers, a loss in chunks, a count."""
+    x = d.pick(("float32",), min_rank=2)
+    k = x.shape[-1]
+    start = d.one(("0.0", "1.5", f"jnp.zeros((), {x.name}.dtype)"))
+    term = d.one(("jnp.sum(h ** 2) * 0.01", "jnp.mean(jnp.tanh(h))", "jnp.mean(h ** 2, axis=0).sum()"))
+    w = d.parameter(d.size((2, 3)), k, k)
+    choices = [
+        f"lax.scan(lambda c, w: ((h := jnp.tanh(c[0] @ w * {root(k)}), c[1] + {term}), None), "
+        f"({x.name}, {start}), {w})[0][1]",
+        f"lax.scan(lambda c, w: ((h := jnp.tanh(c[0] @ w * {root(k)}), c[1] + 1), {term}), "
+        f"({x.name}, 0), {w})[1].sum()",
+        f"lax.scan(lambda a, y: (a + (lambda h: {term})(y @ {w}[0] * {root(k)}), None), {start}, "
+        f"jnp.swapaxes({x.name}, 0, 1))[0]",
+        f"lax.fori_loop(0, {w}.shape[0], lambda i, a: a + (lambda h: {term})({x.name} @ {w}[i] * {root(k)}), {start})",
+    ]
+    d.emit(f"{x.name} + 0.1 * {d.one(choices)}")
+
+
+@block
 def looped(d: Draft) -> None:
     x = d.pick(("float32",))
     n = d.size((2, 3, 5))

@@ -51,6 +51,16 @@ def remembered(d: Draft) -> None:
 
 
 @block
+def set_to_a_literal(d: Draft) -> None:
+    """A flag, a count or an array that each step begins anew."""
+    kind, dtype, value = (("bools", "bool", "False"), ("integers", "int32", "0"), ("normal", "float32", "1.5"))[
+        d.below(3)
+    ]
+    shape = (d.size(),) if d.chance(0.3) else ()
+    d.other(*shape, dtype=dtype, kind=kind, update=f"jnp.full({shape}, {value})" if shape else value)
+
+
+@block
 def data_leaf(d: Draft) -> None:
     shapes = ((), (d.size(),), (d.size(), d.size((2, 3, 4))), (d.size((4, 6)), d.size((4, 5)), d.size((2, 3))))
     d.data(*shapes[d.below(len(shapes))])
