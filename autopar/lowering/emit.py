@@ -47,6 +47,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.lowering.local_parts import run_on_parts
 from autopar.lowering.module_names import named
+from autopar.lowering.one_summand import literal_array, one_summand
 from autopar.lowering.ring_products import gathered_product, scattered_product
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
@@ -77,18 +78,17 @@ class Emitter:
             env[value, place] = array if place[1] == HOST else self.pin(array, place[0])
         for instruction in lowered.instructions:
             self.run(instruction, env)
-        return [
-            self.literal(atom) if place is None else env[self.key(atom, place)]
-            for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
-        ]
+        return [self.read(atom, place, env) for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)]
 
     def key(self, atom: Any, place: Place) -> tuple[int, Place]:
         assert isinstance(atom, int), "literals have no place"
         return atom, place
 
-    def literal(self, atom: Any) -> Any:
-        assert isinstance(atom, Constant), "what has no place is a literal"
-        return atom.literal.val
+    def read(self, atom: Any, place: Place | None, env: Environment) -> Any:
+        if isinstance(atom, Constant):
+            return literal_array(atom.literal, place, self.mesh)
+        assert place is not None, "what has no place is a literal"
+        return env[atom, place]
 
     def pin(self, array: Any, layout: Layout) -> Any:
         return jax.lax.with_sharding_constraint(array, named_sharding(layout, self.mesh))
@@ -119,7 +119,7 @@ class Emitter:
     def crossing(self, instruction: Split | Accumulate | Stack, env: Environment) -> None:
         """A value enters or leaves the loop over micro-batches. Of a split or stacked one there is a list of arrays."""
         (atom,), (target,) = instruction.op.inputs, instruction.op.outputs
-        value = self.literal(atom) if instruction.read is None else env[self.key(atom, instruction.read)]
+        value = self.read(atom, instruction.read, env)
         if isinstance(instruction, Accumulate):
             key = target, instruction.sum_
             env[key] = self.pin(env[key] + value, instruction.sum_[0])
@@ -147,8 +147,7 @@ class Emitter:
 
     def operands(self, instruction: Compute | Loop, env: Environment) -> list[Any]:
         return [
-            self.literal(atom) if place is None else env[self.key(atom, place)]
-            for atom, place in zip(instruction.op.inputs, instruction.reads, strict=True)
+            self.read(atom, place, env) for atom, place in zip(instruction.op.inputs, instruction.reads, strict=True)
         ]
 
     # Computing
@@ -212,7 +211,7 @@ class Emitter:
         for array, layout, masked in zip(operands, instruction.strategy.operands, whole, strict=True):
             kept = Layout(tuple(tuple(a for a in on if a in axes) for on in layout.dims))
             if masked:
-                array = self.mask(array, layout, Layout(layout.dims, result.partial))
+                array = one_summand(array, layout, Layout(layout.dims, result.partial), self.mesh)
                 kept = Layout(kept.dims, result.partial)
             in_specs.append(partition_spec(kept, self.mesh.axis_names))
             args.append(array)
@@ -303,7 +302,7 @@ class Emitter:
         if step.kind.reduces:
             return self.reduce(array, step)
         if step.kind is StepKind.MASK:
-            array = self.mask(array, step.before, step.after)
+            array = one_summand(array, step.before, step.after, self.mesh)
         return self.pin(array, step.after)
 
     def reduce(self, array: Any, step: ReshardStep) -> Any:
@@ -322,21 +321,6 @@ class Emitter:
         specs = (partition_spec(step.before, self.mesh.axis_names), partition_spec(step.after, self.mesh.axis_names))
         reduced = jax.shard_map(local, mesh=self.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
         return self.pin(reduced, step.after)
-
-    def mask(self, array: Any, before: Layout, after: Layout) -> Any:
-        """A whole value as a sum: the first device along the new axes holds it, the others hold zeros."""
-        sizes = [self.mesh.shape[self.mesh.axis_names[a]] for a in before.partial]
-        rest = array.shape[1:] if before.partial else array.shape
-        array = array.reshape((*sizes, *rest))
-        for position, axis in enumerate(after.partial):
-            if axis not in before.partial:
-                n = self.mesh.shape[self.mesh.axis_names[axis]]
-                array = jnp.expand_dims(array, position)
-                first = jax.lax.broadcasted_iota(
-                    jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position
-                )
-                array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
-        return self.pin(array.reshape((-1, *rest)), after)
 
     # Loops
 

@@ -136,9 +136,11 @@ class _Lowering:
         count: float,
         unreduced: bool = False,
     ) -> Place | None:
-        """Brings a value to a layout (None: wherever it is whole) and says where it lies then; None for a literal."""
+        """Brings a value to a layout (None: wherever it is whole) and says where it lies then. A literal lies nowhere
+        (None) unless it is to be a partial sum.
+        """
         if not isinstance(atom, int):
-            return None
+            return (want, UNREDUCED) if want is not None and want.partial else None
         home = self.home(atom)
         at: Place = (home, UNREDUCED)
         reduced = self.plan.reduced.get(atom, home)
