@@ -14,6 +14,7 @@ Rule = Callable[[Any, Places], Results]
 
 COMBINES = "it combines examples"
 BY_POSITION = "it addresses examples by their position in the batch"
+IN_ORDER = "it puts examples in order"
 SEVERAL = "it reads examples in several places"
 AGAINST_OTHERS = "it holds examples against others"
 UNKNOWN = "it is not known to keep examples apart"
@@ -69,13 +70,13 @@ def elementwise(eqn: Any, places: Places) -> list[int]:
     return [dim for _ in eqn.outvars]
 
 
-def along(name: str) -> Rule:
-    """Works along the dimensions of a parameter, which must not hold the examples."""
+def along(name: str, reason: str = BY_POSITION) -> Rule:
+    """Works along the dimensions of a parameter, which must not hold the examples; `reason`: what it would do there."""
 
     def rule(eqn: Any, places: Places) -> list[int]:
         dim = common_place(eqn, places)
         if dim in named_dims(eqn, name, rank_of(eqn.invars[0])):
-            raise MixesExamples(BY_POSITION)
+            raise MixesExamples(reason)
         return [dim for _ in eqn.outvars]
 
     return rule

@@ -5,8 +5,9 @@ takes its part (`value_states`): their numbers depend on the position in the bat
 of reach for that. Here what makes them, of keys alone, becomes a scan that returns the bits of all trips, and the scan
 over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out.
 
-Likewise results of each trip that do not depend on the examples and leave the step, such as the counts and keys of each
-layer's random numbers: they are made once, not in each micro-batch.
+Likewise what such a scan makes without the examples, for each trip or at its end, and what leaves the step or is drawn
+of behind the scan, such as the counts and keys of each layer's random numbers, or a key that the layers hand on: it is
+made once, not in each micro-batch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     values = list(whole.values), list(part.values)
     ops: tuple[list[Op], list[Op]] = ([], [])
     first_id = 1 + max(op.id for op in whole.ops())
-    depend = _of_examples(whole)
-    wanted = _wanted(whole, part, depend)
+    plans = _plans(whole, part)
     for op, other in zip(whole.block.ops, part.block.ops, strict=True):
-        plan = _plan_of(op, whole, part, depend, wanted) if op.kind is OpKind.SCAN else None
+        plan = plans.get(op.id)
         for loop, numbered, out in zip((op, other), values, ops, strict=True):
             out += [loop] if plan is None else _apart(loop, plan, numbered, first_id + len(out))
     return tuple(
@@ -45,7 +45,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is drawn apart from a scan: positions of operations in its body, of its inputs, and values from around.
+    """What is made apart from a scan: positions of operations in its body, of its inputs, and values from around.
 
     `results`: positions among the results of each trip. `fixed`: constants of the scan. `carried`: positions among the
     carried values. `slices`: inputs that are sliced.
@@ -57,6 +57,10 @@ class _Plan:
     fixed: tuple[int, ...]
     carried: tuple[int, ...]
     slices: tuple[int, ...]
+
+    def inputs(self, op: Op) -> list[int]:
+        """The positions of the inputs of the scan that are read: constants, carried values and slices."""
+        return [*self.fixed, *(op.num_consts + j for j in self.carried), *self.slices]
 
 
 def _of_examples(graph: OpGraph) -> set[int]:
@@ -83,25 +87,36 @@ def _of_examples(graph: OpGraph) -> set[int]:
     return depend
 
 
-def _wanted(whole: OpGraph, part: OpGraph, depend: set[int]) -> set[int]:
-    """The values without examples of which results of the step without examples are made, and what scans draw: the keys
-    of layers that are computed again in a backward pass are results of the scan of the forward pass.
+def _plans(whole: OpGraph, part: OpGraph) -> dict[int, _Plan]:
+    """What is made apart, of each scan where that is something, by its number.
+
+    From the last operation to the first, with the values without examples that are wanted of those before: of which
+    results of the step are made, and keys of what is drawn. (The keys of layers that are computed again in a backward
+    pass are results of the scan of the forward pass.)
     """
+    depend, follows_examples = _of_examples(whole), _follows_examples(whole, part)
     wanted = {a for a in whole.block.outputs if isinstance(a, int) and a not in depend}
-    follows_examples = _follows_examples(whole, part)
+    plans: dict[int, _Plan] = {}
     for op in reversed(whole.block.ops):
-        if op.kind is OpKind.SCAN:
-            _, _, inputs = _draws_of(op, whole, part)
-            made = zip(op.outputs[op.num_carry :], op.blocks[0].outputs[op.num_carry :], strict=True)
-            for v, atom in made:
-                if v in wanted:
-                    found = _sources(op, [atom], follows_examples)
-                    inputs = inputs | (found[1] if found is not None else set())
-            read = [op.inputs[i] for i in inputs]
+        if op.kind is OpKind.SCAN and not depend.isdisjoint(op.outputs):
+            plan = _plan_of(op, wanted, follows_examples)
+            if plan is None:
+                continue
+            plans[op.id] = plan
+            read = [op.inputs[i] for i in plan.inputs(op)]
+        elif _draws(op, follows_examples) or not wanted.isdisjoint(op.outputs):
+            read = list(op.inputs)
         else:
-            read = [] if wanted.isdisjoint(op.outputs) else list(op.inputs)
+            continue
         wanted |= {a for a in read if isinstance(a, int) and a not in depend}
-    return wanted
+    return plans
+
+
+def _draws(op: Op, follows_examples: Callable[[int], bool]) -> bool:
+    """Whether an operation draws for all examples, or one in its blocks does."""
+    if op.primitive == _DRAWS:
+        return any(map(follows_examples, op.outputs))
+    return any(_draws(inner, follows_examples) for block in op.blocks for inner in block.ops)
 
 
 def _sources(
@@ -148,49 +163,42 @@ def _behind(body: Block) -> dict[int, int]:
     return behind
 
 
-def _draws_of(op: Op, whole: OpGraph, part: OpGraph) -> tuple[list[int], set[int], set[int]]:
-    """(operations of a scan's body that draw for all examples, all that they are made of, inputs of the body)."""
-    follows_examples, (body,) = _follows_examples(whole, part), op.blocks
-    draws = [
-        i for i, inner in enumerate(body.ops)
-        if inner.primitive == _DRAWS and any(map(follows_examples, inner.outputs))
-    ]  # fmt: skip
-    found = _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)
-    return ([], set(), set()) if found is None else (draws, found[0] | set(draws), found[1])
-
-
 def _follows_examples(whole: OpGraph, part: OpGraph) -> Callable[[int], bool]:
     return lambda v: whole.values[v].shape != part.values[v].shape
 
 
-def _plan_of(op: Op, whole: OpGraph, part: OpGraph, depend: set[int], wanted: set[int]) -> _Plan | None:
-    """None where nothing is to be made apart."""
+def _plan_of(op: Op, wanted: set[int], follows_examples: Callable[[int], bool]) -> _Plan | None:
+    """What is made apart from a scan of which some results are wanted. None where that is nothing."""
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
-    follows_examples = _follows_examples(whole, part)
-    draws, ops, inputs = _draws_of(op, whole, part)
+    draws = [i for i, inner in enumerate(body.ops) if inner.primitive == _DRAWS and _draws(inner, follows_examples)]
+    found = _sources(op, [a for i in draws for a in body.ops[i].inputs], follows_examples)
+    if found is None:
+        draws, found = [], (set(), set())
+    ops, inputs = found[0] | set(draws), found[1]
     results = []
-    for j, v in enumerate(op.outputs[op.num_carry :]):
-        atom = body.outputs[op.num_carry + j]
-        if v not in wanted or not isinstance(atom, int) or atom in depend:
+    for j, v in enumerate(op.outputs):
+        atom = body.inputs[k + j] if j < op.num_carry else body.outputs[j]
+        if v not in wanted or not isinstance(atom, int) or (found := _sources(op, [atom], follows_examples)) is None:
             continue
-        if (found := _sources(op, [atom], follows_examples)) is not None:
-            results.append(j)
-            ops, inputs = ops | found[0], inputs | found[1]
-    if not draws and not results:
+        if j >= op.num_carry:
+            results.append(j - op.num_carry)
+        ops, inputs = ops | found[0], inputs | found[1]
+    carried = sorted(i - k for i in inputs if k <= i < n)
+    if not draws and not results and wanted.isdisjoint(op.outputs[j] for j in carried):
         return None
     return _Plan(
         draws=tuple(draws),
         results=tuple(results),
         ops=tuple(sorted(ops)),
         fixed=tuple(sorted(i for i in inputs if i < k)),
-        carried=tuple(sorted(i - k for i in inputs if k <= i < n)),
+        carried=tuple(carried),
         slices=tuple(sorted(i for i in inputs if i >= n)),
     )
 
 
 def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     """The scan that draws, and the scan that reads what it drew. Adds to the values."""
-    (body,), k = op.blocks, op.num_consts
+    (body,) = op.blocks
     behind = _behind(body)
     drawn = [v for i in plan.draws for v in body.ops[i].outputs]
     new: dict[int, int] = {}
@@ -204,7 +212,7 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     def named(atom: Atom) -> Atom:
         return new[behind.get(atom, atom)] if isinstance(atom, int) else atom
 
-    read = [*plan.fixed, *(k + j for j in plan.carried), *plan.slices]
+    read = plan.inputs(op)
     for i in read:
         new[body.inputs[i]] = copy(body.inputs[i])
     inner = []

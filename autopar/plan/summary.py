@@ -189,17 +189,7 @@ def _splits(record: PlanRecord, stage: int) -> str:
     mesh = stage_mesh(record, stage)
     if not record.axis_roles:
         return f"split over the mesh {mesh}"
-    sizes, roles = mesh.axis_sizes, axis_roles(record, stage)
-    ways = _ways(sizes, roles)
-    held = _held_of_state(record, stage)
-    part = f"{held:.0%}" if held >= 0.1 else f"{held:.1%}"
-    if SHARDED in ways and held > math.prod(ways.values()) ** -1 * ABOUT:
-        return splits_text(sizes, roles, f"the state in part ({part} of it a device)")
-    text = splits_text(sizes, roles)
-    if TENSOR in ways and SHARDED not in ways and held > MOSTLY / ways[TENSOR]:
-        matrices = f"{_SPLITS[TENSOR]} split over {ways[TENSOR]}"
-        return text.replace(matrices, f"a part of {matrices} ({part} of the state a device)")
-    return text
+    return splits_text(mesh.axis_sizes, axis_roles(record, stage), _held_of_state(record, stage))
 
 
 def splits_batch(record: PlanRecord) -> bool:
@@ -217,18 +207,23 @@ def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
     return ways
 
 
-def splits_text(sizes: Sequence[int], roles: Sequence[str], in_part: str = "") -> str:
-    """What mesh axes of these sizes and roles split; `in_part`: the state, where sharded data shard it in part."""
+def splits_text(sizes: Sequence[int], roles: Sequence[str], held: float = 0.0) -> str:
+    """What mesh axes of these sizes and roles split. `held`: the part of the state that a device holds, which is told
+    where it is more than an even split would leave it.
+    """
     ways = _ways(sizes, roles)
     named = {role: f"{_SPLITS[role]} split over {n}" for role, n in ways.items()}
+    part = f"{held:.0%}" if held >= 0.1 else f"{held:.1%}"
     if SHARDED in ways:
-        sharded = ways[SHARDED]
+        sharded, is_split = ways[SHARDED], held <= math.prod(ways.values()) ** -1 * ABOUT
+        state = "the state" if is_split else f"the state in part ({part} of it a device)"
         if DATA in ways:
             del named[DATA]
-            state = in_part or "the state"
             named[SHARDED] = f"the batch split over {ways[DATA] * sharded}, over {sharded} of them {state} too"
-        elif in_part:
-            named[SHARDED] = f"the batch split over {sharded} and {in_part}"
+        elif not is_split:
+            named[SHARDED] = f"the batch split over {sharded} and {state}"
+    elif TENSOR in ways and held > MOSTLY / ways[TENSOR]:
+        named[TENSOR] = f"a part of {named[TENSOR]} ({part} of the state a device)"
     parts = list(named.values())
     alike = math.prod(sizes) // math.prod(ways.values())
     if alike > 1:

@@ -49,13 +49,16 @@ def reduce_all(problem: Problem) -> Reduction:
         # dropped again before elimination, which takes for granted that every strategy left is allowed.
         merging = (merge_followers, merge_parallel, drop_forbidden)
         for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
-            if settled.get(step) is total.problem and step is not drop_dominated:
-                continue  # what is dominated may be so by what was dropped after it
+            before = total.problem
+            if settled.get(step) is before:
+                continue
             try:
-                total = chain(total, step(total.problem))
+                total = chain(total, step(before))
             except ConflictError as conflict:
                 raise _translated(conflict, total) from None
-            settled[step] = total.problem
+            # What is dominated may be so by what a pass dropped after it: only a pass that drops nothing is the last.
+            if step is not drop_dominated or total.problem is before:
+                settled[step] = total.problem
         size_after = size(total.problem)
         if size_after[:2] == size_before[:2] and size_after[2] > SETTLED * size_before[2] - 1:
             return total

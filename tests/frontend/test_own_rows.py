@@ -37,6 +37,22 @@ def read_twice(x, labels, tokens):
     return jnp.sum(picked**2)
 
 
+def read_in_chunks(x, labels, tokens):
+    """A loss that a scan sums up: what all trips read, such as the numbers of the rows, comes from around it."""
+
+    def chunk(total, at):
+        x, labels = at
+        return total + jnp.sum(x[jnp.arange(COLUMNS), labels] ** 2), None
+
+    return jax.lax.scan(chunk, 0.0, (x, tokens))[0]
+
+
+def read_at_two_numbers(x, labels, tokens):
+    """The scan of the backward pass reads both of the forward pass, beside the numbers of the rows."""
+    at = tokens.T[:, :, None]
+    return jax.lax.scan(lambda total, t: (total + jnp.sum(x[jnp.arange(ROWS), t % 2, t[:, 0]] ** 2), None), 0.0, at)[0]
+
+
 REWRITTEN = {
     "one dimension": (lambda x, i, t: x[:, 0][jnp.arange(ROWS), i], [(0,)]),
     "numbers of numpy": (lambda x, i, t: x[:, 0][np.arange(ROWS), i], [(0,)]),
@@ -61,6 +77,14 @@ REWRITTEN = {
     "in a scan": (
         lambda x, i, t: jax.lax.map(lambda at: at[0][jnp.arange(COLUMNS), at[1]], (x, t)), [(0,)],
     ),
+    "numbers for each trip": (
+        lambda x, i, t: jax.lax.map(
+            lambda at: at[0][at[1], at[2]], (x, jnp.broadcast_to(jnp.arange(COLUMNS), (ROWS, COLUMNS)), t)
+        ), [(0,)],
+    ),
+    "gradient of a scan": (jax.grad(read_in_chunks), [(0,), (0,)]),
+    "gradient of a scan of two numbers": (jax.grad(read_at_two_numbers), [(0,), (0,)]),
+    "gradient of a call": (jax.grad(jax.jit(read_twice)), [(0, 1), (0, 1)]),
 }  # fmt: skip
 LEFT = {
     "numbers that wrap": lambda x, i, t: jnp.tile(x[:, 0], (40, 1))[jnp.arange(320, dtype=jnp.uint8), jnp.tile(i, 40)],
@@ -69,6 +93,13 @@ LEFT = {
     "counted backwards": lambda x, i, t: x[:, 0][jnp.arange(ROWS)[::-1], i],
     "some of the rows": lambda x, i, t: x[:, 0][jnp.arange(ROWS // 2), i[: ROWS // 2]],
     "some rows, of numpy": lambda x, i, t: x[:, 0][np.array([0, 1, 2, 2]), i[:4]],
+    "changed by a scan": lambda x, i, t: jax.lax.scan(
+        lambda n, i: (n[::-1], x[:COLUMNS][n, i]), jnp.arange(COLUMNS), t
+    )[1],
+    "one number a trip": lambda x, i, t: jax.lax.map(
+        lambda at: x[:COLUMNS][at[0], at[1]],
+        (jnp.broadcast_to(jnp.arange(COLUMNS)[:, None], (COLUMNS, COLUMNS)), t[:COLUMNS]),
+    ),
     "nothing else": lambda x, i, t: x[jnp.arange(ROWS)],
     "read as rows": lambda x, i, t: x[i],
 }
@@ -136,6 +167,37 @@ def q_learning_arguments(examples=32, width=16, actions=6):
 def test_the_taken_action_is_read_where_its_example_lies(options):
     step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
     verified_step(step, q_learning_arguments(), 1e-5)
+
+
+def chunked_loss(params, batch):
+    """A loss over a sequence in chunks, that a scan sums up."""
+
+    def loss(params):
+        def chunk(total, at):
+            seen, labels = at
+            scores = jnp.tanh(seen) @ params["out"]
+            picked = scores[jnp.arange(scores.shape[0]), labels]
+            return total + jnp.sum(jax.nn.logsumexp(scores, axis=-1) - picked), None
+
+        chunks = batch["seen"].swapaxes(0, 1), batch["labels"].swapaxes(0, 1)
+        return jax.lax.scan(chunk, 0.0, chunks)[0] / batch["labels"].size
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_microbatches": 2}, {"plan": recipes.data_parallel()}],
+    ids=["free", "micro-batches", "data parallelism"],
+)
+def test_labels_are_read_in_chunks_where_their_examples_lie(options):
+    random = np.random.default_rng(0)
+    batch = {"seen": random.normal(size=(8, 6, 16)), "labels": random.integers(0, 10, (8, 6))}
+    batch["seen"] = batch["seen"].astype(np.float32)
+    params = {"out": random.normal(size=(16, 10)).astype(np.float32)}
+    step = autopar.parallelize(chunked_loss, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    verified_step(step, (params, batch), 1e-5)
 
 
 def test_data_parallelism_sends_gradients_alone():

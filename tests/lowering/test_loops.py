@@ -1,4 +1,4 @@
-"""Loops that `vmap` made, and random keys from around the step, under plans."""
+"""Loops that `vmap` made, sums of loops, and random keys from around the step, under plans."""
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,46 @@ def test_such_a_loop_in_micro_batches():
     )  # fmt: skip
     arguments = jax.random.normal(jax.random.key(0), (2, 4)), jnp.arange(16.0).reshape(8, 2)
     assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))
+
+
+def summed_by_a_scan(first):
+    def total(weights, x):
+        return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ weights), None), first, x)[0]
+
+    return total
+
+
+def summed_by_a_while_loop(weights, x):
+    return jax.lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] + jnp.sum(x[0] @ weights)), (0, 2.0))[1]
+
+
+def summed_or_a_number(weights, x):
+    return jax.lax.cond(weights[0, 0] > 0.0, lambda: jnp.sum(x @ weights), lambda: 3.0)
+
+
+def begun_again(weights, x):
+    """The body hands a number on in place of the sum of the trip."""
+    return jax.lax.scan(lambda total, x: (5.0, total + jnp.sum(x @ weights)), 2.0, x)[1].sum()
+
+
+@pytest.mark.parametrize(
+    "total",
+    [summed_by_a_scan(0.0), summed_by_a_scan(2.0), summed_by_a_while_loop, summed_or_a_number, begun_again],
+    ids=["scan from 0", "scan from 2", "while", "cond", "begun again"],
+)
+def test_a_sum_over_the_examples_that_begins_with_a_number(total):
+    """Each device adds up a part of the sum: the number is in one of the parts."""
+
+    def step(weights, batch):
+        return weights, total(weights, batch.swapaxes(0, 1))
+
+    step_on_devices = autopar.parallelize(
+        step, plan=recipes.data_parallel(), cluster=autopar.Cluster.local(4), cache_dir=None, show_progress=False,
+        donate_argnums=(),
+    )  # fmt: skip
+    for sign in (1, -1):
+        arguments = sign * jnp.ones((3, 2)), jnp.arange(120.0).reshape(8, 5, 3)
+        assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))
 
 
 def test_typed_keys_in_the_batch():

@@ -10,12 +10,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
+import autopar
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
 from autopar.kernels.cudnn import NAMES
 from autopar.microbatch.example_rules import APART, SUMS, reshaped
 from autopar.microbatch.microbatch import micro_batched
 from tests.microbatch.test_microbatch import RULES, check, traced, training
+from tests.small_steps import assert_close
 
 EXAMPLES, WIDTH = 8, 6
 ROW = np.zeros((1, WIDTH), np.float32)
@@ -293,6 +295,41 @@ def test_gradients_do_not_pass_through_what_mixes_examples(name):
     assert line in str(caught.value)
     if name in BY_POSITION:
         assert f"got {name} mixes" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sort", "it puts examples in order"),
+        ("top_k", "it puts examples in order"),
+        ("cumsum", "it combines examples"),
+        ("reduce_max", "it combines examples"),
+        ("rev", "it addresses examples by their position in the batch"),
+    ],
+)
+def test_the_reason_is_what_it_does_to_the_examples(name, reason):
+    with pytest.raises(MixedExamplesError, match=rf"{name} mixes the examples of the batch \({reason}\)"):
+        micro_batched(traced(trained(BY_POSITION[name]), state(), batch()), 2, RULES)
+
+
+def test_accuracy_among_the_largest_scores_is_a_mean_over_the_examples():
+    def loss_of(params, batch):
+        scores = jnp.tanh(batch["x"] @ params["a"])
+        is_among = jnp.any(lax.top_k(scores, 3)[1] == jnp.argmin(batch["x"], 1)[:, None], axis=-1)
+        return jnp.mean(scores**2), jnp.mean(is_among)
+
+    def step(params, batch):
+        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (loss, accuracy)
+
+    graph = check(step, state(), batch(), 2)
+    assert "top_k" in primitives(graph, Section.FORWARD)
+    on_devices = autopar.parallelize(
+        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False
+    )
+    expected = jax.jit(step)(state(), batch())
+    assert 0.0 < expected[1][1] < 1.0
+    assert_close(on_devices(state(), batch()), expected)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,48 @@ def of_keys_of_scans_before(params, x, key):
     return jax.lax.scan(jax.checkpoint(layer), x, (params["layers"], keys))[0]
 
 
+def of_a_key_that_layers_hand_on(params, x, key):
+    """No layer draws; the key is split in each of them, and drawn of behind them."""
+
+    def layer(carry, weight):
+        h, key = carry
+        return (jnp.tanh(h @ weight), jax.random.split(key)[0]), None
+
+    return dropped(*jax.lax.scan(layer, (x, key), params["layers"])[0])
+
+
+def of_keys_that_layers_hand_out(params, x, key):
+    def layer(carry, weight):
+        h, key = carry
+        key, made = jax.random.split(key)
+        return (jnp.tanh(h @ weight), key), made
+
+    (h, key), keys = jax.lax.scan(jax.checkpoint(layer), (x, key), params["layers"])
+    return dropped(dropped(h, key), keys[1])
+
+
+def of_a_key_for_other_layers(params, x, key):
+    """Layers hand on the key of which others draw."""
+
+    def layer(carry, weight):
+        h, key = carry
+        return (jnp.tanh(h @ weight), jax.random.fold_in(key, 1)), None
+
+    return of_a_carried_key(params, *jax.lax.scan(layer, (x, key), params["layers"])[0])
+
+
+def of_noise_made_by_a_scan(params, x, key):
+    def layer(carry, weight):
+        h, key = carry
+        return (jnp.tanh(h @ weight), jax.random.split(key)[0]), None
+
+    h, key = jax.lax.scan(layer, (x, key), params["layers"])[0]
+    return h * jax.lax.map(lambda key: jax.random.normal(key, x.shape), jax.random.split(key))[1]
+
+
+HANDED_ON = [
+    of_a_key_that_layers_hand_on, of_keys_that_layers_hand_out, of_a_key_for_other_layers, of_noise_made_by_a_scan
+]  # fmt: skip
 COMPUTED_AGAIN = [of_layers_computed_again, of_a_carried_key_computed_again]
 
 
@@ -124,6 +166,7 @@ def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
     [
         of_a_carried_key,
         of_a_carried_key_computed_again,
+        of_a_key_that_layers_hand_on,
         pytest.param(of_sliced_keys, marks=pytest.mark.slow),
     ],
 )
@@ -137,8 +180,9 @@ def test_two_stages(body):
     small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
 
 
-def test_keys_that_scans_make_are_those_of_the_whole_batch():
-    step, state, batch = step_of(of_keys_of_scans_before), state_of(), batch_of()
+@pytest.mark.parametrize("body", [of_keys_of_scans_before, *HANDED_ON])
+def test_keys_that_scans_make_are_those_of_the_whole_batch(body):
+    step, state, batch = step_of(body), state_of(), batch_of()
     t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
     graph = micro_batched(t, 2, RULES)
     got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves((state, batch))))
@@ -188,4 +232,32 @@ def test_keys_and_counts_of_each_layer_are_made_once_and_may_be_stored_padded(la
     small_steps.assert_close(autopar.unpadded(got["params"]), expected["params"])
     assert np.array_equal(np.asarray(autopar.unpadded(got["counts"])), np.arange(layers) + 2)
     keys = [jax.random.key_data(autopar.unpadded(tree["keys"])) for tree in (got, expected)]
+    assert np.array_equal(*map(np.asarray, keys))
+
+
+def test_a_key_of_the_state_that_layers_hand_on():
+    """It is drawn of behind the layers, and is the key of the next step."""
+
+    def step(state, batch):
+        def loss_of(params):
+            def layer(carry, weight):
+                h, key = carry
+                return (jnp.tanh(h @ weight), jax.random.split(key)[0]), None
+
+            h, key = jax.lax.scan(layer, (batch["x"], state["key"]), params["layers"])[0]
+            return jnp.square(dropped(h, key) @ params["out"] - batch["y"]).mean(), key
+
+        (loss, key), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "key": key}, loss
+
+    parallel = autopar.parallelize(
+        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False
+    )
+    expected, got = ({"params": state_of(), "key": jax.random.key(5)} for _ in range(2))
+    for _ in range(2):
+        expected, loss = jax.jit(step)(expected, batch_of())
+        got, found = parallel(got, batch_of())
+        np.testing.assert_allclose(found, loss, rtol=1e-5)
+    small_steps.assert_close(got["params"], expected["params"])
+    keys = [jax.random.key_data(state["key"]) for state in (got, expected)]
     assert np.array_equal(*map(np.asarray, keys))

@@ -365,8 +365,27 @@ def test_a_module_in_no_stage_is_refused(tmp_path):
         decode(encode(program(modules=(module("a", compute_s=1.0, stage=1),))), "plan.json")
 
 
-def test_axes_of_data_and_of_sharded_data_are_one_split_of_the_batch():
-    text = summary.splits_text((2, 32), ("data", "sharded data"))
-    assert text == "the batch split over 64, over 32 of them the state too"
-    in_part = summary.splits_text((2, 32), ("data", "sharded data"), "the state in part (4.3% of it a device)")
-    assert in_part == "the batch split over 64, over 32 of them the state in part (4.3% of it a device) too"
+@pytest.mark.parametrize(
+    ("sizes", "roles", "held", "text"),
+    [
+        ((2, 32), ("data", "sharded data"), 0.0, "the batch split over 64, over 32 of them the state too"),
+        (
+            (2, 32), ("data", "sharded data"), 0.043,
+            "the batch split over 64, over 32 of them the state in part (4.3% of it a device) too",
+        ),
+        ((8,), ("sharded data",), 1 / 8, "the batch and the state split over 8"),
+        ((8,), ("sharded data",), 0.5, "the batch split over 8 and the state in part (50% of it a device)"),
+        ((2, 4), ("data", "tensor"), 0.25, "the batch split over 2, the matrices split over 4"),
+        (
+            (2, 4), ("data", "tensor"), 0.56,
+            "the batch split over 2, a part of the matrices split over 4 (56% of the state a device)",
+        ),
+        (
+            (4, 2, 4), ("sharded data", "tensor", "sequence"), 0.9,
+            "the batch split over 4 and the state in part (90% of it a device), the matrices split over 2, "
+            "the sequences split over 4",
+        ),
+    ],
+)  # fmt: skip
+def test_what_axes_split(sizes, roles, held, text):
+    assert summary.splits_text(sizes, roles, held) == text

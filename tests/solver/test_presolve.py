@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
-from autopar.solver.presolve import dominance, elimination
+from autopar.solver.presolve import dominance, elimination, presolve
 from autopar.solver.presolve.followers import merge_followers
 from autopar.solver.presolve.presolve import (
     drop_dominated,
@@ -62,6 +63,27 @@ def test_arrays_and_compiled_loops_drop_the_same_strategies(most_work: int) -> N
         assert [kept.tolist() for kept in by_arrays] == [kept.tolist() for kept in by_loops]
         dropped += sum(len(cost) - len(kept) for cost, kept in zip(problem.node_cost, by_arrays, strict=True))
     assert dropped > 40  # some, even where most nodes are passed over
+
+
+@pytest.mark.parametrize(("dear", "passes"), [(0.0, [0]), (9.0, [1, 0])], ids=["none is dominated", "one is"])
+def test_dominance_is_looked_at_until_a_pass_drops_nothing(
+    dear: float, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five nodes that want to be alike, each an end of an edge to each other one, and a sixth that is eliminated."""
+    pairs = [(a, b) for a in range(5) for b in range(a + 1, 5)]
+    differs = 1.0 - np.eye(2)
+    edges = tuple(Edge(source=a, target=b, cost=differs) for a, b in [*pairs, (4, 5)])
+    costs = (np.array([0.0, dear]), *(np.zeros(2) for _ in range(5)))
+    dropped: list[int] = []
+
+    def noted(problem: Problem, *arguments: Any) -> list[np.ndarray]:
+        kept = dominance.undominated(problem, *arguments)
+        dropped.append(sum(map(len, problem.node_cost)) - sum(map(len, kept)))
+        return kept
+
+    monkeypatch.setattr(presolve, "undominated", noted)
+    reduce_all(Problem(node_cost=costs, edges=edges))
+    assert dropped == passes
 
 
 def test_a_follower_takes_its_memory_along() -> None:
