@@ -73,9 +73,11 @@ def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, 
         return None, [
             f"nothing was offloaded: the rate of the link between {cluster.device.name} and its host is unknown"
         ]
+    text = "the optimiser's state"
+    if (least := _least_beside_optimizer(context)) > context.limit_bytes:
+        return None, [f"ZeRO-3 with {text} in the memory of the hosts needs more than {text_of_bytes(least)}"]
     optimizer = dataclasses.replace(_sharded_over_data(3), offloads_optimizer=True)
     both = dataclasses.replace(optimizer, offloads_activations=True)
-    text = "the optimiser's state"
     texts = []
     for binding, policies, moved in ((optimizer, _POLICIES, text), (both, ("nothing",), f"{text} and saved arrays")):
         plans, least_bytes = _fitting(context, binding, policies, plan_of)
@@ -85,6 +87,14 @@ def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, 
         if least_bytes is not None:
             texts.append(f"ZeRO-3 with {moved} in the memory of the hosts needs {text_of_bytes(least_bytes)}")
     return None, texts
+
+
+def _least_beside_optimizer(context: PlanningContext) -> int:
+    """The least bytes on a device of the arguments that are no optimiser's state, under any plan."""
+    graph = context.views.annotated
+    arguments = (graph.values[v] for v in graph.block.inputs)
+    whole = sum(value.nbytes for value in arguments if value.purpose is not Purpose.OPTIMIZER)
+    return -(-whole // context.cluster.num_devices)
 
 
 def _fitting(

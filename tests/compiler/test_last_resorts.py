@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.compiler import last_resorts
 from autopar.errors import MemoryLimitError
 from tests.small_steps import assert_close, chain_loss, slow_cluster
 
@@ -69,6 +70,13 @@ def test_it_computes_what_plain_jit_does(tmp_path):
 
 def test_the_error_says_what_offloading_would_need():
     with pytest.raises(MemoryLimitError, match="ZeRO-3 with the optimiser's state in the memory of the hosts needs"):
+        step_within(STATE_BYTES // 4).plan(new_state(), new_batch())
+
+
+def test_what_cannot_fit_without_the_moments_is_not_planned(monkeypatch):
+    """A half of the parameters and of the batch is more than a device has: GPT-3 on eight devices took minutes."""
+    monkeypatch.setattr(last_resorts, "_fitting", None)
+    with pytest.raises(MemoryLimitError, match="in the memory of the hosts needs more than 147 kB"):
         step_within(STATE_BYTES // 20).plan(new_state(), new_batch())
 
 
