@@ -126,6 +126,9 @@ class AccumulatingFollower(Follower):
                 return State(form=Form.SPLIT, dim=dim, weight=None if op.role is Role.BACKWARD else 1.0)
         return State(form=Form.OWN, weight=None, cause=CombinesExamples(op, "each micro-batch has its own"))
 
+    def may_share(self, states: Sequence[State]) -> bool:
+        return False  # a mean over micro-batches would read another share than a sum
+
     def leaving_weight(self, state: State, value: Value, maker: Op) -> float:
         """By what the join of the micro-batches' values is multiplied where a value leaves the loop.
 

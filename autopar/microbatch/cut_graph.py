@@ -49,17 +49,22 @@ def cut_graph(
     cutter.cut_ignored({whole.values[whole.block.inputs[position]].shape[0] for position in inputs_with_examples})
     values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
+    return mark_score_kernels(dataclasses.replace(whole, values=values, block=with_rules(block, rules)))
+
+
+def with_rules(block: Block, rules: RuleBook) -> Block:
+    """The block, with the sharding rules of the equations that have none yet."""
     rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
-    return mark_score_kernels(dataclasses.replace(whole, values=values, block=_with_rules(block, rules)))
+    return _with_known_rules(block, rules)
 
 
-def _with_rules(block: Block, rules: RuleBook) -> Block:
+def _with_known_rules(block: Block, rules: RuleBook) -> Block:
     ops = []
     for op in block.ops:
         if op.kind is OpKind.EQUATION and op.rule is None:
             op = replaced(op, rule=rules.rule(op.key))
         if op.blocks:
-            op = replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks))
+            op = replaced(op, blocks=tuple(_with_known_rules(b, rules) for b in op.blocks))
         ops.append(op)
     return dataclasses.replace(block, ops=tuple(ops))
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, free_values
+from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, free_values, read_by
 from autopar.microbatch.forms import Form
+from autopar.microbatch.part_of_results import part_of_results
 from autopar.microbatch.value_states import ValueStates
 
 
 class LoopSections:
     """The values that are needed `before` the loop, in `each` micro-batch and `after` the loop.
+
+    `apart[v]`, v being the first result of an operation in the loop, is what makes those of its results that are the
+    same in every micro-batch, on the whole batch: it runs after the loop. `leaving` are the values needed after it that
+    are joined over the micro-batches, or computed there by what reads all examples.
 
     Raises: UnsupportedError for a result that neither adds up over micro-batches nor has one row for each example.
     """
@@ -19,7 +24,10 @@ class LoopSections:
         self.before: set[int] = set()
         self.each: set[int] = set()
         self.after: set[int] = set()
+        self.apart: dict[int, Op] = {}
+        self._same: set[int] = set()  # needed after the loop, and the same in every micro-batch
         self._find()
+        self.leaving = self.after - self._same
 
     def _find(self) -> None:
         for atom in self.whole.block.outputs:
@@ -33,6 +41,7 @@ class LoopSections:
                 continue
             for v in op.outputs:
                 self._settle(v)
+            self._set_apart(op)
             if self.run_once(op) is Section.BEFORE:
                 for atom in op.inputs:
                     self._need(atom, self.before)
@@ -58,17 +67,32 @@ class LoopSections:
         if v in self.after and s.early and s.form is Form.INVARIANT and self.whole.values[v].size == 1:
             self.before.add(v)  # step counts and rates: known at once, so that no stage waits for them at the end
         if v in self.after and s.streams and not s.cut and v not in self.before:
-            if s.form is Form.INVARIANT or s.outer != 1:
-                inside = (
-                    "in which examples lie inside of a dimension" if s.outer != 1 else "that a loop makes beside them"
-                )
-                raise UnsupportedError(
-                    where=self.step_name,
-                    expected="results that are sums over examples or have one row for each",
-                    got=f"one of shape {self.whole.values[v].shape} {inside}",
-                    hint="return it in another shape, or use num_microbatches=1",
-                )
+            if s.form is Form.INVARIANT:
+                self._same.add(v)
+                return
+            if s.outer != 1:
+                raise self._refusal(v, "in which examples lie inside of a dimension")
             self.each.add(v)
+
+    def _set_apart(self, op: Op) -> None:
+        """Plans the work of an operation in the loop that makes results which are the same in every micro-batch."""
+        same = self._same.intersection(op.outputs)
+        if not same:
+            return
+        apart = part_of_results(op, same)
+        if apart is None or any(self.states.of[v].form is not Form.INVARIANT for v in read_by(apart)):
+            raise self._refusal(min(same), f"that {op.primitive} makes beside them")
+        self.apart[op.outputs[0]] = apart
+        for v in read_by(apart):
+            self.after.add(v)
+
+    def _refusal(self, v: int, how: str) -> UnsupportedError:
+        return UnsupportedError(
+            where=self.step_name,
+            expected="results that are sums over examples or have one row for each",
+            got=f"one of shape {self.whole.values[v].shape} {how}",
+            hint="return it in another shape, or use num_microbatches=1",
+        )
 
     def run_once(self, op: Op) -> Section | None:
         """When an operation runs on the whole batch, if it does."""

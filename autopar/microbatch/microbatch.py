@@ -20,7 +20,7 @@ from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
-from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.cut_graph import cut_graph, with_rules
 from autopar.microbatch.forms import Form
 from autopar.microbatch.hoist_draws import hoist_draws
 from autopar.microbatch.island_states import body_states
@@ -170,12 +170,12 @@ def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, 
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
     writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
-    ops = _with_rules_of_scales(writer.ops(), rules)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
+    block = with_rules(dataclasses.replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
     micro_batched_graph = dataclasses.replace(
         whole,
         values=tuple(writer.values),
-        block=dataclasses.replace(whole.block, ops=ops, outputs=outputs),
+        block=block,
         num_microbatches=num_microbatches,
         runs_of_examples=follower.runs,
     )
@@ -199,14 +199,6 @@ def _check_same_operations(step_name: str, block: Block, part: Block) -> None:
             got="others",
             hint="do not let Python branch on the number of examples",
         )
-
-
-def _with_rules_of_scales(ops: Sequence[Op], rules: RuleBook) -> tuple[Op, ...]:
-    """The operations, with the sharding rules of those that scale what leaves the loop."""
-    rules.learn((op.key, op.eqn) for op in ops if op.kind is OpKind.EQUATION and op.rule is None)
-    return tuple(
-        replaced(op, rule=rules.rule(op.key)) if op.kind is OpKind.EQUATION and op.rule is None else op for op in ops
-    )
 
 
 class _LoopWriter:
@@ -241,6 +233,9 @@ class _LoopWriter:
                 inputs = tuple(self.through(a) for a in part.inputs)
                 parts_of_updates.append(dataclasses.replace(part, inputs=inputs))
                 continue
+            if (apart := self.sections.apart.get(op.outputs[0] if op.outputs else -1)) is not None:
+                inputs = tuple(self.through(a) for a in apart.inputs)
+                by_section[Section.AFTER].append(replaced(apart, inputs=inputs, section=Section.AFTER))
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
                 by_section[section].append(replaced(op, inputs=inputs, section=section))
@@ -248,13 +243,13 @@ class _LoopWriter:
                 by_section[Section.BEFORE] += [self._split(v) for v in sliced]
             if not self.sections.repeats(op):
                 continue
-            repeated = self._repeated(op, part, made_in)
-            by_section[repeated.section].append(repeated)
+            *shares, repeated = self._repeated(op, part, made_in)
+            by_section[repeated.section] += [*shares, repeated]
             made_in.update(dict.fromkeys(repeated.outputs, repeated.section))
             if op.kind is OpKind.BARRIER:
                 continue
             for v in op.outputs:
-                if v in self.sections.after and v not in self.sections.before and self.states.of[v].streams:
+                if v in self.sections.leaving and v not in self.sections.before and self.states.of[v].streams:
                     ways = self.update_writer.stack(v, self.micro[v], repeated) if v in self.read_by_updates else []
                     if not ways or v in self.read_otherwise:
                         ways += self._leave(v, repeated)
@@ -324,8 +319,8 @@ class _LoopWriter:
         self.values.append(replaced(like, id=len(self.values), name=""))
         return len(self.values) - 1
 
-    def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> Op:
-        """An operation as each micro-batch runs it."""
+    def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> list[Op]:
+        """An operation as each micro-batch runs it, behind those that make the shares that it reads."""
         read_whole = self.states.whole_operands.get(op.id, frozenset())
         pairs = list(zip(part.inputs, part.outputs, strict=True)) if op.kind is OpKind.BARRIER else []
         if pairs:  # what does not stream goes around it
@@ -333,7 +328,7 @@ class _LoopWriter:
             part = dataclasses.replace(part, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
         inputs = tuple(self.through(a) if i in read_whole else self._in_loop(a) for i, a in enumerate(part.inputs))
         late = any(isinstance(a, int) and made_in.get(a) is Section.BACKWARD for a in inputs)
-        return dataclasses.replace(
+        repeated = dataclasses.replace(
             part,
             inputs=inputs,
             outputs=tuple(self._counterpart(v) for v in part.outputs),
@@ -341,6 +336,20 @@ class _LoopWriter:
             count=op.count * self.follower.num_microbatches,
             section=Section.BACKWARD if late or op.role is Role.BACKWARD else Section.FORWARD,
         )
+        return self._with_shares(op, repeated)
+
+    def _with_shares(self, op: Op, repeated: Op) -> list[Op]:
+        """An operation of a micro-batch, behind those that make the shares that it reads."""
+        scalings, inputs = [], list(repeated.inputs)
+        for i in sorted(self.follower.shares.get(op.outputs[0] if op.outputs else -1, ())):
+            source, aval = inputs[i], repeated.eqn.invars[i].aval
+            like = self.values[source] if isinstance(source, int) else Value(
+                0, tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize, weak_type=aval.weak_type
+            )  # fmt: skip
+            inputs[i] = share = self._new_value(like)
+            made = scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
+            scalings.append(dataclasses.replace(made, count=repeated.count))
+        return [*scalings, replaced(repeated, inputs=tuple(inputs))] if scalings else [repeated]
 
     def _repeated_block(self, block: Block) -> Block:
         """A block with new values, so that the whole batch's operation may exist beside the micro-batch's."""
@@ -350,7 +359,8 @@ class _LoopWriter:
             blocks = tuple(self._repeated_block(b) for b in op.blocks)
             ins = tuple(self._in_loop(a) for a in op.inputs)
             outs = tuple(self._counterpart(v) for v in op.outputs)
-            ops.append(replaced(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times))
+            repeated = replaced(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times)
+            ops += self._with_shares(op, repeated)
         return Block(inputs=inputs, outputs=tuple(self._in_loop(a) for a in block.outputs), ops=tuple(ops))
 
 

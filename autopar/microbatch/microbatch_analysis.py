@@ -25,6 +25,7 @@ from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL,
 from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
 from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join
 from autopar.microbatch.running_state import StateUpdates
+from autopar.microbatch.shares import shared_operands, starts_sum
 
 # Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
 _SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
@@ -47,6 +48,11 @@ class Follower:
     examples has half as many runs as examples. `body_states` follows what has a body on one part of its operands: a
     `shard_map`, and what has a partitioner of its own. `updates` are those of state that run behind the loop, once for
     each micro-batch.
+
+    `shares[v]` are the positions of the operands that count once for the whole batch and that an operation with the
+    first result v adds to sums over examples: each micro-batch reads a share of them, the operand divided by the number
+    of micro-batches. They are found inside of loops, while `sharing`; elsewhere such a sum is added up behind the loop
+    over micro-batches.
     """
 
     whole: OpGraph
@@ -55,6 +61,8 @@ class Follower:
     runs: int = 0
     body_states: Callable[[Op, Op, Sequence[State], int], list[State]] | None = None
     updates: StateUpdates = dataclasses.field(default_factory=StateUpdates)
+    shares: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    sharing: bool = False
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -86,6 +94,10 @@ class Follower:
     def stays_in_loop(self, op: Op, part: Op, states: Sequence[State]) -> bool:
         """Whether an operation must run for each micro-batch even where its result is known before."""
         return False
+
+    def may_share(self, states: Sequence[State]) -> bool:
+        """Whether a loop that reads such operands may read shares: one that can run only for each micro-batch."""
+        return self.num_microbatches > 1 and any(s.form is Form.SPLIT for s in states)
 
     def leaving_weight(self, state: State, value: Value, maker: Op) -> float:
         """By what the join of the micro-batches' values is multiplied where a value leaves the loop."""
@@ -243,9 +255,29 @@ class Follower:
         """The states of a block's outputs from those of its inputs."""
         state_of_value = {**around, **dict(zip(block.inputs, states, strict=True))}
         for op, part_op in zip(block.ops, part.ops, strict=True):
-            results = self.follow(op, part_op, [state_of(a, state_of_value) for a in op.inputs], state_of_value)
+            results = self._inside(op, part_op, [state_of(a, state_of_value) for a in op.inputs], state_of_value)
             state_of_value.update(zip(op.outputs, results, strict=True))
         return [state_of(a, state_of_value) for a in block.outputs]
+
+    def _inside(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        """The results of an operation of a block, which may read shares."""
+        self._read_shares(op, ())
+        try:
+            return self.follow(op, part, states, around)
+        except CombinesExamples:
+            shared = shared_operands(op, states) if self.sharing else []
+            if not shared:
+                raise
+        summand = next(s for s in states if s.form is Form.PARTIAL_SUM)
+        states = [replaced(summand, zero=False) if i in shared else s for i, s in enumerate(states)]
+        results = self.follow(op, part, states, around)
+        self._read_shares(op, shared)
+        return results
+
+    def _read_shares(self, op: Op, positions: Sequence[int]) -> None:
+        self.shares.pop(op.outputs[0] if op.outputs else -1, None)
+        if positions:
+            self.shares[op.outputs[0]] = frozenset(positions)
 
     def _scan(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         if op.trips != part.trips:
@@ -263,7 +295,7 @@ class Follower:
             outputs = self._block(body, part_body, [*consts, *carry, *xs], around)
             return outputs[: op.num_carry], outputs[op.num_carry :]
 
-        carry, ys = self._settled(op, carry, round_)
+        carry, ys = self._settled(op, op.num_consts, carry, round_)
         return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.SPLIT else y for y in ys)]
 
     def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
@@ -281,14 +313,22 @@ class Follower:
                 raise CombinesExamples(op, "how long it runs depends on all examples")
             return self._block(body, other_body, [*inside[k:n], *carry], around), []
 
-        return self._settled(op, inside[n:], round_)[0]
+        return self._settled(op, n, inside[n:], round_)[0]
 
-    def _settled(self, op: Op, carry: list[State], round_: Any) -> tuple[list[State], list[State]]:
-        """The states of the carried values at their fixed point, and those of the stacked results."""
+    def _settled(self, op: Op, first: int, carry: list[State], round_: Any) -> tuple[list[State], list[State]]:
+        """The states of the carried values, from operand `first` on, at their fixed point, and those of the stacked
+        results. What a sum over examples starts from is read as a share.
+        """
+        start = carry
         for _ in range(_MAX_ROUNDS + len(carry)):
             carry_out, stacked = round_(carry)
-            joined = [join(op, a, b) for a, b in zip(carry, carry_out, strict=True)]
+            joined = [
+                replaced(b, zero=False) if self.sharing and starts_sum(op, i, a, b) else join(op, a, b)
+                for i, (a, b) in enumerate(zip(carry, carry_out, strict=True))
+            ]
             if joined == carry:
+                pairs = enumerate(zip(start, carry, strict=True), first)
+                self._read_shares(op, [i for i, (a, b) in pairs if not a.zero and a.form is not b.form])
                 return carry, stacked
             carry = joined
         raise CombinesExamples(op, "what it carries takes ever other forms")

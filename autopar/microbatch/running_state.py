@@ -19,7 +19,7 @@ import jax
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Section, Value, read_by
+from autopar.ir.graph import Atom, Constant, Op, OpGraph, OpKind, Section, Value, read_by
 from autopar.sharding.rules import equation_key
 
 
@@ -164,7 +164,7 @@ class UpdateWriter:
 
 
 def _operation(
-    function: Callable[[Any], Any], value: Value, source: int, target: int, like: Op, section: Section
+    function: Callable[[Any], Any], value: Value, source: Atom, target: int, like: Op, section: Section
 ) -> Op:
     """An operation of one equation on a value; its rule is not known yet."""
     aval = jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
@@ -176,6 +176,6 @@ def _operation(
     )  # fmt: skip
 
 
-def scaling(source: int, target: int, value: Value, weight: float, maker: Op) -> Op:
-    """The operation behind the loop that multiplies a sum of all micro-batches."""
-    return _operation(lambda x: x * weight, value, source, target, maker, Section.AFTER)
+def scaling(source: Atom, target: int, value: Value, weight: float, like: Op, section: Section = Section.AFTER) -> Op:
+    """The operation that multiplies a value; by default a sum of all micro-batches, behind the loop."""
+    return _operation(lambda x: x * weight, value, source, target, like, section)

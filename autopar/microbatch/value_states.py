@@ -146,6 +146,7 @@ class _StateFinder:
             if promote and s.early and s.form is Form.PARTIAL_SUM and isinstance(a, int)
         )
         read = [State(form=Form.INVARIANT) if i in read_whole else s for i, s in enumerate(states)]
+        self.follower.sharing = self.follower.may_share(read)
         results = self.follower.follow(op, part, read, self.states)
         self.whole_operands[op.id] = read_whole
         return [replaced(s, early=early, streams=True, cut=False) for s in results]
