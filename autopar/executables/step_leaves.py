@@ -39,7 +39,8 @@ def check_widths(traced: TracedStep) -> None:
                 where=f"{traced.name}, {path}",
                 expected="an array of 8 bits an element or more",
                 got=f"{aval.dtype}{list(aval.shape)}",
-                hint=f"pass it as int8, and convert it in the step: x.astype(jnp.{aval.dtype})",
+                hint=f"pass it in a wider type that holds its numbers, and convert it in the step: "
+                f"x.astype(jnp.{aval.dtype})",
             )
 
 

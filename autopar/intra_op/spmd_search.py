@@ -352,14 +352,14 @@ class _MeshSearch:
             choice = tuple(solution.choice)
             if choice in fitted:
                 return fitted[choice]
-            candidate, memory = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
+            candidate, over_time = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
             fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate
             if fits:
                 smallest_fits = True
             else:
-                priced |= over_limit_values(memory, compiler, limit_bytes)
+                priced |= over_limit_values(over_time, compiler, limit_bytes)
             return fits
 
         first_s = best.step_time_s / best.peak_bytes * FIRST_PRICE

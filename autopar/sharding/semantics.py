@@ -183,8 +183,9 @@ def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: se
     joined: dict[DimensionOf, set[DimensionOf]] = {}
     first_read: dict[DimensionOf, int] = {}
     last_made: dict[DimensionOf, int] = {}
+    products = []
     for position, op in enumerate(forward):
-        if op.primitive not in MATRIX_PRODUCTS or not looked_up.isdisjoint(read_by(op)):
+        if op.primitive not in MATRIX_PRODUCTS:
             continue
         assert op.rule is not None
         made = {f for dims in op.rule.results for fs in dims for f in fs}
@@ -192,12 +193,17 @@ def _handed_on(graph: OpGraph, followed: FollowedNames[Dimension], dependent: se
             if not isinstance(atom, int) or atom in dependent:
                 continue
             named = [(width[atom, d], made.issuperset(fs)) for d, fs in enumerate(dims) if fs and unnamed(atom, d)]
-            for one in (at for at, is_made in named if not is_made):
-                for other in (at for at, is_made in named if is_made):
-                    first_read.setdefault(one, position)
-                    last_made[other] = position
-                    joined.setdefault(one, set()).add(other)
-                    joined.setdefault(other, set()).add(one)
+            ones, others = [at for at, is_made in named if not is_made], [at for at, is_made in named if is_made]
+            if ones and others:
+                last_made.update(dict.fromkeys(others, position))
+                products.append((position, not looked_up.isdisjoint(read_by(op)), ones, others))
+    for position, looks_up, ones, others in products:
+        if looks_up and any(last_made.get(one, position) > position for one in ones):
+            continue  # an embedding whose words the logits make again
+        for one, other in itertools.product(ones, others):
+            first_read.setdefault(one, position)
+            joined.setdefault(one, set()).add(other)
+            joined.setdefault(other, set()).add(one)
     found: set[DimensionOf] = set()
     seen: set[DimensionOf] = set()
     returning = [at for at, position in first_read.items() if last_made.get(at, position) > position]

@@ -26,5 +26,5 @@ def test_arguments_of_4_bits_are_refused_by_their_path(plan):
         planned(state, batch)
     assert str(refused.value) == (
         "step, state['scale']: expected an array of 8 bits an element or more, got int4[8]\n"
-        "  hint: pass it as int8, and convert it in the step: x.astype(jnp.int4)"
+        "  hint: pass it in a wider type that holds its numbers, and convert it in the step: x.astype(jnp.int4)"
     )

@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import MixedExamplesError
-from autopar.ir.graph import OpKind, Section
+from autopar.ir.graph import OpKind, walk
 from tests.microbatch.test_microbatch import WIDTH, check, examples
 from tests.small_steps import assert_close
 
@@ -109,8 +109,9 @@ def test_what_all_micro_batches_share_counts_once(loss, num_microbatches):
 
 def test_a_count_of_layers_is_made_once_without_the_layers():
     graph = check(trained(counted_layers), layers(), examples(), 4)
-    (apart,) = [op for op in graph.block.ops if op.kind is OpKind.SCAN and op.section is Section.AFTER]
-    assert (apart.num_consts, apart.num_carry, len(apart.inputs), apart.count) == (0, 1, 1, 1.0)
+    (apart,) = [op for op in graph.block.ops if op.kind is OpKind.SCAN and not op.section.repeats]
+    assert (apart.num_consts, apart.num_carry, len(apart.inputs), apart.count) == (0, 2, 2, 1.0)
+    assert {op.primitive for op in walk(apart.blocks[0])} == {"add", "not"}
 
 
 def test_half_precision_keeps_its_type():

@@ -202,6 +202,17 @@ def test_an_embedding_as_a_product_with_ones_looks_rows_up():
     assert of_weights == [[False, True], [True, False], [False, True]]
 
 
+def test_a_layer_that_reads_categories_as_ones_hands_them_on():
+    """Its columns are cut, then the rows of the next one, as behind any other input."""
+
+    def forward(params, categories):
+        first, second = params
+        return jnp.tanh(jax.nn.one_hot(categories, 64) @ first) @ second
+
+    shapes = (shape(64, 32), shape(32, 4))
+    assert widths(trained(forward), shapes, shape(16, dtype=np.int32)) == [[True, False], [False, True]]
+
+
 def sides(forward, weights, x):
     """The sides of each weight's dimensions, and of those of what it becomes."""
 
