@@ -7,6 +7,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from tests.small_steps import assert_close
 
 BATCH = np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8)
 
@@ -41,4 +42,4 @@ def step(state, batch):
 def test_state_that_is_set_to_a_literal(options):
     expected = jax.jit(step)(state(), BATCH)
     seen = autopar.parallelize(step, cache_dir=None, show_progress=False, **options)(state(), BATCH)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, seen)
+    assert_close(seen, expected)
