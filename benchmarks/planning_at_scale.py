@@ -116,14 +116,15 @@ def planned(model: str, form: str, hosts: int) -> Row:
 
 def cells(row: Row) -> tuple[str, ...]:
     found = (f"{row.step_time_s:.2f} s", f"{row.mfu:.1%}") if row.step_time_s else ("", "")
+    measured = row.memory_bytes > 0  # not where planning was ended
     return (
         row.model,
         row.form,
         str(row.devices),
         f"{row.wall_s:.0f} s",
-        f"{row.cpu_s:.0f} s",
-        f"{row.stages_s:.2f} s",
-        f"{row.memory_bytes / 1e9:.1f} GB",
+        f"{row.cpu_s:.0f} s" if measured else "",
+        f"{row.stages_s:.2f} s" if measured else "",
+        f"{row.memory_bytes / 1e9:.1f} GB" if measured else "",
         *found,
         row.text,
     )
@@ -138,7 +139,7 @@ def plot(rows: list[Row]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for model, form in dict.fromkeys((r.model, r.form) for r in rows):
-        line = [r for r in rows if (r.model, r.form) == (model, form)]
+        line = [r for r in rows if (r.model, r.form) == (model, form) and r.memory_bytes]
         devices, label = [r.devices for r in line], f"{model}, {form}"
         left.plot(devices, [r.wall_s for r in line], "o-", label=label)
         right.plot(devices, [r.memory_bytes / 2**30 for r in line], "o-", label=label)
