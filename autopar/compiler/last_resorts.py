@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 
 from autopar.common.units import text_of_bytes
 from autopar.compiler.padding import stored_step
-from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, UnsupportedError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
+from autopar.inter_op.evaluate import BOUND_ERROR, PEAK_ERROR
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
+from autopar.inter_op.pipeline_candidate import PipelineEstimate
+from autopar.inter_op.requested import estimated_one_stage
 from autopar.ir.graph import Purpose
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import divisors
@@ -80,9 +83,8 @@ def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, 
     both = dataclasses.replace(optimizer, offloads_activations=True)
     texts = []
     for binding, policies, moved in ((optimizer, _POLICIES, text), (both, ("nothing",), f"{text} and saved arrays")):
-        plans, least_bytes = _fitting(context, binding, policies, plan_of)
-        if plans:
-            best = min(plans, key=lambda plan: plan.predicted.step_time_s)
+        best, least_bytes = _fitting(context, binding, policies, plan_of)
+        if best is not None:
             return best.with_note(OFFLOADED.format(moved)), []
         if least_bytes is not None:
             texts.append(f"ZeRO-3 with {moved} in the memory of the hosts needs {text_of_bytes(least_bytes)}")
@@ -99,59 +101,90 @@ def _least_beside_optimizer(context: PlanningContext) -> int:
 
 def _fitting(
     context: PlanningContext, binding: Binding, policies: Sequence[str], plan_of: PlanOf
-) -> tuple[list[Plan], int | None]:
-    """(the plans that fit; where none does, the least that one needs, None where the step cannot be had so)"""
+) -> tuple[Plan | None, int | None]:
+    """(the fastest plan that fits; where none does, the least that one needs, None where the step cannot be had so)
+
+    Long steps are estimated on fewer of their equal layers, and built in the order of their estimates until none may
+    be faster.
+    """
     numbers = divisors(num_examples(context.traced) // context.cluster.num_devices)
 
-    @functools.cache
-    def made(policy: str, m: int) -> Plan | int | None:
-        bound = dataclasses.replace(
+    def request(policy: str, m: int) -> PlanRequest:
+        return dataclasses.replace(
             context.request,
             binding=binding,
             num_microbatches=m if m > 1 else None,
             num_stages=1 if policy != "nothing" or binding.offloads_activations else None,
             recompute=policy,
         )
-        return _plan_or_peak(context, bound, plan_of)
+
+    @functools.cache
+    def built(policy: str, m: int) -> Plan | int | None:
+        return _plan_or_peak(context, request(policy, m), plan_of)
+
+    @functools.cache
+    def expected(policy: str, m: int) -> Tried | None:
+        found = _estimated(context, request(policy, m))
+        if found is None:
+            plan = built(policy, m)
+            if plan is None:
+                return None
+            time_s, peak_bytes = (
+                (plan.predicted.step_time_s, max(plan.predicted.peak_bytes))
+                if isinstance(plan, Plan)
+                else (math.inf, plan)
+            )
+        else:
+            peak_bytes = found.peak_bytes
+            may_fit = peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes
+            time_s = found.step_time_s if may_fit else math.inf
+        return Tried(step_time_s=time_s, peak_bytes=peak_bytes, policies=(policy,))
 
     # One needs the least for its activations, the other nothing to run and add up micro-batches.
-    leanest = [made(policies[-1], numbers[-1]), made(policies[0], numbers[0])]
-    if not any(isinstance(plan, Plan) for plan in leanest):
-        return [], min((peak for peak in leanest if isinstance(peak, int)), default=None)
-    found: list[Plan] = []
-    for policy in policies:
-        plans = _in_micro_batches(context, numbers, policy, functools.partial(made, policy))
-        found += plans.values()
+    leanest = [at for at in (expected(policies[-1], numbers[-1]), expected(policies[0], numbers[0])) if at is not None]
+    fitting: dict[tuple[str, int], Tried] = {}
+    for policy in policies if any(at.step_time_s < math.inf for at in leanest) else ():
+        tried = _in_micro_batches(context, numbers, functools.partial(expected, policy))
+        fitting |= {(policy, m): at for m, at in tried.items()}
         # What recomputes more is slower, but for larger micro-batches than fit with less.
-        numbers = [m for m in numbers if m < min(plans, default=math.inf)]
+        numbers = [m for m in numbers if m < min(tried, default=math.inf)]
         if not numbers:
             break
-    return found, None
+    best: Plan | None = None
+    needed_bytes = [at.peak_bytes for at in leanest if at.peak_bytes is not None]
+    for way, at in sorted(fitting.items(), key=lambda found: found[1].step_time_s):
+        if best is not None and best.predicted.step_time_s <= (1 - BOUND_ERROR) * at.step_time_s:
+            break
+        plan = built(*way)
+        if isinstance(plan, int):
+            needed_bytes.append(plan)
+        elif plan is not None and (best is None or plan.predicted.step_time_s < best.predicted.step_time_s):
+            best = plan
+    return best, None if best is not None else min(needed_bytes, default=None)
+
+
+def _estimated(context: PlanningContext, request: PlanRequest) -> PipelineEstimate | None:
+    """What a request comes to as one stage; None for a step without a shorter form."""
+    request = dataclasses.replace(request, num_stages=1)
+    try:
+        return estimated_one_stage(dataclasses.replace(context, request=request))
+    except (UnsupportedError, BatchMismatchError, InvalidArgumentError, SolverError):
+        return None  # the same for what is built
 
 
 def _in_micro_batches(
-    context: PlanningContext, numbers: Sequence[int], policy: str, made: Callable[[int], Plan | int | None]
-) -> dict[int, Plan]:
-    """By the number of micro-batches, the plans that fit: of the most, of the fewest, and between them while that is
-    faster.
-    """
-    plans: dict[int, Plan] = {}
+    context: PlanningContext, numbers: Sequence[int], expected: Callable[[int], Tried | None]
+) -> dict[int, Tried]:
+    """What fits by the number of micro-batches: of the most, of the fewest, and between them while that is faster."""
     tried: dict[int, Tried] = {}
     waiting = sorted({numbers[0], numbers[-1]})
     while waiting and not context.deadline.passed:
         for m in waiting:
-            plan = made(m)
-            if isinstance(plan, Plan):
-                plans[m], predicted = plan, plan.predicted
-                tried[m] = Tried(
-                    step_time_s=predicted.step_time_s, peak_bytes=max(predicted.peak_bytes), policies=(policy,)
-                )
-            else:
-                tried[m] = Tried(step_time_s=math.inf, peak_bytes=plan, policies=(policy,))
-        if not plans:
+            tried[m] = expected(m) or Tried(step_time_s=math.inf)
+        if all(at.step_time_s == math.inf for at in tried.values()):
             break
         waiting = next_numbers(numbers, tried, context.limit_bytes, numbers[-1])
-    return plans
+    return {m: at for m, at in tried.items() if at.step_time_s < math.inf}
 
 
 def _sharded_over_data(stage: int) -> Binding:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from autopar.attention.checks import check_attention
 from autopar.cost.product_rate import main_dtype
-from autopar.errors import BatchMismatchError, UnsupportedError
+from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import WHOLE, part_number
@@ -18,10 +19,12 @@ from autopar.inter_op.build_stages import (
     cut_layers,
     layers_of_pieces,
 )
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.followed_stages import followed_choice, schedule_beside
-from autopar.inter_op.pipeline_candidate import PipelineCandidate, retry_without_hoisted_casts
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
+from autopar.inter_op.short_steps import estimate, short_step
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
 from autopar.inter_op.submeshes import part_of
@@ -75,6 +78,7 @@ class AskedStep:
     schedule: str
     chunks: int
     num_stages: int
+    binding: Binding | None
 
 
 def asked_step(context: PlanningContext, hoist_casts: bool) -> AskedStep:
@@ -96,24 +100,91 @@ def asked_step(context: PlanningContext, hoist_casts: bool) -> AskedStep:
         ("micro-batches", step.parts, num_microbatches, hoist_casts),
         lambda: cut_layers(step, num_microbatches, rules, whole, hoist_casts=hoist_casts),
     )
-    return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages)
+    return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages, binding=binding)
 
 
-def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineCandidate, ...], bool]:
-    """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead)"""
+def estimated_one_stage(context: PlanningContext) -> PipelineEstimate | None:
+    """What one stage on all devices comes to under a recipe, in the micro-batches of the request, by an estimate on
+    fewer of its equal layers; None where the step has no such form. Where it does not fit, each micro-batch makes its
+    own copies of the state, as in `requested_pipelines`.
+
+    Raises: as `requested_pipelines`; SolverError where there is no solution in time.
+    """
+    found: PipelineEstimate | None = None
+    for hoist_casts in (True, False):
+        with context.progress.pass_("micro-batches"):
+            asked = asked_step(context, hoist_casts)
+        again = _estimated(context, asked)
+        if again is None or (found is not None and again.peak_bytes >= found.peak_bytes):
+            break
+        found, peak_bytes, limit_bytes = again, again.peak_bytes, context.limit_bytes
+        if peak_bytes <= limit_bytes or not may_fit_without_hoisted_casts(asked.microbatched, peak_bytes, limit_bytes):
+            break
+    return found
+
+
+def _estimated(context: PlanningContext, asked: AskedStep) -> PipelineEstimate | None:
+    request, cluster, microbatched, binding = context.request, context.cluster, asked.microbatched, asked.binding
+    if binding is None or asked.num_stages > 1:
+        return None
+    of = context.graphs, context.traced
+    cut = microbatched.graph.num_microbatches, microbatched.hoist_casts, cluster
+
+    def estimated() -> PipelineEstimate | None:
+        short = of[0].of(of[1], ("short step", *cut), lambda: short_step(microbatched, cluster, context.least_s))
+        if short is None:
+            return None
+        _check_binding(context, short.microbatched.annotated, asked)
+        (choice,) = equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding, request.recompute)
+        limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
+        found = estimate(short, choice, cluster, limits, binding.on(cluster.num_devices)[1])
+        if found is None:
+            return None
+        return PipelineEstimate(
+            num_microbatches=microbatched.graph.num_microbatches, choice=choice, step_time_s=found.step_time_s,
+            peak_bytes=found.peak_bytes[0], to_beat_s=math.inf, binding=binding, rounds=found.rounds,
+        )  # fmt: skip
+
+    with context.progress.pass_("estimate stages"):
+        return of[0].of(of[1], ("estimate", *cut, binding, request.recompute, context.limit_bytes), estimated)
+
+
+def _check_binding(context: PlanningContext, microbatched: MicrobatchedStep, asked: AskedStep) -> None:
+    """Raises: InvalidArgumentError or UnsupportedError for a step, with its semantics, that a recipe cannot bind."""
+    binding, cluster, name = asked.binding, context.cluster, context.traced.name
+    if binding is None:
+        return
+    binding.check(microbatched.graph, cluster.num_devices * asked.chunks // asked.num_stages)
+    if binding.shares_sequences:
+        check_attention(microbatched.graph)
+    if binding.offloads_activations:
+        check_saved_arrays(microbatched.graph, name)
+        check_passes_apart(name, cluster.device.platform, asked.num_stages)
+
+
+def _built(
+    context: PlanningContext, hoist_casts: bool
+) -> tuple[tuple[PipelineCandidate, ...] | tuple[Rejection], bool]:
+    """(the best of the logical meshes; whether the copies of the state could be made in each micro-batch instead).
+
+    One stage of many equal layers is estimated first: it is built with the weights that fit by the estimate, and not at
+    all where it can only fit without hoisted copies.
+    """
     request, cluster, traced = context.request, context.cluster, context.traced
     binding, followed = request.binding, request.followed_stages
     with context.progress.pass_("micro-batches"):
         asked = asked_step(context, hoist_casts)
+    expected, limit_bytes = _estimated_in_time(context, asked), context.limit_bytes
+    may_fit = expected is None or expected.peak_bytes <= (1 + PEAK_ERROR) * limit_bytes
+    if expected is not None and not may_fit and hoist_casts:
+        least_bytes = int(expected.peak_bytes / (1 + PEAK_ERROR))
+        if may_fit_without_hoisted_casts(asked.microbatched, least_bytes, limit_bytes):
+            return (Rejection(source=SOURCE, why="does not fit with copies of the state for all micro-batches"),), True
+    with context.progress.pass_("micro-batches"):
         microbatched, name, chunks, num_stages = asked.microbatched, asked.schedule, asked.chunks, asked.num_stages
         if binding is not None:
             microbatched = microbatched.annotated
-            binding.check(microbatched.graph, cluster.num_devices * chunks // num_stages)
-            if binding.shares_sequences:
-                check_attention(microbatched.graph)
-            if binding.offloads_activations:
-                check_saved_arrays(microbatched.graph, traced.name)
-                check_passes_apart(traced.name, cluster.device.platform, num_stages)
+            _check_binding(context, microbatched, asked)
     pinned: list[PinsOnMesh] = []
     if request.pins is not None:
         (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
@@ -132,8 +203,12 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
         with context.progress.pass_("build stages"):
-            limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
-            staged = build(microbatched, choice, cluster, limits, constraints, pins, layouts)
+            limits = BuildLimits(
+                limit_bytes=limit_bytes, time_limit_s=context.deadline.solve_s(), decides_again=may_fit
+            )
+            first = expected.first_to_build(limit_bytes, PEAK_ERROR) if expected is not None else None
+            terms = first.terms if first is not None else ()
+            staged = build(microbatched, choice, cluster, limits, constraints, pins, layouts, terms)
         built.append(
             PipelineCandidate(
                 staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE
@@ -142,6 +217,15 @@ def _built(context: PlanningContext, hoist_casts: bool) -> tuple[tuple[PipelineC
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
     best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
     return (best,), may_fit_without_hoisted_casts(microbatched, best.peak_bytes, context.limit_bytes)
+
+
+def _estimated_in_time(context: PlanningContext, asked: AskedStep) -> PipelineEstimate | None:
+    if context.request.pins is not None or context.request.followed_stages is not None:
+        return None
+    try:
+        return _estimated(context, asked)
+    except SolverError:
+        return None
 
 
 def may_fit_without_hoisted_casts(microbatched: MicrobatchedStep, peak_bytes: int, limit_bytes: int) -> bool:

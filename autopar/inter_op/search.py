@@ -16,6 +16,7 @@ from autopar.inter_op.answered_problems import AnsweredProblems
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
+from autopar.inter_op.held_memory import why_too_large
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
@@ -84,7 +85,9 @@ class _Search:
         traced, cluster = self.context.traced, self.context.cluster
         step = self.split(finest(trips_of(traced, self.context.rules)))
         check_parts(cluster, step)
-        cuts = self.cuts(step)
+        cuts, too_large = self.that_may_fit(self.cuts(step))
+        if not cuts:
+            return (Rejection(source=SOURCE, why=f"no pipeline: {too_large}", is_note=True),), False
         screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
         posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(
@@ -191,6 +194,15 @@ class _Search:
             if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
                 raise error_of_last
         return cuts
+
+    def that_may_fit(self, cuts: dict[int, MicrobatchedStep]) -> tuple[dict[int, MicrobatchedStep], str]:
+        """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
+        if self.context.request.in_host:
+            return cuts, ""  # part of the state is not on the devices
+        at, limit_bytes = self.context.cluster, self.context.limit_bytes
+        why = {m: why_too_large(cut.graph, at, limit_bytes) for m, cut in cuts.items()}
+        texts = [text for text in why.values() if text is not None]
+        return {m: cut for m, cut in cuts.items() if why[m] is None}, texts[-1] if texts else ""
 
     def cut_in(self, step: SplitStep, m: int, cuts: dict[int, MicrobatchedStep]) -> MicrobatchedStep | None:
         """The step in a number of micro-batches, which is added to the dictionary; None where it does not admit it."""

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from autopar.ir.graph import OpGraph, OpKind, Section, read_by
+from autopar.inter_op.task_levels import Levels
+from autopar.ir.graph import OpGraph, OpKind, Section
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.value_state import HOST, UNREDUCED
@@ -118,6 +119,7 @@ _FIRST: _Group = (TaskKind.BEFORE, 0)  # the task that allocates the accumulator
 def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
     """The instructions of each task. A stage without transfers runs its forward and backward sections as one task."""
     groups: dict[_Group, list[Instruction]] = {}
+    levels = Levels(stage.stage)
     is_alone = not stage.stage.sends and not stage.stage.received
     for section in Section:
         kind = TaskKind.FORWARD if is_alone and section.repeats else _KINDS[section]
@@ -130,7 +132,7 @@ def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
                 # host runs on the first level that reads the value.
                 moves = [move for move in pending if move.value == instruction.value]
                 pending = [move for move in pending if move not in moves]
-                level = _level_of_copy(stage.stage, instruction)
+                level = levels.of_copy(instruction)
                 groups.setdefault((kind, level), []).extend([*moves, instruction])
             elif isinstance(instruction, Move):
                 pending.append(instruction)
@@ -139,7 +141,7 @@ def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
                 groups.setdefault((kind, level), []).extend([*pending, instruction])
                 pending = []
         for move in pending:  # of the step's results, or before the loop for all micro-batches
-            groups.setdefault((kind, _first_level(stage.stage, move.value, section)), []).append(move)
+            groups.setdefault((kind, levels.first(move.value, section)), []).append(move)
     return groups
 
 
@@ -171,24 +173,6 @@ def _needed_keys(lowered: LoweredBlock, tasks: Sequence[StageTask]) -> set[Key]:
         for atom, place in zip(lowered.block.outputs, lowered.outputs, strict=True)
         if isinstance(atom, int) and place is not None
     }
-
-
-def _level_of_copy(stage: StageGraph, copy: HostCopy) -> int:
-    if copy.section.repeats:
-        return 0
-    if copy.to_host:
-        return _first_level(stage, copy.value, copy.section)
-    readers = (op for op in stage.graph.block.ops if copy.value in read_by(op) and op.section is copy.section)
-    return min((stage.level_of[op.id] for op in readers), default=0)
-
-
-def _first_level(stage: StageGraph, value: int, section: Section) -> int:
-    """The first level of a section on which a value exists."""
-    if value in stage.arrival:
-        sent, level = stage.arrival[value]
-        return level if sent is section else 0
-    producer = next((op for op in stage.graph.block.ops if value in op.outputs), None)
-    return stage.level_of[producer.id] if producer is not None and producer.section is section else 0
 
 
 def assemble_pipeline(stages: Sequence[LoweredStage]) -> StagedProgram:

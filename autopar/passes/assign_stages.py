@@ -196,6 +196,19 @@ def _additions_over_stages(
     return moved
 
 
+def sums_in_place(graph: OpGraph) -> list[int]:
+    """The sums over micro-batches that no assignment of stages takes behind the loop."""
+    readers: dict[int, list[Op]] = {}
+    for op in graph.block.ops:
+        for v in read_by(op):
+            readers.setdefault(v, []).append(op)
+    each_by_itself = {op.id: stage for stage, op in enumerate(graph.block.ops)}
+    may_move = _additions_over_stages(graph, each_by_itself, readers)
+    maker = makers(graph.block.ops)
+    sums = (op for op in graph.block.ops if op.kind is OpKind.ACCUMULATE)
+    return [v for op in sums if not any(maker[a].id in may_move for a in read_by(op) if a in maker) for v in op.outputs]
+
+
 def _linear_in_all(op: Op) -> bool:
     operands = frozenset(range(len(op.inputs)))
     if op.primitive == "convert_element_type":
