@@ -67,24 +67,29 @@ def _of_examples(graph: OpGraph) -> set[int]:
     """The values of a graph that depend on the examples, those inside of scans too."""
     depend = {graph.block.inputs[i] for i in graph.batch}
     for op in graph.block.ops:
-        reads = [isinstance(a, int) and a in depend for a in op.inputs]
         if op.kind is not OpKind.SCAN:
-            if any(reads) or not depend.isdisjoint(v for block in op.blocks for v in free_values(block)):
-                depend |= set(op.outputs)
+            depend |= _depending(op, depend)
             continue
+        reads = [isinstance(a, int) and a in depend for a in op.inputs]
         (body,), k, carry = op.blocks, op.num_consts, op.num_carry
         depend |= {v for v, is_read in zip(body.inputs, reads, strict=True) if is_read}
         before = -1
         while len(depend) > before:
             before = len(depend)
             for inner in body.ops:
-                inside = {v for block in inner.blocks for v in free_values(block)}
-                if not depend.isdisjoint(inside | {a for a in inner.inputs if isinstance(a, int)}):
-                    depend |= set(inner.outputs)
+                depend |= _depending(inner, depend)
             depend |= {body.inputs[k + j] for j, a in enumerate(body.outputs[:carry]) if a in depend}
         depend |= {v for v, a in zip(op.outputs, body.outputs, strict=True) if a in depend}
         depend |= {v for v, a in zip(op.outputs, body.inputs[k : k + carry], strict=False) if a in depend}
     return depend
+
+
+def _depending(op: Op, depend: set[int]) -> set[int]:
+    """The results of an operation that is no scan which depend on some values; a barrier hands each operand on."""
+    if op.kind is OpKind.BARRIER:
+        return {out for a, out in zip(op.inputs, op.outputs, strict=True) if isinstance(a, int) and a in depend}
+    read = {a for a in op.inputs if isinstance(a, int)}.union(*(free_values(block) for block in op.blocks))
+    return set() if depend.isdisjoint(read) else set(op.outputs)
 
 
 def _plans(whole: OpGraph, part: OpGraph) -> dict[int, _Plan]:
@@ -104,6 +109,8 @@ def _plans(whole: OpGraph, part: OpGraph) -> dict[int, _Plan]:
                 continue
             plans[op.id] = plan
             read = [op.inputs[i] for i in plan.inputs(op)]
+        elif op.kind is OpKind.BARRIER:
+            read = [a for a, out in zip(op.inputs, op.outputs, strict=True) if out in wanted]
         elif _draws(op, follows_examples) or not wanted.isdisjoint(op.outputs):
             read = list(op.inputs)
         else:

@@ -131,8 +131,14 @@ def of_noise_made_by_a_scan(params, x, key):
     return h * jax.lax.map(lambda key: jax.random.normal(key, x.shape), jax.random.split(key))[1]
 
 
+def of_a_key_of_layers_all_computed_again(params, x, key):
+    """A barrier hands on the key beside the examples."""
+    return jax.checkpoint(of_a_key_that_layers_hand_on)(params, x, key)
+
+
 HANDED_ON = [
-    of_a_key_that_layers_hand_on, of_keys_that_layers_hand_out, of_a_key_for_other_layers, of_noise_made_by_a_scan
+    of_a_key_that_layers_hand_on, of_keys_that_layers_hand_out, of_a_key_for_other_layers, of_noise_made_by_a_scan,
+    of_a_key_of_layers_all_computed_again,
 ]  # fmt: skip
 COMPUTED_AGAIN = [of_layers_computed_again, of_a_carried_key_computed_again]
 
