@@ -217,6 +217,9 @@ class Emitter:
                 kept = Layout(kept.dims, result.partial)
             in_specs.append(partition_spec(kept, self.mesh.axis_names))
             args.append(array)
+        if not any(array.size for array in args):  # XLA's partitioner fails where all operands are empty
+            (of_each,), parts = op.eqn.outvars, math.prod(self.mesh.shape[name] for name in names)
+            return [jnp.zeros((parts, *of_each.aval.shape), of_each.aval.dtype)]
 
         def local(*parts: Any) -> Any:
             parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
