@@ -70,6 +70,18 @@ def with_primitive(eqn: Any, new_primitive: Any, **params: Any) -> Any:
     return eqn.replace(primitive=new_primitive, params=params, effects=jax_core.no_effects)
 
 
+def transposed_first(eqn: Any) -> tuple[Any, Any] | None:
+    """The transpose and the reshape of a reshape that takes the dimensions in another order, as the gradient of a
+    product along an axis does; None of any other equation.
+    """
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None:
+        return None
+    (operand,), order = eqn.invars, tuple(map(int, eqn.params["dimensions"]))
+    between = jax_core.Var(operand.aval.update(shape=tuple(operand.aval.shape[d] for d in order)))
+    transpose = eqn.replace(primitive=jax.lax.transpose_p, params={"permutation": order}, outvars=[between])
+    return transpose, eqn.replace(invars=[between], params={**eqn.params, "dimensions": None})
+
+
 def without_results(eqn: Any, unread: Sequence[int]) -> Any:
     """The equation with some of its results marked as read by nothing."""
     return eqn.replace(outvars=[jax_core.DropVar(v.aval) if i in unread else v for i, v in enumerate(eqn.outvars)])

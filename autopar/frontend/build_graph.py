@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
-from autopar.common import jax_compat
+from autopar.common import jax_compat, jax_local
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
@@ -140,6 +140,11 @@ class _Builder:
             return self._equation(product, ins, stack, count, ops)
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, ins, stack, count, ops)
+        if (both := jax_local.transposed_first(eqn)) is not None:
+            between = self._equation(both[0], ins, stack, count, ops)
+            return self._equation(both[1], list(between), stack, count, ops)
+        if name == "custom_linear_solve":  # how it is differentiated is behind it
+            return self._call(eqn, *_solving(eqn, ins), stack, count, ops)
         if name in jax_compat.REMAT_CALLS:
             ins = self._barrier(eqn, ins, stack, count, ops)
             return self._call(eqn, eqn.params["jaxpr"], ins, stack, count, ops)
@@ -228,6 +233,13 @@ def called_jaxpr(eqn: Any) -> Any | None:
     names = [k for k in (preferred, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
     assert names, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
     return eqn.params[names[0]]
+
+
+def _solving(eqn: Any, inputs: Sequence[Atom]) -> tuple[Any, list[Atom]]:
+    """The jaxpr that solves the equations of `jax.lax.custom_linear_solve`, and those of its inputs that it reads."""
+    of, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    before = of.matvec + of.vecmat
+    return programs.solve, [*inputs[before : before + of.solve], *inputs[sum(of) :]]
 
 
 def stack_of(eqn: Any, stack: str) -> str:

@@ -110,6 +110,26 @@ def test_calls_are_inlined():
         """)  # fmt: skip
 
 
+def test_a_linear_solver_is_what_solves():
+    graph = graph_of(jnp.linalg.solve, shape(3, 4, 4), shape(3, 4, 1))
+    names = [op.primitive for op in graph.block.ops]
+    assert "custom_linear_solve" not in names
+    assert names.count("triangular_solve") == 2
+
+
+def test_a_reshape_of_dimensions_in_another_order_is_a_transpose_and_a_reshape():
+    check(
+        lambda a: jax.lax.reshape(a, (12, 2), (2, 0, 1)),
+        shape(2, 3, 4),
+        expected="""
+        (a)
+          %0 = transpose a | update
+          %1 = reshape %0 | update
+        -> %1
+        """,
+    )
+
+
 def test_a_custom_gradient_is_inlined():
     @jax.custom_vjp
     def double(x):

@@ -145,3 +145,14 @@ def test_an_empty_batch_is_not_cut():
     with pytest.raises(BatchMismatchError, match="an empty one"):
         check(trained(loss), recipes.pipeline(2), 0)
     check(trained(loss), None, 0)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_equations_of_each_example_are_solved_and_its_products_taken(num_microbatches):
+    def loss(p, b):
+        hidden = jnp.tanh(b["x"] @ p["a"])
+        matrices = 2 * jnp.eye(WIDTH) + hidden[:, :, None] * hidden[:, None, :]
+        solved = jnp.linalg.solve(matrices, hidden[..., None])[..., 0] @ p["c"]
+        return jnp.mean(jnp.square(solved) + jnp.prod(1 + hidden / 3, axis=-1)), jnp.linalg.slogdet(matrices)[1]
+
+    check(trained(loss), data_parallel(num_microbatches), 8)
