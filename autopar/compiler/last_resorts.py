@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from autopar.common.units import text_of_bytes
 from autopar.compiler.padding import stored_step
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
+from autopar.inter_op.asked_estimate import estimated_one_stage
 from autopar.inter_op.evaluate import BOUND_ERROR, PEAK_ERROR
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
-from autopar.inter_op.requested import estimated_one_stage
 from autopar.ir.graph import Purpose
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import divisors
@@ -120,7 +120,12 @@ def _fitting(
 
     @functools.cache
     def built(policy: str, m: int) -> Plan | int | None:
-        return _plan_or_peak(context, request(policy, m), plan_of)
+        asked = request(policy, m)
+        plan = _plan_or_peak(context, asked, plan_of)
+        if isinstance(plan, int) and not asked.names_pipeline:  # in tasks, its update reads less from the hosts at once
+            in_tasks = _plan_or_peak(context, dataclasses.replace(asked, num_stages=1), plan_of)
+            return in_tasks if isinstance(in_tasks, Plan) else min(plan, in_tasks or plan)
+        return plan
 
     @functools.cache
     def expected(policy: str, m: int) -> Tried | None:

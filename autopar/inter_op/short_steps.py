@@ -61,6 +61,12 @@ class ShortStep:
         """The shorter stages of stages, by the id of their graphs, which are kept so that it stays theirs."""
         return {}
 
+    def forget_stages(self) -> None:
+        """Frees the stages of the choices that were estimated, which others of the same recomputation would share."""
+        self.shorter_stages.clear()
+        for microbatched in (self.microbatched, self.microbatched.annotated):
+            microbatched.stage_graphs.clear()
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:

@@ -12,10 +12,11 @@ from autopar.compiler.padding import stored_step
 from autopar.compiler.planner import as_requested, planning_context
 from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
+from autopar.inter_op.asked_step import asked_step, equal_choice
 from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.requested import asked_step, equal_choice, may_fit_without_hoisted_casts
+from autopar.inter_op.requested import may_fit_without_hoisted_casts
 from autopar.inter_op.short_steps import Estimate, estimate, short_step
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.compiler import last_resorts
+from autopar.compiler import last_resorts, planner
 from autopar.errors import MemoryLimitError
 from tests.small_steps import assert_close, chain_loss, slow_cluster
 
@@ -78,6 +78,29 @@ def test_what_cannot_fit_without_the_moments_is_not_planned(monkeypatch):
     monkeypatch.setattr(last_resorts, "_fitting", None)
     with pytest.raises(MemoryLimitError, match="in the memory of the hosts needs more than 147 kB"):
         step_within(STATE_BYTES // 20).plan(new_state(), new_batch())
+
+
+def test_of_many_equal_layers_the_best_way_alone_is_built(monkeypatch):
+    """What all ways come to is estimated on six of the sixteen layers. The whole batch as one micro-batch is fastest,
+    which needs less in tasks than as one program: its update is a task of its own.
+    """
+    layers, width = 16, 4096
+    params = [jax.ShapeDtypeStruct((width, width), np.float32)] * layers
+    state = {"params": params, "moments": jax.eval_shape(ADAM.init, params)}
+    batch = {name: jax.ShapeDtypeStruct((EXAMPLES, width), np.float32) for name in "xy"}
+    built, make_plan = [], planner.make_plan
+
+    def counting(*args):
+        built.append((args[3].num_stages, args[3].num_microbatches))
+        return make_plan(*args)
+
+    monkeypatch.setattr(planner, "make_plan", counting)
+    limit_bytes = int(0.45 * 3 * 4 * layers * width * width)
+    step = step_within(limit_bytes, cluster=autopar.Cluster.preset("dgx-h100").submesh(1, 2))
+    plan = step.plan(state, batch)
+    assert any(value.in_host for value in plan.record.arguments)
+    assert max(plan.predicted.peak_bytes) <= limit_bytes
+    assert built == [(None, None), (1, None)]
 
 
 def test_nothing_is_offloaded_over_an_unknown_link():

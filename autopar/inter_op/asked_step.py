@@ -1,0 +1,132 @@
+"""A step in the micro-batches and stages that a request names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.attention.checks import check_attention
+from autopar.cost.product_rate import main_dtype
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import part_number
+from autopar.inter_op.build_stages import (
+    MicrobatchedStep,
+    cut_layers,
+    layers_of_pieces,
+)
+from autopar.inter_op.followed_stages import schedule_beside
+from autopar.inter_op.search_space import few_bubbles, meshes_inside, submesh_sizes
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.staged import default_chunks
+from autopar.inter_op.submeshes import part_of
+from autopar.ir.mesh import LogicalMesh
+from autopar.passes.assign_stages import balanced
+from autopar.passes.remat_policy import policies_of
+from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
+from autopar.passes.split_scan import one_part_a_group, split_scans, trips_of
+from autopar.plan.context import PlanningContext
+from autopar.plan.options import PlanRequest
+from autopar.sharding.binding import Binding
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AskedStep:
+    """The step in the micro-batches that a request names, with its schedule and its number of stages."""
+
+    microbatched: MicrobatchedStep
+    schedule: str
+    chunks: int
+    num_stages: int
+    binding: Binding | None
+
+
+def asked_step(context: PlanningContext, hoist_casts: bool, keeps: bool = True) -> AskedStep:
+    """The step in the micro-batches of a request, which is kept for other plans of the step unless it says so.
+
+    Raises: errors of the split; InvalidArgumentError.
+    """
+    request, cluster, traced, rules = context.request, context.cluster, context.traced, context.rules
+    binding, followed = request.binding, request.followed_stages
+    name = request.schedule or ("1f1b" if followed is None else schedule_beside(followed, context.graph))
+    chunks = request.chunks or default_chunks(name)
+    num_stages = (request.num_stages or 1) * chunks
+    sliced = followed.sliced if followed is not None else frozenset()
+    if chunks > 1 and (trips := trips_of(traced, rules, sliced)):  # whatever their number
+        raise one_part_a_group(traced.name, trips, name, chunks)
+    step = split_scans(traced, num_stages, rules, sliced)
+    parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
+    num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
+    whole = context.graph if step.parts == 1 else None
+
+    def cut() -> MicrobatchedStep:
+        return cut_layers(step, num_microbatches, rules, whole, hoist_casts=hoist_casts)
+
+    key = "micro-batches", step.parts, num_microbatches, hoist_casts
+    microbatched = context.graphs.of(traced, key, cut) if keeps else cut()
+    return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages, binding=binding)
+
+
+def check_binding(context: PlanningContext, microbatched: MicrobatchedStep, asked: AskedStep) -> None:
+    """Raises: InvalidArgumentError or UnsupportedError for a step, with its semantics, that a recipe cannot bind."""
+    binding, cluster, name = asked.binding, context.cluster, context.traced.name
+    if binding is None:
+        return
+    binding.check(microbatched.graph, cluster.num_devices * asked.chunks // asked.num_stages)
+    if binding.shares_sequences:
+        check_attention(microbatched.graph)
+    if binding.offloads_activations:
+        check_saved_arrays(microbatched.graph, name)
+        check_passes_apart(name, cluster.device.platform, asked.num_stages)
+
+
+def equal_choice(
+    microbatched: MicrobatchedStep,
+    cluster: Cluster,
+    schedule: str,
+    num_stages: int,
+    chunks: int,
+    binding: Binding | None = None,
+    recompute: str = "nothing",
+    meshes: Sequence[LogicalMesh] | None = None,
+) -> list[StageChoice]:
+    """Stages of about equal arithmetic, or of one part of a scan each, on equal submeshes, for every mesh that a
+    binding allows, or for the given meshes.
+
+    Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not divide the devices.
+    """
+    (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
+    parts, rates = parts_in_turn(microbatched, cluster, num_stages // chunks)
+    first_layers = (
+        layers_of_pieces(microbatched)
+        if microbatched.step.parts > 1
+        else balanced(microbatched.layers, num_stages, rates * chunks)
+    )
+    if meshes is None:
+        meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
+    return [
+        StageChoice(
+            schedule=schedule,
+            chunks=chunks,
+            first_layers=first_layers,
+            group_meshes=(mesh,) * (num_stages // chunks),
+            policies=policies_of(recompute, len(microbatched.layers)),
+            group_parts=parts,
+        )
+        for mesh in meshes
+    ]
+
+
+def parts_in_turn(
+    microbatched: MicrobatchedStep, cluster: Cluster, num_groups: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """(the part of the cluster that each of equal groups of devices is in, in the order of the devices; the rate of
+    matrix products of its devices). Empty on a cluster of one kind.
+
+    Raises: InvalidArgumentError for a group with devices of several kinds.
+    """
+    if not cluster.parts or num_groups == 1:
+        return (), ()
+    size = cluster.num_devices // num_groups
+    numbers = tuple(part_number(cluster, group * size, size) for group in range(num_groups))
+    dtype = main_dtype(microbatched.graph)
+    return numbers, tuple(cluster.parts[number].device.flops_per_s(dtype) for number in numbers)
