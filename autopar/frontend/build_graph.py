@@ -148,6 +148,8 @@ class _Builder:
         if name in jax_compat.REMAT_CALLS:
             ins = self._barrier(eqn, ins, stack, count, ops)
             return self._call(eqn, eqn.params["jaxpr"], ins, stack, count, ops)
+        if name == "optimization_barrier":
+            return self._barrier(eqn, ins, stack, count, ops)
         if name in _LOOPS:
             return self._loop(eqn, ins, stack, count, ops)
         outputs = tuple(self.value(v) for v in eqn.outvars)

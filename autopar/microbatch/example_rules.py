@@ -14,8 +14,7 @@ neither table, or that has other parameters, is taken to mix the examples.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from autopar.attention import ring
@@ -68,22 +67,6 @@ def sums_over_examples(eqn: Any, places: Places) -> bool:
     """Whether the result on all examples is the sum of the results on parts of them."""
     rule = SUMS.get(eqn.primitive.name)
     return rule is not None and rule(eqn, places)
-
-
-def reshaped(source: Sequence[int], target: Sequence[int], dim: int, outer: int, parts: int) -> tuple[int, int] | None:
-    """(dimension, outer blocks) of the examples after a reshape; None where no dimension holds them.
-
-    The examples are in dimension `dim` of the operand, which has `outer` blocks of all examples; each split into
-    `parts`.
-    """
-    blocks = math.prod(source[:dim]) * outer  # each is cut into `parts`, in the order of the elements
-    preceding = 1
-    for d, size in enumerate(target):
-        if blocks % preceding == 0 and blocks < preceding * size:
-            inner = blocks // preceding
-            return (d, inner) if size % (inner * parts) == 0 else None
-        preceding *= size
-    return None
 
 
 def _transpose(eqn: Any, places: Places) -> list[int]:

@@ -41,7 +41,8 @@ class State:
     """The relation of a value of one micro-batch to that of the whole batch.
 
     `dim`, `outer`: dimension `dim` of a SPLIT holds `outer` blocks, each with the examples in order; for `outer` 1,
-    micro-batch i has the i-th of equal slices. `zero`: all elements are zero. `early`: the whole value can be computed
+    micro-batch i has the i-th of equal slices. `uniform`: along `dim` all slices of a SPLIT are alike, so that they are
+    any number of blocks (`outer` is 1). `zero`: all elements are zero. `early`: the whole value can be computed
     before the first micro-batch. `streams`: the value is computed for each micro-batch; other values are known before
     or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
     combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side,
@@ -52,6 +53,7 @@ class State:
     form: Form
     dim: int = 0
     outer: int = 1
+    uniform: bool = False
     zero: bool = False
     early: bool = False
     streams: bool = True
@@ -66,16 +68,22 @@ def inside_loop(state: State) -> State:
     return dataclasses.replace(state, early=False, streams=True, cut=False)
 
 
+def split_alike(first: State, second: State) -> bool:
+    """Whether two values are SPLIT along the same dimension, into as many blocks."""
+    forms = first.form is second.form is Form.SPLIT and first.dim == second.dim
+    return forms and (first.uniform or second.uniform or first.outer == second.outer)
+
+
 def join(op: Op, first: State, second: State) -> State:
     """The state of a value that is one of two."""
     zero = first.zero and second.zero
     for a, b in ((first, second), (second, first)):
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return replaced(a, zero=zero, weight=_join_weights(op, a, b))
-    if first.form is not second.form or (
-        first.form is Form.SPLIT and (first.dim, first.outer) != (second.dim, second.outer)
-    ):
+    if first.form is not second.form or (first.form is Form.SPLIT and not split_alike(first, second)):
         raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
+    if first.uniform:  # of as many blocks as the other one
+        first = replaced(first, outer=second.outer, uniform=second.uniform)
     return replaced(first, zero=zero, weight=_join_weights(op, first, second))
 
 

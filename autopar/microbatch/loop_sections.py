@@ -6,15 +6,15 @@ from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, free_values, read_by
 from autopar.microbatch.forms import Form
 from autopar.microbatch.part_of_results import part_of_results
-from autopar.microbatch.value_states import ValueStates
+from autopar.microbatch.value_states import ValueStates, is_heavy
 
 
 class LoopSections:
     """The values that are needed `before` the loop, in `each` micro-batch and `after` the loop.
 
     `apart[v]`, v being the first result of an operation in the loop, is what makes those of its results that are the
-    same in every micro-batch, on the whole batch: it runs after the loop. `leaving` are the values needed after it that
-    are joined over the micro-batches, or computed there by what reads all examples.
+    same in every micro-batch, or that hold blocks of examples, on the whole batch: it runs after the loop. `leaving`
+    are the values needed after it that are joined over the micro-batches, or computed there by what reads all examples.
 
     Raises: UnsupportedError for a result that neither adds up over micro-batches nor has one row for each example.
     """
@@ -26,8 +26,9 @@ class LoopSections:
         self.after: set[int] = set()
         self.apart: dict[int, Op] = {}
         self._same: set[int] = set()  # needed after the loop, and the same in every micro-batch
+        self._in_blocks: set[int] = set()  # needed after the loop, and of several blocks of examples
         self._find()
-        self.leaving = self.after - self._same
+        self.leaving = self.after - self._same - self._in_blocks
 
     def _find(self) -> None:
         for atom in self.whole.block.outputs:
@@ -71,13 +72,20 @@ class LoopSections:
                 self._same.add(v)
                 return
             if s.outer != 1:
-                raise self._refusal(v, "in which examples lie inside of a dimension")
+                self._in_blocks.add(v)
+                return
             self.each.add(v)
 
     def _set_apart(self, op: Op) -> None:
         """Plans the work of an operation in the loop that makes results which are the same in every micro-batch."""
+        blocks = self._in_blocks.intersection(op.outputs)
+        if blocks and is_heavy(op):
+            raise self._refusal(min(blocks), "in which examples lie inside of a dimension")
         same = self._same.intersection(op.outputs)
-        if not same:
+        if blocks:
+            self.apart[op.outputs[0]] = op
+            self.after.update(read_by(op))
+        if blocks or not same:
             return
         apart = part_of_results(op, same)
         if apart is None or any(self.states.of[v].form is not Form.INVARIANT for v in read_by(apart)):

@@ -21,9 +21,10 @@ from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
+from autopar.microbatch.example_blocks import joined_or_cut, reshaped
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
-from autopar.microbatch.example_rules import places_of_results, reshaped, sums_over_examples
-from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join
+from autopar.microbatch.example_rules import places_of_results, sums_over_examples
+from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join, split_alike
 from autopar.microbatch.running_state import StateUpdates
 from autopar.microbatch.shares import shared_operands, starts_sum
 
@@ -137,7 +138,11 @@ class Follower:
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
         places = tuple(s.dim if s.form is Form.SPLIT else None for s in states)
-        outers = {s.outer for s in states if s.form is Form.SPLIT}
+        blocks = joined_or_cut(op.eqn, part.eqn, states, self.num_microbatches)
+        if blocks is not None:
+            return self._checked(op, blocks)
+        uniform = all(s.uniform for s in states if s.form is Form.SPLIT)
+        outers = {s.outer for s in states if s.form is Form.SPLIT and not s.uniform} or {1}
         if len(outers) != 1:
             raise CombinesExamples(op, SEVERAL)
         if any(s.form is Form.SPLIT and s.laid is not None for s in states):
@@ -152,10 +157,11 @@ class Follower:
         if any(s.form is Form.PARTIAL_SUM for s in states):
             raise CombinesExamples(op, COMBINES)
         if op.primitive == "reshape":
-            dims, outer = self._reshaped(op, states[0])
+            dims, outer, uniform = self._reshaped(op, states[0])
         else:
             dims = self._apart(op, part, places)
-        return self._checked(op, [self._made(op, dim, outer) for dim in dims])
+        results = [self._made(op, dim, outer) for dim in dims]
+        return self._checked(op, [replaced(s, uniform=uniform and s.form is Form.SPLIT) for s in results])
 
     def _made(self, op: Op, dim: int | None, outer: int) -> State:
         """The state of a result with the examples in a dimension, as `example_places.Results` says it."""
@@ -187,15 +193,15 @@ class Follower:
         cause = CombinesExamples(op, "it sums over examples")
         return [State(form=Form.PARTIAL_SUM, cause=cause) for _ in op.outputs]
 
-    def _reshaped(self, op: Op, state: State) -> tuple[Results, int]:
-        """(the dimension of the result that holds the examples, its blocks)."""
+    def _reshaped(self, op: Op, state: State) -> tuple[Results, int, bool]:
+        """(the dimension of the result that holds the examples, its blocks, whether its slices are alike)."""
         (operand,), (result,) = op.inputs, op.outputs
         assert isinstance(operand, int), "literals hold no examples"
-        shapes = self.whole.values[operand].shape, self.whole.values[result].shape
-        place = reshaped(*shapes, state.dim, state.outer, self.num_microbatches)
-        if place is None or op.eqn.params["dimensions"] is not None:
+        shapes = [self.whole.values[v].shape for v in (operand, result)]
+        place = reshaped(shapes[0], shapes[1], state, self.num_microbatches, lambda dim: self.is_part(result, dim))
+        if place is None:
             raise CombinesExamples(op, "it takes the examples apart")
-        return [place[0]], place[1]
+        return [place[0]], *place[1:]
 
     def _apart(self, op: Op, part: Op, places: Sequence[int | None]) -> Results:
         """The dimensions of an equation's results that hold the examples; None of sums over them."""
@@ -241,7 +247,7 @@ class Follower:
             broadcast_dims = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
                 if dim not in broadcast_dims and self.is_part(value, dim):
-                    self.cuts(value, state := State(form=Form.SPLIT, dim=dim))
+                    self.cuts(value, state := State(form=Form.SPLIT, dim=dim, uniform=True))
                     return [state]
         raise CombinesExamples(op, "it counts the examples")
 
@@ -306,9 +312,7 @@ class Follower:
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             (goes_on,) = self._block(condition, other_condition, [*inside[:k], *carry], around)
             # Under `vmap` each example has a condition, and stays as it is when that no longer holds.
-            is_own = goes_on.form is Form.SPLIT and all(
-                (s.form, s.dim, s.outer) == (goes_on.form, goes_on.dim, goes_on.outer) for s in carry
-            )
+            is_own = goes_on.form is Form.SPLIT and all(split_alike(s, goes_on) for s in carry)
             if goes_on.form is not Form.INVARIANT and not is_own:
                 raise CombinesExamples(op, "how long it runs depends on all examples")
             return self._block(body, other_body, [*inside[k:n], *carry], around), []

@@ -95,6 +95,9 @@ class _StateFinder:
                 return [replaced(s, early=True, streams=False) for s in results]
             except CombinesExamples:
                 pass
+        elif self.num_microbatches > 1 and is_heavy(op) and any(s.cut for s in states):  # for the examples of each
+            streamed = [replaced(s, early=False, streams=True) if s.form is Form.SPLIT else s for s in states]
+            return self._of_examples(op, part, streamed)
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
         return [dataclasses.replace(self.follower.by_shape(v), zero=zero) for v in op.outputs]
 
@@ -111,10 +114,10 @@ class _StateFinder:
         try:
             return self._followed(op, part, states, early, promote=True)
         except CombinesExamples as mixes:
-            if early:
-                return [self.follower.by_shape(v) for v in op.outputs]
             if self.num_microbatches == 1:
                 return self._single(op, states)
+            if early:
+                return [self.follower.by_shape(v) for v in op.outputs]
             return self._mixed(op, states, mixes)
 
     def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
@@ -191,7 +194,14 @@ def _is_known(state: State) -> bool:
 
 
 def _is_light(op: Op) -> bool:
-    return op.kind is OpKind.EQUATION and op.primitive not in _HEAVY and not runs_locally(op.eqn)
+    return op.kind is OpKind.EQUATION and not is_heavy(op)
+
+
+def is_heavy(op: Op) -> bool:
+    """Whether an operation, or one in its blocks, is not worth doing for the whole batch outside of the loop."""
+    if op.kind is not OpKind.EQUATION:
+        return any(is_heavy(inner) for block in op.blocks for inner in block.ops)
+    return op.primitive in _HEAVY or runs_locally(op.eqn)
 
 
 def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:

@@ -78,7 +78,8 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
             for a, b, _ in pairs(op):
                 if isinstance(a, int) and isinstance(b, int) and (a in found or (b in found and b not in op.outputs)):
                     found |= {b} if a in found else {a} if a in op.outputs else set()
-            if not op.blocks and any(isinstance(a, int) and a in found for a in op.inputs):
+            hands_on = op.blocks or op.kind is OpKind.BARRIER  # values one by one, as the pairs say
+            if not hands_on and any(isinstance(a, int) and a in found for a in op.inputs):
                 found.update(op.outputs)
     return found
 
@@ -334,7 +335,7 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
                 continue  # a literal: a loop's body may hand one out, or be handed one
             if inner in wanted and outer not in dependent:
                 wanted.add(outer)
-        if not op.blocks and wanted.intersection(op.outputs):
+        if not op.blocks and op.kind is not OpKind.BARRIER and wanted.intersection(op.outputs):
             wanted.update(a for a in op.inputs if isinstance(a, int) and a not in dependent)
     return wanted
 

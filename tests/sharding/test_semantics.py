@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from autopar.attention.checks import score_products
 from autopar.frontend.build_graph import build_graph
@@ -115,6 +116,25 @@ def test_purposes_of_a_training_step():
             assert purpose is Purpose.PARAMETER
     updated = graph.values[graph.block.outputs[graph.tied[0][1]]]
     assert updated.purpose is Purpose.UPDATE
+
+
+@pytest.mark.parametrize("around", [lambda layer: layer, jax.checkpoint])
+def test_weights_behind_the_barriers_of_recomputation_are_matrices(around):
+    """A barrier hands on weights beside what depends on the examples."""
+
+    def layer(h, w):
+        w, h = jax.lax.optimization_barrier((w, h))
+        return jnp.tanh(h @ w), None
+
+    def loss(w, x):
+        group = around(lambda h, w: jax.lax.scan(jax.checkpoint(layer), h, w))
+        return jnp.sum(jax.lax.scan(group, x, w)[0])
+
+    def step(w, x):
+        return w - jax.grad(loss)(w, x), 0.0
+
+    graph = graph_of(step, shape(2, 3, 4, 4), shape(8, 4))
+    assert graph.values[graph.block.inputs[0]].purpose is Purpose.MATRIX
 
 
 def test_gradients_hold_no_examples():

@@ -1,0 +1,126 @@
+"""Examples in blocks: arrays of all examples that stand one behind the other in one dimension, joined and cut apart.
+
+`model(jnp.concatenate([chosen, rejected]))` has two blocks, and its micro-batches have the examples of one in each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.common.records import replaced
+from autopar.microbatch.example_places import shape_of
+from autopar.microbatch.forms import Form, State
+
+
+def joined_or_cut(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    """The states of the results of an equation that joins or cuts arrays along the examples, between blocks; None for
+    any other equation.
+
+    Args:
+        part: The equation of a micro-batch.
+        states: Of the operands, at least one a SPLIT.
+        parts: The number of micro-batches.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    return None if rule is None else rule(eqn, part, states, parts)
+
+
+def _block(eqn: Any, operand: int, state: State) -> int:
+    """The length of a block of an operand."""
+    return shape_of(eqn.invars[operand])[state.dim] // state.outer
+
+
+def _are_blocks(whole: Sequence[int], part: Sequence[int], length: int, parts: int) -> bool:
+    """Whether numbers of rows are whole blocks, in the whole batch and in a micro-batch."""
+    pairs = zip(whole, part, strict=True)
+    return all(n % length == 0 and n == k * parts and n >= 0 for n, k in pairs)
+
+
+def _concatenated(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    dim = int(eqn.params["dimension"])
+    if any(s.form is not Form.SPLIT or s.dim != dim for s in states):
+        return None
+    lengths = {_block(eqn, i, s) for i, s in enumerate(states) if not s.uniform}
+    sizes, of_part = ([shape_of(v)[dim] for v in e.invars] for e in (eqn, part))
+    length = lengths.pop() if len(lengths) == 1 else 0
+    if not length or not _are_blocks(sizes, of_part, length, parts):
+        return None
+    return [State(form=Form.SPLIT, dim=dim, outer=sum(sizes) // length)]
+
+
+def _sliced(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    (state,), (whole, of_part) = states, (eqn.params, part.params)
+    dim, begin, end = state.dim, "start_indices", "limit_indices"
+    strides = whole["strides"] or (1,) * len(whole[begin])
+    if (whole["strides"] or strides) != (of_part["strides"] or strides) or strides[dim] != 1:
+        return None
+    others = [d for d in range(len(strides)) if d != dim]
+    if any(whole[name][d] != of_part[name][d] for name in (begin, end) for d in others):
+        return None
+    bounds, of_part = ([p[name][dim] for name in (begin, end)] for p in (whole, of_part))
+    if state.uniform:
+        return [state]
+    length = _block(eqn, 0, state)
+    if not _are_blocks(bounds, of_part, length, parts):
+        return None
+    return [State(form=Form.SPLIT, dim=dim, outer=(bounds[1] - bounds[0]) // length)]
+
+
+def _split(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    (state,), sizes = states, eqn.params["sizes"]
+    if int(eqn.params["axis"]) != state.dim:
+        return None
+    if state.uniform:
+        return [state for _ in sizes]
+    length = _block(eqn, 0, state)
+    if not _are_blocks(sizes, part.params["sizes"], length, parts):
+        return None
+    return [State(form=Form.SPLIT, dim=state.dim, outer=size // length) for size in sizes]
+
+
+def _padded(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    """Each row of what is added is the same: blocks whose examples are alike."""
+    (state, filled), (whole, of_part) = states, (e.params["padding_config"] for e in (eqn, part))
+    if state.form is not Form.SPLIT or filled.form is not Form.INVARIANT:
+        return None
+    if any(a != b for d, (a, b) in enumerate(zip(whole, of_part, strict=True)) if d != state.dim):
+        return None
+    (low, high, inside), (low_of_part, high_of_part, _) = whole[state.dim], of_part[state.dim]
+    if inside or not (low or high):
+        return None
+    size = shape_of(eqn.invars[0])[state.dim]
+    length = math.gcd(size, low, high) if state.uniform else _block(eqn, 0, state)
+    if not _are_blocks((low, high), (low_of_part, high_of_part), length, parts):
+        return None
+    return [State(form=Form.SPLIT, dim=state.dim, outer=(size + low + high) // length)]
+
+
+_RULES = {"concatenate": _concatenated, "slice": _sliced, "split": _split, "pad": _padded}
+
+
+def reshaped(
+    source: Sequence[int], target: Sequence[int], state: State, parts: int, is_part: Callable[[int], bool]
+) -> tuple[int, int, bool] | None:
+    """(dimension, blocks, whether its slices are alike) of the examples after a reshape; None where no dimension holds
+    them.
+
+    Args:
+        state: Of the operand, a SPLIT.
+        parts: The number of micro-batches, into which each block is cut.
+        is_part: Whether the shapes of the result are those of a batch and a micro-batch along a dimension.
+    """
+    before = math.prod(source[: state.dim])
+    blocks, preceding = before * state.outer, 1  # in the order of the elements
+    for d, size in enumerate(target):
+        is_inside = preceding % before == 0 and preceding * size <= before * source[state.dim]
+        if state.uniform and is_inside and is_part(d):
+            return d, 1, True
+        if not state.uniform and blocks % preceding == 0 and blocks < preceding * size:
+            inner = blocks // preceding
+            return (d, inner, False) if size % (inner * parts) == 0 else None
+        preceding *= size
+    if not state.uniform:
+        return None
+    return reshaped(source, target, replaced(state, uniform=False), parts, is_part)
