@@ -15,7 +15,7 @@ import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common.records import replaced
-from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
+from autopar.ir.graph import Atom, Dimension, FactorKind, Op, OpGraph, OpKind, Purpose, Role, Side, Value, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.attention_calls import heads_of, is_attention
 from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts, links, pairs
@@ -49,6 +49,10 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
             elif whole_numbers or d < len(value.shape) - 1:
                 followed.name(value.id, d, Dimension.SEQUENCE)
     followed.settle()
+    while joined := list(_examples_in_blocks(graph, followed)):
+        for value_id, d in joined:
+            followed.name(value_id, d, Dimension.EXAMPLE)
+        followed.settle()
     dependent = _dependent(graph, [graph.block.inputs[i] for i in graph.batch])
     for value_id, d in _expert_dimensions(graph, followed, dependent):
         followed.name(value_id, d, Dimension.EXPERT)
@@ -82,6 +86,29 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
             if not hands_on and any(isinstance(a, int) and a in found for a in op.inputs):
                 found.update(op.outputs)
     return found
+
+
+def _examples_in_blocks(graph: OpGraph, followed: FollowedNames[Dimension]) -> Iterator[tuple[int, int]]:
+    """Dimensions in which arrays of examples are joined, and those of parts of them, where these are not named yet:
+    leaves of a batch that pass a model together count examples there too.
+    """
+
+    def counts(atom: Atom, d: int) -> bool:
+        return isinstance(atom, int) and any(Dimension.EXAMPLE in names for _, names in followed.of(atom, d))
+
+    for op in graph.ops():
+        if op.primitive == "concatenate":
+            d = int(op.eqn.params["dimension"])
+            if all(counts(atom, d) for atom in op.inputs) and not counts(op.outputs[0], d):
+                yield op.outputs[0], d
+        elif op.primitive in ("slice", "split", "pad") and isinstance(op.inputs[0], int):
+            before = graph.values[op.inputs[0]].shape
+            for out in op.outputs:
+                for d, (n, size) in enumerate(zip(before, graph.values[out].shape, strict=True)):
+                    fewer, more = sorted((n, size))
+                    are_blocks = 1 < fewer < more and more % fewer == 0
+                    if are_blocks and counts(op.inputs[0], d) and not counts(out, d):
+                        yield out, d
 
 
 def _expert_dimensions(

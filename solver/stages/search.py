@@ -74,7 +74,8 @@ def best_stages(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _First:
     """The best stages of one size, or, interleaved, of all; none if stages is empty. why_not: nothing is possible.
-    bound_s: interleaved, what all take at least; none_fits: no cut that was tried fits into the memory.
+    bound_s: interleaved, what all take at least; none_fits: no cut that was tried fits into the memory; room: as many
+    micro-batches may be in flight in each stage, by its option.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -82,6 +83,7 @@ class _First:
     why_not: str | None = None
     bound_s: float = math.inf
     none_fits: bool = False
+    room: int = 0
 
 
 def _first(problem: StageProblem, shared: SharedSums, under_s: float) -> _First:
@@ -156,15 +158,16 @@ def _search_in_memory(problem: StageProblem, moves: Moves, under_s: float) -> _F
     """
     if problem.schedule not in PUTS_OFF_WEIGHT_GRADIENTS or problem.fixed_num_stages is not None:
         return _search(problem, moves, under_s, in_memory=True)
-    best = _First()
+    best, of_any_number = _First(), _First()
     for count in range(1, most_stages(problem) + 1):
-        limit_s = min(under_s, best.step_time_s)
-        moves = moves.take(moves.allowed >= in_flight(problem, 0, count))
-        open_number = _search(problem, moves, limit_s, in_memory=False)
-        if not open_number.stages:
+        limit_s, held = min(under_s, best.step_time_s), in_flight(problem, 0, count)
+        moves = moves.take(moves.allowed >= held)
+        if of_any_number.room < held:  # else the best of more moves is the best of these too
+            of_any_number = _search(problem, moves, limit_s, in_memory=False)
+        if not of_any_number.stages or of_any_number.step_time_s >= limit_s:
             break
-        if len(open_number.stages) == count:
-            best = open_number
+        if len(of_any_number.stages) == count:
+            best = of_any_number
             continue
         found = _search(replace(problem, fixed_num_stages=count), moves, limit_s, in_memory=True)
         if found.stages:
@@ -198,7 +201,8 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
         flight[:] = 0
     programme = DynamicProgram(moves, problem.num_layers, unit, total, flight, open_end, exact)
     found = programme.search(under_s)
-    return _First(stages=moves.stages(found.path), step_time_s=found.step_time_s)
+    room = int(moves.allowed[list(found.path)].min()) if found.path else 0
+    return _First(stages=moves.stages(found.path), step_time_s=found.step_time_s, room=room)
 
 
 def _levels_that_matter(moves: Moves, flight: np.ndarray) -> int:

@@ -75,6 +75,22 @@ def test_a_scan_hands_names_inside_and_outside():
     assert [set(names) for names in stacked.dimensions] == [{SEQUENCE}, {EXAMPLE}, set()]
 
 
+def test_joined_batches_count_examples_and_so_do_their_parts():
+    def step(w, batch):
+        hidden = jnp.tanh(jnp.concatenate([batch["a"], batch["b"]]) @ w)
+        first, second = jnp.split(hidden, 2)
+        return w, jnp.exp(first) - jnp.sin(hidden[8:]) + second
+
+    graph = graph_of(step, shape(4, 6), {"a": shape(8, 4), "b": shape(8, 4)})
+    for primitive in ("concatenate", "tanh", "split", "exp", "slice", "sin"):
+        assert of(graph, primitive)[0][0] == {EXAMPLE}
+
+
+def test_of_what_is_joined_to_examples_nothing_is_known():
+    graph = graph_of(lambda w, x: (w, jnp.exp(jnp.concatenate([x, w]))), shape(4, 6), shape(8, 6))
+    assert of(graph, "exp")[0] == [set(), set()]
+
+
 def test_experts_are_what_a_product_of_weights_keeps_apart():
     case = CASES["moe"]()
     graph = graph_of(case.step, jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
