@@ -1,5 +1,6 @@
-"""Examples in blocks: arrays of all examples that stand one behind the other in one dimension, joined and cut apart.
+"""Equations whose parameters count rows or groups of examples, which are fewer in a micro-batch.
 
+Examples in blocks are arrays of all examples that stand one behind the other in one dimension: joined and cut apart.
 `model(jnp.concatenate([chosen, rejected]))` has two blocks, and its micro-batches have the examples of one in each.
 """
 
@@ -14,9 +15,9 @@ from autopar.microbatch.example_places import shape_of
 from autopar.microbatch.forms import Form, State
 
 
-def joined_or_cut(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
-    """The states of the results of an equation that joins or cuts arrays along the examples, between blocks; None for
-    any other equation.
+def counted_examples(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    """The states of the results of an equation that joins or cuts arrays along the examples, between blocks, or that
+    convolves each example with a kernel of its own; None for any other equation.
 
     Args:
         part: The equation of a micro-batch.
@@ -97,7 +98,27 @@ def _padded(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[St
     return [State(form=Form.SPLIT, dim=state.dim, outer=(size + low + high) // length)]
 
 
-_RULES = {"concatenate": _concatenated, "slice": _sliced, "split": _split, "pad": _padded}
+def _convolved(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    """Under `vmap` over images and kernels, and in gradients of each example, examples are groups of a convolution."""
+    images, kernels, numbers = *states, eqn.params["dimension_numbers"]
+    if any(s.form is not Form.SPLIT or s.outer != 1 for s in states) or kernels.dim != numbers.rhs_spec[0]:
+        return None
+    groups = {"batch_group_count": numbers.lhs_spec[0], "feature_group_count": numbers.lhs_spec[1]}
+    differing = [name for name, value in eqn.params.items() if repr(value) != repr(part.params[name])]
+    if len(differing) != 1 or images.dim != groups.get(differing[0]):
+        return None
+    if eqn.params[differing[0]] != parts * part.params[differing[0]]:
+        return None
+    return [State(form=Form.SPLIT, dim=int(numbers.out_spec[1]))]
+
+
+_RULES = {
+    "conv_general_dilated": _convolved,
+    "concatenate": _concatenated,
+    "slice": _sliced,
+    "split": _split,
+    "pad": _padded,
+}
 
 
 def reshaped(

@@ -21,7 +21,7 @@ from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
-from autopar.microbatch.example_blocks import joined_or_cut, reshaped
+from autopar.microbatch.example_blocks import counted_examples, reshaped
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, sums_over_examples
 from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join, split_alike
@@ -138,7 +138,7 @@ class Follower:
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
         places = tuple(s.dim if s.form is Form.SPLIT else None for s in states)
-        blocks = joined_or_cut(op.eqn, part.eqn, states, self.num_microbatches)
+        blocks = counted_examples(op.eqn, part.eqn, states, self.num_microbatches)
         if blocks is not None:
             return self._checked(op, blocks)
         uniform = all(s.uniform for s in states if s.form is Form.SPLIT)

@@ -161,3 +161,48 @@ def test_products_between_the_examples_of_a_batch_are_refused():
     t = trace(step_of(loss), (state(), batch()), names=("state", "batch"), donate=(0,), batch=(1,))
     with pytest.raises(MixedExamplesError, match="dot_general"):
         micro_batched(t, 2, RULES)
+
+
+def convolved(images, kernel, groups=1):
+    return jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_each_example_through_a_convolution(groups):
+    """Differentially private training: gradients are clipped one by one (Abadi et al., 2016)."""
+
+    def loss(params, image):
+        hidden = jnp.tanh(convolved(image[None], params["kernel"], groups))
+        return jnp.square(hidden.reshape(-1) @ params["out"]).sum()
+
+    def step(params, batch):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch["images"])
+        norms = jnp.sqrt(sum(jnp.square(g).sum(axis=range(1, g.ndim)) for g in grads.values()))
+        clipped = jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, 0.5 / norms), g, 1), grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, clipped), norms
+
+    numbers = np.random.default_rng(0)
+    shapes = {"kernel": (3, 3, 4 // groups, 4), "out": (4 * 4 * 4, 3)}
+    params = {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    args = params, {"images": numbers.normal(size=(EXAMPLES, 4, 4, 4)).astype(np.float32)}
+    t = trace(step, args, names=("params", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(t, 4, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves(args)))
+    assert_close(got, jax.jit(step)(*args))
+    sections = {op.section for op in graph.block.ops if op.primitive == "conv_general_dilated"}
+    assert sections <= {Section.FORWARD, Section.BACKWARD}
+
+
+def test_a_kernel_for_each_example():
+    def loss(params, batch):
+        kernels = jnp.tanh(batch["a"] @ params["layers"][0]).reshape(-1, 2, 2, 2, 2)
+        images = batch["b"].reshape(-1, 1, 4, 2, 2)
+        return jnp.square(jax.vmap(convolved)(images, kernels)).mean()
+
+    step, args = step_of(loss), (state(), batch())
+    t = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(t, 2, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves(args)))
+    assert_close(got, jax.jit(step)(*args))
