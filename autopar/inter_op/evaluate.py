@@ -66,7 +66,7 @@ class PipelineEvaluator:
         self.kept: list[PipelineCandidate] = []
         self.refinements: list[PipelineEstimate] = []  # in short: plans take much memory
         # For (stages, micro-batches): the best candidate, and its bytes by the tables.
-        self.best_of: dict[tuple[int, int], tuple[PipelineCandidate | PipelineEstimate, int]] = {}
+        self.best_of: dict[tuple[int, int], tuple[PipelineEstimate, int]] = {}
 
     def search(
         self,
@@ -152,7 +152,8 @@ class PipelineEvaluator:
             kind = len(choice.first_layers), m
             best_of_kind = self.best_of.get(kind)
             if best_of_kind is None or candidate.rank(self.limit_bytes) < best_of_kind[0].rank(self.limit_bytes):
-                self.best_of[kind] = candidate, estimated_bytes
+                in_short = candidate.in_short if isinstance(candidate, PipelineCandidate) else candidate
+                self.best_of[kind] = in_short, estimated_bytes
             self.weigh(candidate)
             if not candidate.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1

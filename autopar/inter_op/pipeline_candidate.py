@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from autopar.inter_op.fit_stages import Round
@@ -87,6 +88,14 @@ class PipelineCandidate:
     def trial(self) -> PipelineTrial:
         """The pipeline as one row of the plan's record."""
         return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
+
+    @property
+    def in_short(self) -> PipelineEstimate:
+        """What it came to, without the tasks and the instructions of the pipeline, which take much memory."""
+        return PipelineEstimate(
+            num_microbatches=self.num_microbatches, choice=self.choice, step_time_s=self.step_time_s,
+            peak_bytes=self.peak_bytes, to_beat_s=math.inf, name=self.name,
+        )  # fmt: skip
 
     def fits(self, limit_bytes: int) -> bool:
         return self.peak_bytes <= limit_bytes

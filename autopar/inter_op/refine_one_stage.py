@@ -12,7 +12,7 @@ from typing import Protocol
 
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.other_numbers import OtherNumbers, Refined
-from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
+from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.baselines import baseline_bindings
@@ -29,7 +29,7 @@ class Evaluated(Refined, Protocol):
     context: PlanningContext
     cluster: Cluster
     # For (stages, micro-batches): the best, and its bytes by the tables.
-    best_of: dict[tuple[int, int], tuple[PipelineCandidate | PipelineEstimate, int]]
+    best_of: dict[tuple[int, int], tuple[PipelineEstimate, int]]
 
 
 def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterable[float]) -> None:
@@ -67,13 +67,13 @@ def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterabl
             evaluated.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
 
-def _near_the_best(evaluated: Evaluated) -> PipelineCandidate | PipelineEstimate | None:
+def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
     """The best of one stage: the best of all, or one that fits and takes little longer."""
     one_stage = [candidate for (stages, _), (candidate, _) in evaluated.best_of.items() if stages == 1]
     found = min(one_stage, key=lambda each: each.rank(evaluated.limit_bytes), default=None)
     if found is None or evaluated.best is None:
         return None
-    if found is evaluated.best:
+    if found.rank(evaluated.limit_bytes) <= evaluated.best.rank(evaluated.limit_bytes):
         return found
     is_near = found.step_time_s <= REFINED_WITHIN * evaluated.best.step_time_s
     return found if found.fits(evaluated.limit_bytes) and is_near else None
