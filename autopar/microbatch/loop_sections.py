@@ -19,8 +19,9 @@ class LoopSections:
     Raises: UnsupportedError for a result that neither adds up over micro-batches nor has one row for each example.
     """
 
-    def __init__(self, step_name: str, whole: OpGraph, states: ValueStates) -> None:
+    def __init__(self, step_name: str, whole: OpGraph, states: ValueStates, num_microbatches: int) -> None:
         self.step_name, self.whole, self.states = step_name, whole, states
+        self.num_microbatches = num_microbatches
         self.before: set[int] = set()
         self.each: set[int] = set()
         self.after: set[int] = set()
@@ -71,7 +72,7 @@ class LoopSections:
             if s.form is Form.INVARIANT:
                 self._same.add(v)
                 return
-            if s.outer != 1:
+            if s.outer != 1 and self.num_microbatches > 1:
                 self._in_blocks.add(v)
                 return
             self.each.add(v)

@@ -169,7 +169,8 @@ def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, 
     _check_same_operations(traced.name, whole.block, part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
-    writer = _LoopWriter(whole, part, follower, states, LoopSections(traced.name, whole, states))
+    sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
+    writer = _LoopWriter(whole, part, follower, states, sections)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
     block = with_rules(dataclasses.replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
     micro_batched_graph = dataclasses.replace(

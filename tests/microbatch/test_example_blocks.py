@@ -152,6 +152,10 @@ def test_products_of_joined_arrays_that_leave_the_step_are_refused():
     t = trace(step, (state(), batch()), names=("state", "batch"), donate=(0,), batch=(1,))
     with pytest.raises(UnsupportedError, match="in which examples lie inside of a dimension"):
         micro_batched(t, 2, RULES)
+    args = state(), batch()
+    graph = micro_batched(t, 1, RULES)  # one micro-batch is the whole
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves(args)))
+    assert_close(got, jax.jit(step)(*args))
 
 
 def test_products_between_the_examples_of_a_batch_are_refused():
