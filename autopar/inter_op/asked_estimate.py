@@ -54,7 +54,7 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
     request, cluster, traced, graphs = context.request, context.cluster, context.traced, context.graphs
     binding, m = request.binding, request.num_microbatches or 1
     assert binding is not None, "an estimate is of a recipe"
-    at = m, hoist_casts, cluster, binding
+    at = m, hoist_casts, cluster, binding, request.schedule
     with context.progress.pass_("micro-batches"):
         one = graphs.of(traced, ("short request", *at), lambda: _short_request(context, hoist_casts, keeps))
 
