@@ -155,17 +155,26 @@ def _fitting(
         numbers = [m for m in numbers if m < min(tried, default=math.inf)]
         if not numbers:
             break
+    best, too_large = _fastest(fitting, built)
+    least = (*too_large, *(at.peak_bytes for at in leanest if at.peak_bytes is not None))
+    return best, None if best is not None else min(least, default=None)
+
+
+def _fastest(
+    fitting: dict[tuple[str, int], Tried], built: Callable[[str, int], Plan | int | None]
+) -> tuple[Plan | None, list[int]]:
+    """(the fastest of the plans that fit, as built; what others need, that do not fit)"""
     best: Plan | None = None
-    needed_bytes = [at.peak_bytes for at in leanest if at.peak_bytes is not None]
+    too_large: list[int] = []
     for way, at in sorted(fitting.items(), key=lambda found: found[1].step_time_s):
         if best is not None and best.predicted.step_time_s <= (1 - BOUND_ERROR) * at.step_time_s:
             break
         plan = built(*way)
         if isinstance(plan, int):
-            needed_bytes.append(plan)
+            too_large.append(plan)
         elif plan is not None and (best is None or plan.predicted.step_time_s < best.predicted.step_time_s):
             best = plan
-    return best, None if best is not None else min(needed_bytes, default=None)
+    return best, too_large
 
 
 def _estimated(context: PlanningContext, request: PlanRequest) -> PipelineEstimate | None:

@@ -19,7 +19,7 @@ from autopar.inter_op.build_stages import (
 from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.followed_stages import followed_choice
-from autopar.inter_op.pipeline_candidate import PipelineCandidate, retry_without_hoisted_casts
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.inter_op.submeshes import part_of
 from autopar.passes.remat_cheap import copied_bytes, copies_state
@@ -70,12 +70,7 @@ def _built(
     binding, followed = request.binding, request.followed_stages
     limit_bytes = context.limit_bytes
     expected, copied = estimated_in_time(context, hoist_casts)
-    # Devices that share matrices may find decisions for all layers that need less than any for a few.
-    may_fit = (
-        expected is None
-        or expected.peak_bytes <= (1 + PEAK_ERROR) * limit_bytes
-        or (binding is not None and binding.example_parts(cluster.num_devices) < cluster.num_devices)
-    )
+    may_fit = expected is None or _may_fit(context, expected)
     if expected is not None and not may_fit and hoist_casts:
         least_bytes = int(expected.peak_bytes / (1 + PEAK_ERROR)) - copied
         if copied and least_bytes <= limit_bytes:
@@ -119,6 +114,15 @@ def _built(
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
     best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
     return (best,), may_fit_without_hoisted_casts(microbatched, best.peak_bytes, context.limit_bytes)
+
+
+def _may_fit(context: PlanningContext, expected: PipelineEstimate) -> bool:
+    """Whether what comes to an estimate may fit when it is built. Devices that share matrices may find decisions for
+    all layers that need less than any for a few.
+    """
+    binding, num_devices = context.request.binding, context.cluster.num_devices
+    shares_matrices = binding is not None and binding.example_parts(num_devices) < num_devices
+    return shares_matrices or expected.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes
 
 
 def may_fit_without_hoisted_casts(microbatched: MicrobatchedStep, peak_bytes: int, limit_bytes: int) -> bool:

@@ -92,14 +92,25 @@ class _StateFinder:
         if _is_light(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
-                return [replaced(s, early=True, streams=False) for s in results]
+                of_batch = any(s.of_batch for s in states)
+                return [replaced(s, early=True, of_batch=of_batch, streams=False) for s in results]
             except CombinesExamples:
                 pass
-        elif self.num_microbatches > 1 and is_heavy(op) and any(s.cut for s in states):  # for the examples of each
+        elif is_heavy(op) and any(s.cut or s.of_batch for s in states):  # for the examples of each
+            split = State(form=Form.SPLIT)
             streamed = [replaced(s, early=False, streams=True) if s.form is Form.SPLIT else s for s in states]
-            return self._of_examples(op, part, streamed)
+            return self._of_examples(op, part, [split if s.of_batch else s for s in streamed])
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
-        return [dataclasses.replace(self.follower.by_shape(v), zero=zero) for v in op.outputs]
+        known = self._of_batch(op) if any(s.of_batch for s in states) else map(self.follower.by_shape, op.outputs)
+        return [dataclasses.replace(s, zero=zero) for s in known]
+
+    def _of_batch(self, op: Op) -> list[State]:
+        """Results that mix examples of the batch alone: made before the loop."""
+        states = [self.follower.by_shape(v) for v in op.outputs]
+        if self.num_microbatches > 1:
+            return states
+        has_rows = [bool(self.whole.values[v].shape) for v in op.outputs]
+        return [replaced(s, of_batch=rows) for s, rows in zip(states, has_rows, strict=True)]
 
     def _of_own_literals(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """The literals of a micro-batch's program are read, where it is known how they follow the examples."""
@@ -114,10 +125,10 @@ class _StateFinder:
         try:
             return self._followed(op, part, states, early, promote=True)
         except CombinesExamples as mixes:
+            if early:
+                return self._of_batch(op)
             if self.num_microbatches == 1:
                 return self._single(op, states)
-            if early:
-                return [self.follower.by_shape(v) for v in op.outputs]
             return self._mixed(op, states, mixes)
 
     def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
