@@ -75,7 +75,7 @@ class CallArguments:
         names = self.names(len(args))
         leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self.dynamic(names))
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        static = tuple(_hashable(a, names[i]) for i, a in self.static(args).items())
+        static = tuple(_with_types(_hashable(a, names[i])) for i, a in self.static(args).items())
         types = tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
         return tree, types, static, jax_compat.trace_context()
 
@@ -123,6 +123,11 @@ class CallArguments:
                     got=f"a shape, {leaf}",
                     hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
                 )
+
+
+def _with_types(value: Any) -> Any:
+    """A static argument with its type, and those inside of tuples: 1, 1.0 and True are equal, and trace differently."""
+    return type(value), tuple(map(_with_types, value)) if type(value) is tuple else value
 
 
 def _hashable(value: Any, name: str) -> Any:

@@ -10,8 +10,6 @@ from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import WHOLE, part_number
-from autopar.inter_op.asked_estimate import estimated_in_time
-from autopar.inter_op.asked_step import asked_step, check_binding, equal_choice
 from autopar.inter_op.build_stages import (
     MicrobatchedStep,
     build,
@@ -20,6 +18,8 @@ from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.followed_stages import followed_choice
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
+from autopar.inter_op.requested_estimate import estimated_in_time
+from autopar.inter_op.requested_step import check_binding, equal_choice, requested_step
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
 from autopar.inter_op.submeshes import part_of
 from autopar.passes.remat_cheap import copied_bytes, copies_state
@@ -76,7 +76,7 @@ def _built(
         if copied and least_bytes <= limit_bytes:
             return (Rejection(source=SOURCE, why="does not fit with copies of the state for all micro-batches"),), True
     with context.progress.pass_("micro-batches"):
-        asked = asked_step(context, hoist_casts)
+        asked = requested_step(context, hoist_casts)
         microbatched, name, chunks, num_stages = asked.microbatched, asked.schedule, asked.chunks, asked.num_stages
         if binding is not None:
             microbatched = microbatched.annotated
@@ -102,8 +102,8 @@ def _built(
             limits = BuildLimits(
                 limit_bytes=limit_bytes, time_limit_s=context.deadline.solve_s(), decides_again=may_fit
             )
-            is_near = expected is not None and (not may_fit or expected.fits(limit_bytes))
-            first = expected.first_to_build(limit_bytes, PEAK_ERROR) if expected is not None and is_near else None
+            is_told = expected is not None and (expected.fits(limit_bytes) or not may_fit)
+            first = expected.first_to_build(limit_bytes, PEAK_ERROR) if expected is not None and is_told else None
             terms = first.terms if first is not None else ()
             staged = build(microbatched, choice, cluster, limits, constraints, pins, layouts, terms)
         built.append(

@@ -43,8 +43,8 @@ def _concatenated(eqn: Any, part: Any, states: Sequence[State], parts: int) -> l
     dim = int(eqn.params["dimension"])
     if any(s.form is not Form.SPLIT or s.dim != dim for s in states):
         return None
-    lengths = {_block(eqn, i, s) for i, s in enumerate(states) if not s.uniform}
     sizes, of_part = ([shape_of(v)[dim] for v in e.invars] for e in (eqn, part))
+    lengths = {_block(eqn, i, s) for i, s in enumerate(states) if not s.uniform} or {math.gcd(*sizes)}
     length = lengths.pop() if len(lengths) == 1 else 0
     if not length or not _are_blocks(sizes, of_part, length, parts):
         return None
@@ -98,6 +98,13 @@ def _padded(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[St
     return [State(form=Form.SPLIT, dim=state.dim, outer=(size + low + high) // length)]
 
 
+def _tiled(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
+    (state,), reps = states, eqn.params["reps"]
+    if len(reps) != len(shape_of(eqn.invars[0])) or reps != part.params["reps"] or state.uniform:
+        return None
+    return [State(form=Form.SPLIT, dim=state.dim, outer=state.outer * reps[state.dim])]
+
+
 def _convolved(eqn: Any, part: Any, states: Sequence[State], parts: int) -> list[State] | None:
     """Under `vmap` over images and kernels, and in gradients of each example, examples are groups of a convolution."""
     images, kernels, numbers = *states, eqn.params["dimension_numbers"]
@@ -118,6 +125,7 @@ _RULES = {
     "slice": _sliced,
     "split": _split,
     "pad": _padded,
+    "tile": _tiled,
 }
 
 

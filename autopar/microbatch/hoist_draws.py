@@ -78,8 +78,9 @@ def _of_examples(graph: OpGraph) -> set[int]:
             before = len(depend)
             for inner in body.ops:
                 depend |= _depending(inner, depend)
-            depend |= {body.inputs[k + j] for j, a in enumerate(body.outputs[:carry]) if a in depend}
-        depend |= {v for v, a in zip(op.outputs, body.outputs, strict=True) if a in depend}
+            handed_on = [isinstance(a, int) and a in depend for a in body.outputs]
+            depend |= {v for v, follows in zip(body.inputs[k : k + carry], handed_on, strict=False) if follows}
+        depend |= {v for v, follows in zip(op.outputs, handed_on, strict=True) if follows}
         depend |= {v for v, a in zip(op.outputs, body.inputs[k : k + carry], strict=False) if a in depend}
     return depend
 

@@ -96,7 +96,7 @@ class _StateFinder:
                 return [replaced(s, early=True, of_batch=of_batch, streams=False) for s in results]
             except CombinesExamples:
                 pass
-        elif is_heavy(op) and any(s.cut or s.of_batch for s in states):  # for the examples of each
+        elif is_heavy(op) and any(s.form is Form.SPLIT or s.of_batch for s in states):  # for the examples of each
             split = State(form=Form.SPLIT)
             streamed = [replaced(s, early=False, streams=True) if s.form is Form.SPLIT else s for s in states]
             return self._of_examples(op, part, [split if s.of_batch else s for s in streamed])

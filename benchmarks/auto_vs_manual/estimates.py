@@ -12,11 +12,11 @@ from autopar.compiler.padding import stored_step
 from autopar.compiler.planner import as_requested, planning_context
 from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
-from autopar.inter_op.asked_step import asked_step, equal_choice
 from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.requested import may_fit_without_hoisted_casts
+from autopar.inter_op.requested_step import equal_choice, requested_step
 from autopar.inter_op.short_steps import Estimate, estimate, short_step
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
@@ -80,7 +80,7 @@ class Estimates:
 
         def least() -> float:
             whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
-            microbatched = asked_step(whole, True).microbatched
+            microbatched = requested_step(whole, True).microbatched
             policies = policies_of(request.recompute, len(microbatched.layers))
             return least_time_s(recomputed(microbatched, policies), cluster)
 
@@ -102,13 +102,13 @@ class Estimates:
                     Outcome(step_time_s=each.step_time_s, peak_bytes=peak_bytes, limit_bytes=context.limit_bytes)
                 )
             found = min(filter(None, (found, *outcomes)), key=Outcome.rank)
-            microbatched = asked_step(context, hoist_casts).microbatched
+            microbatched = requested_step(context, hoist_casts).microbatched
             if found.fits or not may_fit_without_hoisted_casts(microbatched, found.peak_bytes, found.limit_bytes):
                 break
         return found
 
     def of_meshes(self, context: PlanningContext, hoist_casts: bool) -> Iterator[Estimate | None]:
-        request, cluster, asked = context.request, context.cluster, asked_step(context, hoist_casts)
+        request, cluster, asked = context.request, context.cluster, requested_step(context, hoist_casts)
         binding, microbatched = request.binding, asked.microbatched
         if binding is not None and binding.offloads_activations:
             yield None

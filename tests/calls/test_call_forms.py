@@ -252,3 +252,21 @@ def test_a_step_is_staged_as_jit_stages():
     with pytest.raises(UnsupportedError, match="one of 2 stages"):
         staged.as_text()
     assert "ENTRY" in staged.compile().as_text()
+
+
+@pytest.mark.parametrize("wrapped", [lambda k: k, lambda k: (0, k)])
+def test_static_arguments_that_are_equal_and_of_other_types_are_steps_of_their_own(wrapped):
+    def step(w, x, k):
+        exponent = k if not isinstance(k, tuple) else k[1]
+        counted = jnp.arange(4) / 2 if isinstance(exponent, float) else jnp.arange(4) // 2
+        return w * (10 if exponent is True else 1), (counted, x.sum())
+
+    parallel = autopar.parallelize(
+        step, static_argnums=2, donate_argnums=(), batch_argnums=1, cache_dir=None, show_progress=False
+    )
+    w, x = jnp.ones(4), jnp.ones((8, 2))
+    for k in (1, True, 1.0, 1):
+        found, expected = parallel(w, x, wrapped(k)), step(w, x, k)
+        for seen, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert seen.dtype == wanted.dtype
+            np.testing.assert_allclose(seen, wanted)

@@ -10,7 +10,7 @@ from autopar.common.progress import Progress
 from autopar.compiler import whole_graph
 from autopar.compiler.planner import make_plan
 from autopar.frontend.tracing import trace
-from autopar.inter_op import asked_step
+from autopar.inter_op import requested_step
 from autopar.plan.plan import Trees
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
@@ -38,7 +38,7 @@ def test_plans_that_share_graphs_are_those_that_each_would_be(monkeypatch):
 
     alone = [plan(request) for request in REQUESTS]
     counted(monkeypatch, whole_graph, "build_graph", calls)
-    counted(monkeypatch, asked_step, "cut_layers", calls)
+    counted(monkeypatch, requested_step, "cut_layers", calls)
     assert [plan(request, graphs) for request in REQUESTS] == alone
     assert calls == ["build_graph", "cut_layers"]
 

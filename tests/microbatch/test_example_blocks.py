@@ -85,6 +85,14 @@ def all_times_at_once(params, batch):
     return jnp.square(times.reshape(-1, WIDTH) @ params["out"]).mean()
 
 
+def masked_and_repeated(params, batch):
+    """A mask that is joined of constants, and a batch that is repeated."""
+    rows = written_out(params, jnp.concatenate([batch["a"], batch["b"]]))
+    mask = jnp.concatenate([jnp.ones(len(batch["a"])), jnp.zeros(len(batch["b"]))])
+    again = written_out(params, jnp.tile(batch["a"], (3, 1)))
+    return jnp.mean(rows * mask[:, None]) + jnp.square(again).mean()
+
+
 def of_mixed_inputs(params, batch):
     """What is mixed before the first product is made once; the products are of each micro-batch."""
     rows = 0.7 * batch["a"] + 0.3 * batch["a"][::-1]
@@ -96,7 +104,8 @@ def walk_op(op):
 
 
 LOSSES = [
-    preferred, preferred_by_a_scan, three_views, two_views_in_front, recurrent, all_times_at_once, of_mixed_inputs
+    preferred, preferred_by_a_scan, three_views, two_views_in_front, recurrent, all_times_at_once,
+    masked_and_repeated, of_mixed_inputs,
 ]  # fmt: skip
 
 

@@ -136,9 +136,20 @@ def of_a_key_of_layers_all_computed_again(params, x, key):
     return jax.checkpoint(of_a_key_that_layers_hand_on)(params, x, key)
 
 
+def of_a_key_beside_a_literal(params, x, key):
+    """A barrier in the layers has a literal among its operands, and the layers return one."""
+
+    def layer(carry, weight):
+        h, key = carry
+        h, scale = jax.lax.optimization_barrier((jnp.tanh(h @ weight), 1.5))
+        return (h * scale, jax.random.split(key)[0]), 2.5
+
+    return dropped(*jax.lax.scan(layer, (x, key), params["layers"])[0])
+
+
 HANDED_ON = [
     of_a_key_that_layers_hand_on, of_keys_that_layers_hand_out, of_a_key_for_other_layers, of_noise_made_by_a_scan,
-    of_a_key_of_layers_all_computed_again,
+    of_a_key_of_layers_all_computed_again, of_a_key_beside_a_literal,
 ]  # fmt: skip
 COMPUTED_AGAIN = [of_layers_computed_again, of_a_carried_key_computed_again]
 

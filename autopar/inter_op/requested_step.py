@@ -30,7 +30,7 @@ from autopar.sharding.binding import Binding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AskedStep:
+class RequestedStep:
     """The step in the micro-batches that a request names, with its schedule and its number of stages."""
 
     microbatched: MicrobatchedStep
@@ -40,7 +40,7 @@ class AskedStep:
     binding: Binding | None
 
 
-def asked_step(context: PlanningContext, hoist_casts: bool, keeps: bool = True) -> AskedStep:
+def requested_step(context: PlanningContext, hoist_casts: bool, keeps: bool = True) -> RequestedStep:
     """The step in the micro-batches of a request, which is kept for other plans of the step unless it says so.
 
     Raises: errors of the split; InvalidArgumentError.
@@ -63,10 +63,12 @@ def asked_step(context: PlanningContext, hoist_casts: bool, keeps: bool = True) 
 
     key = "micro-batches", step.parts, num_microbatches, hoist_casts
     microbatched = context.graphs.of(traced, key, cut) if keeps else cut()
-    return AskedStep(microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages, binding=binding)
+    return RequestedStep(
+        microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages, binding=binding
+    )
 
 
-def check_binding(context: PlanningContext, microbatched: MicrobatchedStep, asked: AskedStep) -> None:
+def check_binding(context: PlanningContext, microbatched: MicrobatchedStep, asked: RequestedStep) -> None:
     """Raises: InvalidArgumentError or UnsupportedError for a step, with its semantics, that a recipe cannot bind."""
     binding, cluster, name = asked.binding, context.cluster, context.traced.name
     if binding is None:

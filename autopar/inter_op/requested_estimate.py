@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 from autopar.errors import SolverError
-from autopar.inter_op.asked_step import asked_step, check_binding, equal_choice
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
+from autopar.inter_op.requested_step import check_binding, equal_choice, requested_step
 from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
@@ -80,7 +80,7 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
 
 def _short_request(context: PlanningContext, hoist_casts: bool, keeps: bool) -> _ShortRequest:
     cluster, binding = context.cluster, context.request.binding
-    asked = asked_step(context, hoist_casts, keeps)
+    asked = requested_step(context, hoist_casts, keeps)
     microbatched = asked.microbatched
     short = short_step(microbatched, cluster, context.least_s)
     if short is not None:
