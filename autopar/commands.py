@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,6 +206,7 @@ def tune(parsed: argparse.Namespace) -> Output:
 
 def measure(parsed: argparse.Namespace) -> Output:
     """Measures, and says what came out and where it lies."""
+    _check_folder("--save", parsed.save)
     measurement = calibrate.measure(parsed.devices)
     path: Path | None
     if parsed.save:
@@ -254,10 +256,23 @@ def _planned_for(
 
 
 def _check_folder(where: str, path: str | None) -> None:
-    """Raises: InvalidArgumentError, before anything is planned, for a file in a folder that is not there."""
-    if path and not Path(path).absolute().parent.is_dir():
+    """Raises: InvalidArgumentError, before anything is planned, for a file in a folder that is not there, and for one
+    that cannot be written.
+    """
+    if not path:
+        return
+    if not Path(path).absolute().parent.is_dir():
         raise InvalidArgumentError(
             where=where, expected="a path in a folder that is there", got=path, hint="make the folder first"
+        )
+    if Path(path).is_dir():
+        raise InvalidArgumentError(
+            where=where, expected="the path of a file", got=f"{path}, a folder", hint="name a file in it"
+        )
+    there = Path(path) if Path(path).exists() else Path(path).absolute().parent
+    if not os.access(there, os.W_OK):
+        raise InvalidArgumentError(
+            where=where, expected="a file that can be written", got=path, hint="name one elsewhere"
         )
 
 

@@ -28,6 +28,7 @@ from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.step_views import (
     batch_argnums_of,
+    microbatches_named_by,
     on_cluster,
     peak_on_more_examples,
     peak_on_other_batch,
@@ -131,7 +132,8 @@ def fit(
             state too. Or the batch is a function of the number of examples, which gives arrays or shapes.
         clusters: The hardware to plan for, one or several, also as text. Of each the largest batch is found.
         multiple: Batches are multiples of this; None: of the number of devices, and beyond 128 times that number of
-            about a hundredth of the batch (`Fitting.multiples`), so that few plans are needed.
+            about a hundredth of the batch (`Fitting.multiples`), so that few plans are needed. Of the number of
+            micro-batches that the step names too.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
 
     Raises: InvalidArgumentError; what planning raises, except for what does not fit.
@@ -154,6 +156,7 @@ def fit(
     plans: dict[str, Plan] = {}
     for name, cluster in named.items():
         size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
+        size = math.lcm(size, microbatches_named_by(parallel))
         made = _weighed(on_cluster(parallel, cluster), name, args, argnums, size, bits)
         multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]

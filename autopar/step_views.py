@@ -95,6 +95,11 @@ def with_whole_batch(step: Step) -> Step:
     return Step(function_of(step), dataclasses.replace(step._options, request=request))
 
 
+def microbatches_named_by(step: Step) -> int:
+    """The number of micro-batches that a step's options name, by which each batch divides; 1 where they name none."""
+    return step._options.request.num_microbatches or 1
+
+
 def peak_on_other_batch(step: Step, args: Sequence[Any], others: Sequence[Any]) -> int | None:
     """Bytes of a device for the step on other arguments, a batch of another size, in the layouts of its plan for
     `args`; None where these cannot be kept.

@@ -127,6 +127,7 @@ class PlanSources:
             effort=own.effort,
             constraints=own.constraints,
             per_microbatch=own.per_microbatch,
+            compiler_options=own.compiler_options,
             remat=own.remat,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.calls.plan_sources import PlanSources
+from autopar.common import jax_compat
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
@@ -23,14 +24,15 @@ logger = logging.getLogger("autopar")
 class StepPlans:
     """The plans of a step, by the key of the arguments for which they hold; `len` counts them without short batches.
 
-    A new key gets, in this order: the plan of an equal trace (other weak types, another configuration of JAX); the plan
-    of a batch with more examples, carried over; a plan of its own.
+    A new key gets, in this order: the plan of an equal trace (other weak types, another configuration of JAX on which
+    no sharding rule depends); the plan of a batch with more examples, carried over; a plan of its own.
     """
 
     def __init__(self, name: str, sources: PlanSources, *, show_progress: bool) -> None:
         self._name, self._sources, self._show_progress = name, sources, show_progress
         self._by_key: dict[Any, tuple[TracedStep, Plan]] = {}
         self._short_batches: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._flags: dict[Any, Any] = {}  # by key: JAX's configuration, as far as sharding rules depend on it
         self.last_progress: Progress | None = None
 
     def __len__(self) -> int:
@@ -59,6 +61,7 @@ class StepPlans:
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = trace()
+                self._flags[key] = jax_compat.lowering_flags()
                 equal = self._of_equal_trace(traced)
                 if equal is not None:
                     self._by_key[key] = traced, self._bound(equal, traced, trees)
@@ -116,11 +119,16 @@ class StepPlans:
         return dataclasses.replace(plan, trees=trees, replan=replan)
 
     def _of_equal_trace(self, traced: TracedStep) -> Plan | None:
-        return next((plan for earlier, plan in self._by_key.values() if is_same_step(earlier, traced)), None)
+        return next((plan for earlier, plan in self._under_these_flags() if is_same_step(earlier, traced)), None)
+
+    def _under_these_flags(self) -> list[tuple[TracedStep, Plan]]:
+        """The traced steps and plans that were made under JAX's configuration at the moment."""
+        flags = jax_compat.lowering_flags()
+        return [planned for key, planned in self._by_key.items() if self._flags[key] == flags]
 
     def _of_longer_batch(self, traced: TracedStep, progress: Progress) -> Plan | None:
         """A plan carried over to a batch of fewer examples."""
-        for earlier, plan in reversed(self._by_key.values()):
+        for earlier, plan in reversed(self._under_these_flags()):
             with progress.pass_("short batch"):
                 carried_over = for_short_batch(plan, earlier, traced, self._sources.rules())
             if carried_over is not None:

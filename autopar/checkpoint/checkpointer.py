@@ -28,7 +28,7 @@ from autopar.checkpoint.save_arguments import (
     position_of,
 )
 from autopar.checkpoint.stored_arrays import record_of, stored_array
-from autopar.checkpoint.targets import PlannedStep, structure_of_plan
+from autopar.checkpoint.targets import PlannedStep, like_created, structure_of_plan
 from autopar.checkpoint.together import together
 from autopar.checkpoint.unfinished import no_wait, wait_at_exit
 from autopar.errors import (
@@ -349,8 +349,8 @@ class Checkpointer:
         steps = self._shared_steps("restore_or")
         if not steps:
             return (create(*args) if step is None else step.init(create, *args)), 0
-        shapes = jax.eval_shape(lambda: nnx_objects.split((create(*args),))[0])
-        return nnx_objects.merged(self.restore(steps[-1], step=step, like=shapes, data=data)), steps[-1]
+        like = like_created(create, args, in_jit=step is not None)
+        return nnx_objects.merged(self.restore(steps[-1], step=step, like=like, data=data)), steps[-1]
 
     def roll_back(
         self,

@@ -36,7 +36,7 @@ def restored(
 ) -> Any:
     """The state of a checkpoint in the structure and the layout that is asked for."""
     if like is None:
-        wanted = targets_of_all(file)
+        wanted = targets_of_all(file, where)
         return nested(dict(zip([t.record.name for t in wanted], _values(folder, number, wanted), strict=True)))
     step, plan, shardings = layout
     leaves, structure = named_leaves(like)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from autopar.calls import nnx_objects
 from autopar.calls.init_state import Place
 from autopar.checkpoint.leaves import NamedLeaf, named_leaves
 from autopar.checkpoint.manifest import LeafRecord, Manifest
@@ -75,6 +76,28 @@ def structure_of_plan(plan: Plan, where: str) -> Any:
     return arguments[0] if len(arguments) == 1 else tuple(arguments)
 
 
+def like_created(create: Callable[..., Any], args: Sequence[Any], *, in_jit: bool) -> Any:
+    """The state that `create` makes, with NNX objects split and the shapes of its JAX arrays, which are not made; all
+    other leaves as they are, unless it is called `in_jit`, where they become JAX arrays.
+    """
+    others: dict[int, Any] = {}
+    structure: Any = None
+
+    def made() -> Any:
+        nonlocal structure
+        (tree,) = nnx_objects.split((create(*args),))
+        if in_jit:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        others.update((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array))
+        return {i: leaf for i, leaf in enumerate(leaves) if i not in others}
+
+    shapes = jax.eval_shape(made)
+    if in_jit:
+        return shapes
+    return jax.tree.unflatten(structure, [(shapes | others)[i] for i in range(len(shapes) + len(others))])
+
+
 def places_for(
     leaves: Sequence[NamedLeaf], structure: Any, *, step: PlannedStep | None, plan: Plan | None, shardings: Any
 ) -> list[tuple[Any, PaddedForm | None]]:
@@ -116,21 +139,26 @@ def targets_of(
         dtype = _checked_dtype(record, value, f"{where}, {leaf.path or leaf.name}")
         if sharding is None and not (is_host and (record.kind == "number" or record.is_numpy)):
             sharding = default
+        if sharding is not None and dtype is not None:
+            _check_jax_has(dtype, f"{where}, {leaf.path or leaf.name}")
         out.append(Target(record=record, dtype=dtype, sharding=sharding, form=form))
     return out
 
 
-def targets_of_all(manifest: Manifest) -> list[Target]:
-    """The leaves of a checkpoint as they are, on the first device."""
+def targets_of_all(manifest: Manifest, where: str) -> list[Target]:
+    """The leaves of a checkpoint as they are, on the first device.
+
+    Raises: CheckpointMismatchError for an array of JAX of 64 bits, where JAX has none.
+    """
     default = SingleDeviceSharding(jax.local_devices()[0])
-    return [
-        Target(
-            record=record,
-            dtype=None if record.kind == "number" else record.leaf_dtype,
-            sharding=None if record.kind == "number" or record.is_numpy else default,
-        )
-        for record in manifest.leaves
-    ]
+    targets = []
+    for record in manifest.leaves:
+        dtype = None if record.kind == "number" else record.leaf_dtype
+        sharding = None if record.kind == "number" or record.is_numpy else default
+        if sharding is not None:
+            _check_jax_has(dtype, f"{where}, {record.name}")
+        targets.append(Target(record=record, dtype=dtype, sharding=sharding))
+    return targets
 
 
 def _given(shardings: Any, structure: Any) -> list[Any]:
@@ -216,6 +244,17 @@ def _checked_dtype(record: LeafRecord, value: Any, where: str) -> Any:
         hint="restore with the configuration that it was saved with; plain dictionaries of what is there, to convert "
         "by hand, come from restore() without like, step and plan",
     )
+
+
+def _check_jax_has(dtype: Any, where: str) -> None:
+    """Raises: CheckpointMismatchError for a type of 64 bits without `jax_enable_x64`: JAX would round the array."""
+    if isinstance(dtype, np.dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise CheckpointMismatchError(
+            where=where,
+            expected="an array of a type that JAX has",
+            got=f"{dtype}, without jax_enable_x64",
+            hint="restore with jax_enable_x64, as it was saved; autopar checkpoint show FOLDER lists the types",
+        )
 
 
 def _fits(record: LeafRecord, dtype: Any) -> bool:

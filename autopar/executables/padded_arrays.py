@@ -242,6 +242,7 @@ def _padded_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return np.pad(array, [(0, s - n) for n, s in zip(array.shape, shape, strict=True)])
 
 
+@jax_compat.no_mesh_set()
 def _alone(program: Any, array: Any) -> jax.Array:
     """Runs a program while no other one runs: programs that send may wait for one another on virtual devices."""
     with turn:

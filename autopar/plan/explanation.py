@@ -126,8 +126,11 @@ def _modules_called(record: PlanRecord, what: str) -> list[ModuleRow]:
 
 
 def _is_called(what: str, path: str) -> bool:
-    """Whether a path contains a name, with its numbers or without, or matches it as a pattern."""
-    return what in path or what in summary.folded(path) or matches(what, "/".join(parts_of(path)) or path)
+    """Whether a path contains a name, with its numbers or without, or matches it as a pattern, down to any part."""
+    if what in path or what in summary.folded(path) or matches(what, path):
+        return True
+    parts = parts_of(path)
+    return any(matches(what, "/".join(parts[:depth])) for depth in range(1, len(parts) + 1))
 
 
 def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:

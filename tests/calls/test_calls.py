@@ -1,5 +1,6 @@
 """What a call has to have in common with the last one to run its program: configuration, types, memory, threads."""
 
+import contextlib
 import threading
 import weakref
 
@@ -59,6 +60,17 @@ def test_another_configuration_has_another_program(change):
         assert_same(step(*args), plain(*args))  # and on the fast path
     assert_same(step(*args), before)
     assert len(step._compiled) == 2
+
+
+def test_keys_are_drawn_from_as_the_configuration_has_it():
+    """The jaxpr is the same, and the sharding rules are not."""
+    noisy = lambda state, batch, key: (state + jax.random.normal(key, state.shape), jnp.sum(batch))
+    options = dict(plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False, donate_argnums=())
+    step, plain = autopar.parallelize(noisy, **options), jax.jit(noisy)
+    args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(5)
+    for change in (contextlib.nullcontext, CONFIGURATIONS["random bits"]):
+        with change():
+            assert_same(step(*args), plain(*args))
 
 
 def test_the_precision_of_products_is_in_the_program():

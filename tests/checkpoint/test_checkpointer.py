@@ -147,6 +147,32 @@ def test_an_array_of_jax_is_never_rounded(tmp_path):
             checkpoints.save(1, {"w": jnp.arange(3.0)})
         with pytest.raises(CheckpointMismatchError, match=r"expected float32\[3\].*got float64\[3\]"):
             checkpoints.restore(like={"w": jnp.zeros(3)})
+        with jax.enable_x64(True):
+            shapes = jax.eval_shape(lambda: {"w": jnp.arange(3.0)})
+        for like in (None, shapes):
+            with pytest.raises(CheckpointMismatchError, match=r"w.*: expected an array of a type that JAX has"):
+                checkpoints.restore(like=like)
+        with jax.enable_x64(True):
+            assert checkpoints.restore()["w"].dtype == "float64"
+
+
+def test_what_a_run_counts_on_the_host_comes_back_as_it_was(tmp_path):
+    """Numbers beyond 32 bits, and texts, of which JAX makes no arrays."""
+
+    def create():
+        return {"w": jnp.ones(2), "seen": np.array([0, 7]), "tokens": 0, "scale": 1e300, "name": "run a"}
+
+    with checkpointer(tmp_path) as checkpoints:
+        state, start = checkpoints.restore_or(create)
+        state |= {"seen": np.array([2**40, 7]), "tokens": 2**40}
+        checkpoints.save(start + 1, state)
+        again, start = checkpoints.restore_or(create)
+    assert start == 1
+    assert isinstance(again["seen"], np.ndarray)
+    assert again["seen"].tolist() == [2**40, 7]
+    assert {name: again[name] for name in ("tokens", "scale", "name")} == {
+        "tokens": 2**40, "scale": 1e300, "name": "run a",
+    }  # fmt: skip
 
 
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -21,6 +21,13 @@ def stored(array, form, memory_kind):
     return PaddedArray(jax.device_put(store_on_host(array, form), sharding), form)
 
 
+def test_numbers_come_back_inside_of_a_mesh_of_the_user():
+    numbers = np.arange(30.0, dtype=np.float32).reshape(6, 5)
+    padded = stored(numbers, FORMS[0], None)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        assert np.array_equal(padded.unpadded(), numbers)
+
+
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
 @pytest.mark.parametrize("form", FORMS, ids=["at the end", "in one dimension", "behind each part"])
 def test_numbers_and_random_keys_come_back(form, memory_kind):

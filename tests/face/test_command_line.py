@@ -97,6 +97,7 @@ def test_a_step_that_runs_here_is_tuned(job, tmp_path, capsys):
     [
         ("--cluster", "dgx-h100", "--cluster: expected the devices here: local, local:4, or a .json file"),
         ("--save", "nowhere/plan.json", "--save: expected a path in a folder that is there, got nowhere/plan.json"),
+        ("--save", ".", "--save: expected the path of a file, got ., a folder"),
     ],
 )
 def test_what_cannot_be_tuned_or_kept_is_said_before_it_runs(job, option, value, message, capsys):

@@ -90,6 +90,12 @@ def test_options_of_a_user_are_added_or_come_in_place():
     assert not any("compiler_options" in note for note in added.record.notes)
 
 
+def test_another_plan_of_the_step_has_them():
+    wanted = {"xla_gpu_enable_while_loop_double_buffering": True}
+    plan = planned(H100S, compiler_options=wanted)
+    assert plan.why_not(recipes.zero(3)).other.compiler_options.items() >= wanted.items()
+
+
 @pytest.mark.parametrize("recipe", [None, recipes.combine(pp=2, num_microbatches=2)], ids=["one program", "stages"])
 def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     options = {"xla_cpu_enable_fast_math": False}

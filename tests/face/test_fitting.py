@@ -180,6 +180,13 @@ def test_micro_batches_that_are_named_are_kept():
     assert most(num_microbatches=8) > most() > 0
 
 
+def test_batches_are_multiples_of_the_micro_batches_that_are_named():
+    step = autopar.parallelize(mlp_step, num_microbatches=6, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(4)])
+    assert found.largest() > 0
+    assert all(row.batch % 12 == 0 for row in found.rows)
+
+
 def test_nothing_fits_where_the_state_alone_is_too_large():
     step = autopar.parallelize(mlp_step, memory_limit_bytes=1000, **OPTIONS)
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)])

@@ -113,6 +113,11 @@ def test_explain_a_module(transformer_plan):
         assert f"{c.kind} over" in text
 
 
+@pytest.mark.parametrize("what", ["blocks", "params/blocks/0", "blocks/0/up", "params/blocks/*", "params/blocks/?/up"])
+def test_explain_takes_any_part_of_a_path(what, transformer_plan):
+    assert "params['blocks'][0]['up']: float32" in transformer_plan.explain(what)
+
+
 def test_explain_takes_names_as_tables_have_them(transformer_plan):
     shown = transformer_plan.table()
     assert "layer*/mlp (2x)" in shown
