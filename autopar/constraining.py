@@ -38,7 +38,7 @@ def constrain(
         axis_sizes: The number of devices along an axis. Other sizes are searched for. What an axis splits that no pin
             has is left to the search, which the plan's notes say.
         recipe: Further constraints on the plan. Axes then have the recipe's names (data, tensor); with a recipe without
-            names (`recipes.pipeline`), any.
+            names (`recipes.pipeline`), any. Pins that the recipe has itself hold too.
 
     Raises: InvalidArgumentError.
     """
@@ -58,7 +58,9 @@ def constrain(
         )
     sizes = tuple((name, check_number(f"constrain(axis_sizes={{{name!r}: ...}})", n)) for name, n in _items(axis_sizes))
     parsed = Pins(pins=tuple(_pin(pattern, spec) for pattern, spec in pins.items()), axis_sizes=sizes)
-    several = [name for name in parsed.names if dict(sizes).get(name) != 1]
+    if recipe is not None and recipe.request.pins is not None:
+        parsed = _joined(recipe.request.pins, parsed)
+    several = [name for name in parsed.names if dict(parsed.axis_sizes).get(name) != 1]
     if len(several) > len(AXIS_NAMES):
         raise InvalidArgumentError(
             where="constrain(pins)",
@@ -67,6 +69,25 @@ def constrain(
             hint="give axes of one device the size 1, or join axes that always stand together",
         )
     return Recipe(request=dataclasses.replace((recipe or Recipe()).request, pins=parsed))
+
+
+def _joined(of_recipe: Pins, more: Pins) -> Pins:
+    """The pins of a recipe, and more. Raises: InvalidArgumentError where these contradict each other."""
+    for kind, ours, theirs in (
+        ("pattern", {pin.pattern: pin.text for pin in of_recipe.pins}, {pin.pattern: pin.text for pin in more.pins}),
+        ("axis_sizes", dict(of_recipe.axis_sizes), dict(more.axis_sizes)),
+    ):
+        for name in ours.keys() & theirs.keys():
+            if ours[name] != theirs[name]:
+                raise InvalidArgumentError(
+                    where=f"constrain, {kind} {name!r}",
+                    expected=f"{ours[name]}, as the recipe has it",
+                    got=str(theirs[name]),
+                    hint="name it once: in the recipe, or beside it",
+                )
+    known = {pin.pattern for pin in of_recipe.pins}
+    pins = (*of_recipe.pins, *(pin for pin in more.pins if pin.pattern not in known))
+    return Pins(pins=pins, axis_sizes=tuple({**dict(of_recipe.axis_sizes), **dict(more.axis_sizes)}.items()))
 
 
 def _items(sizes: Mapping[str, int] | None) -> list[tuple[str, int]]:
@@ -80,6 +101,13 @@ def _pin(pattern: str, spec: PartitionSpec) -> Pin:
             expected="a path and a jax.sharding.PartitionSpec",
             got=f"{type(pattern).__name__} and {type(spec).__name__} ({spec!r:.40})",
             hint="write P(None, 'model') with P = jax.sharding.PartitionSpec",
+        )
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise InvalidArgumentError(
+            where=f"constrain, pattern {pattern!r}",
+            expected="a spec that says how the dimensions are split",
+            got=f"{spec}, with axes over which the value is a partial sum",
+            hint="leave these axes out: whether a value is kept as a partial sum is left to the search",
         )
     dims: list[tuple[str, ...] | None] = []
     for entry in spec:

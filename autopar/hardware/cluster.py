@@ -41,7 +41,8 @@ class Cluster:
         parts: Clusters that differ and make up this one (`joined`), in the order of the devices. All other fields are
             then as of the slowest and smallest: what one program on all devices gets.
         between_parts: Link from a part to another, per device.
-        axis_override: One link for each mesh axis, or one for all, instead of what follows from the above.
+        axis_override: One link for each mesh axis, or one for all, instead of what follows from the above. A mesh of
+            one axis has the slowest of them.
         fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
 
@@ -114,6 +115,8 @@ class Cluster:
         """
         sizes = tuple(axis_sizes)
         self._check_mesh(sizes)
+        if self.axis_override and len(sizes) == 1:
+            return (min(self.axis_override, key=lambda link: link.bytes_per_s),)
         if self.axis_override:
             return self.axis_override * len(sizes) if len(self.axis_override) == 1 else self.axis_override
         return tuple(self._group_link(sizes, (axis,)) for axis in range(len(sizes)))
@@ -136,10 +139,14 @@ class Cluster:
             return inside
         return host_groups.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
 
+    def has_links_for(self, num_axes: int) -> bool:
+        """Whether meshes of so many axes have links: where these are given for each axis, as many, or one."""
+        return num_axes == 1 or len(self.axis_override) in (0, 1, num_axes)
+
     def _check_mesh(self, sizes: tuple[int, ...]) -> None:
         total = math.prod(sizes)
         whole_hosts = total % self.domain_devices == 0 or self.domain_devices % total == 0
-        links_given = len(self.axis_override) in (0, 1, len(sizes))
+        links_given = self.has_links_for(len(sizes))
         if total <= self.num_devices and whole_hosts and links_given:
             return
         domains = "hosts" if self.hosts_per_domain == 1 else "domains"
@@ -354,7 +361,9 @@ class Cluster:
 
     @classmethod
     def flat(cls, num_devices: int, *, device: DeviceKind = presets.H100, links: Sequence[Link] = ()) -> Cluster:
-        """One host with one link between all devices, or with one link for each mesh axis, whatever its size."""
+        """One host with one link between all devices, or with one link for each mesh axis, whatever its size: for
+        meshes of as many axes, and for those of one axis, which has the slowest link.
+        """
         inside = links[0] if links else presets.NVLINK4
         return cls(
             name=f"flat-{num_devices}",

@@ -123,12 +123,15 @@ class StageDecider:
             str(pinned_dims),
         )
 
+    def problem_of(self, at: int) -> IntraOp:
+        """The problem of a stage that was decided, which no slice of another one's leaves constrains."""
+        return self.problems[self.key(at, {})][1]
+
     def cannot_fit(self, at: int, limit_bytes: float) -> bool:
         """Whether the state of a stage exceeds the memory of a device under whatever decisions are allowed."""
         if self.pieces or self.given.followed:
             return False  # layouts of slices are fixed by another stage
-        _, problem = self.problems[self.key(at, {})]
-        return problem.least_state_bytes() > limit_bytes
+        return self.problem_of(at).least_state_bytes() > limit_bytes
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""

@@ -19,6 +19,7 @@ from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import Effort
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import Constraints
@@ -34,6 +35,7 @@ TIGHTENED = 3
 # may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters. A
 # peak that is too small, by what is lost between values, is seen where it is built.
 ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
+WORTH_AN_ESTIMATE = 0.005  # of the step: what cannot gain as much is not estimated, but with much effort
 
 
 class PipelineEvaluator:
@@ -187,6 +189,7 @@ class PipelineEvaluator:
             on_mesh=on_mesh,
             to_beat_s=to_beat_s,
             rounds=found.rounds,
+            least_s=found.least_s,
         )
 
     def short(self, m: int) -> ShortStep | None:
@@ -264,6 +267,17 @@ class PipelineEvaluator:
                     nbytes = 0
             self.least_bytes_of[key] = nbytes if short is None else int((1 - PEAK_ERROR) * nbytes)
         return self.least_bytes_of[key]
+
+    def may_gain(self, m: int, choice: StageChoice) -> bool:
+        """Whether a choice of one stage in m micro-batches, decided otherwise, may be faster than the best by a part
+        that is worth an estimate. It computes no less than others of the same recomputation in as many micro-batches or
+        in fewer, whose matrices are larger.
+        """
+        if self.best is None or not self.best.fits(self.limit_bytes):
+            return True
+        worth = 0.0 if self.context.request.effort is Effort.THOROUGH else WORTH_AN_ESTIMATE
+        alike = (e for e in self.estimated if e.num_microbatches <= m and e.choice.policies == choice.policies)
+        return max((e.least_s for e in alike), default=0.0) < (1 - worth) * self.best.step_time_s
 
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, search_price, state_values
@@ -21,6 +23,8 @@ TIE_BREAKING_READS = 0.1
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
 # The shares of the memory up to which state, and saved values, get no higher price.
 STATE_SHARE, SAVED_SHARE = 0.5, 0.25
+# The parts of their seconds and of their bytes by which decisions differ from others that stand for them.
+ALIKE_SECONDS, ALIKE_BYTES = 0.001, 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +128,25 @@ class LayerDecider:
             raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
             s_per_byte = max(terms.s_per_byte, raised_s_per_byte)
             self.decide(dataclasses.replace(terms, s_per_byte=s_per_byte, in_flight=self.in_flight))
-        return self.that_fit() if self.equal else tuple(self.decided_by_choice.values())
+        return self.that_fit() if self.equal else tuple(self.decided_by_choice[choice] for choice in self.distinct())
+
+    def distinct(self) -> list[tuple[int, ...]]:
+        """The choices without those that cost and need nearly what an earlier one does: each is priced."""
+        kept: dict[tuple[int, ...], np.ndarray] = {}
+        alike = np.array([ALIKE_SECONDS, ALIKE_BYTES, ALIKE_BYTES])
+        for choice in self.decided_by_choice:
+            saved_bytes = self.intra_op.priced_bytes(choice, self.saved_prices)
+            needs = np.array([self.intra_op.cost(choice), self.state_bytes(choice), saved_bytes])
+            if not any((np.abs(needs - other) <= alike * other).all() for other in kept.values()):
+                kept[choice] = needs
+        return list(kept)
 
     def state_bytes(self, choice: Sequence[int]) -> float:
         return self.intra_op.priced_bytes(choice, self.state_prices)
 
     def that_fit(self) -> Decisions:
         """Without those whose state alone exceeds the room, but the smallest."""
-        decided, room_bytes = self.decided_by_choice, self.room_bytes
+        decided, room_bytes = {choice: self.decided_by_choice[choice] for choice in self.distinct()}, self.room_bytes
         home_bytes = {choice: self.intra_op.priced_bytes(choice, self.home_prices) for choice in decided}
         most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
         over_limit = any(nbytes > room_bytes for nbytes in home_bytes.values())

@@ -27,6 +27,8 @@ class Refined(Protocol):
 
     def least_bytes(self, m: int, choice: StageChoice) -> int: ...
 
+    def may_gain(self, m: int, choice: StageChoice) -> bool: ...
+
     def refined(
         self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
     ) -> PipelineEstimate | None: ...
@@ -87,7 +89,9 @@ def _walk(evaluator: Refined, others: OtherNumbers, first: PipelineEstimate, ste
     at, position = first, others.numbers.index(first.num_microbatches) + step
     while 0 <= position < len(others.numbers) and not evaluator.deadline.passed:
         m = others.numbers[position]
-        if (at.binding is not None and others.take_too_long(m, evaluator.best)) or not others.admits(m, at.choice):
+        if at.binding is not None and others.take_too_long(m, evaluator.best):
+            break
+        if not evaluator.may_gain(m, at.choice) or not others.admits(m, at.choice):
             break
         if step < 0 and evaluator.least_bytes(m, at.choice) > evaluator.limit_bytes:
             break

@@ -19,7 +19,9 @@ SOURCE = "pipelines"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEstimate:
-    """What a pipeline of one stage comes to by its estimate, and what it takes to build it. `rounds`: of decisions."""
+    """What a pipeline of one stage comes to by its estimate, and what it takes to build it. `rounds`: of decisions;
+    `least_s`: what others of the same recomputation in as many micro-batches take at least.
+    """
 
     num_microbatches: int
     choice: StageChoice
@@ -30,6 +32,7 @@ class PipelineEstimate:
     name: str = ""
     on_mesh: StageChoice | None = None  # the choice on the mesh of the binding
     rounds: tuple[Round, ...] = ()
+    least_s: float = 0.0
 
     def first_to_build(self, limit_bytes: int, error: float) -> Round | None:
         """The first round of decisions that may fit, peaks being estimated with this relative error; where none fits by

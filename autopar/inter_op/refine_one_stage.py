@@ -46,7 +46,7 @@ def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterabl
     m, choice = best.num_microbatches, best.choice
     keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
     numbers: dict[StageChoice, int] = {}
-    for saving in dict.fromkeys((choice, keeps_all)):
+    for saving in dict.fromkeys((keeps_all, choice)):  # what keeps all is mostly faster, and bounds the other
         known_to_fit = saving == choice and best.fits(evaluated.limit_bytes)
         number = m if known_to_fit else _first_that_may_fit(evaluated, others, m, saving)
         if number is not None:
@@ -55,15 +55,17 @@ def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterabl
     for saving, number in numbers.items():
         for mesh in own_meshes(evaluated.cluster, choice.group_meshes[0]):
             own = dataclasses.replace(saving, group_meshes=(mesh,), terms=(), over_limit=())
-            if (number, saving) not in weighed:
+            if (number, saving) not in weighed and evaluated.may_gain(number, saving):
                 evaluated.refined(number, own, BY_ITSELF)
         of_recipes = _of_recipes(evaluated, others, number, saving)
         for name, binding in baseline_bindings(evaluated.cluster):
-            if of_recipes is not None and (of_recipes, saving) not in weighed:
+            if of_recipes is None or (of_recipes, saving) in weighed:
+                continue
+            if evaluated.may_gain(of_recipes, saving):
                 evaluated.refined(of_recipes, saving, name, binding)
     for count in counts:
         terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
-        if numbers.get(choice) == m and terms != choice.terms:
+        if numbers.get(choice) == m and terms != choice.terms and evaluated.may_gain(m, choice):
             evaluated.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
 

@@ -24,7 +24,14 @@ from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
 from autopar.inter_op.refine_one_stage import refine_one_stage
-from autopar.inter_op.search_space import finest, is_long, microbatch_numbers, schedules_of, uneven_stages
+from autopar.inter_op.search_space import (
+    finest,
+    is_long,
+    microbatch_numbers,
+    schedules_of,
+    sizes_for,
+    uneven_stages,
+)
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -95,22 +102,23 @@ class _Search:
             cuts,
             functools.cache(lambda num_stages, m: self.microbatched(self.split(num_stages), m)),
         )
-        requested, long = self.context.request.num_microbatches, is_long(traced)
-        within = 1.0 if long else NEAR_THE_BEST
+        requested = self.context.request.num_microbatches
+        within = 1.0 if is_long(traced) else NEAR_THE_BEST
         answered = AnsweredProblems(self.context.progress, within, self.context.keep_tolerance)
         if self.several_may_pay(step, cuts, posed, builder):
-            for m in list(cuts):
-                answered.solve(posed.of(cuts[m], is_largest=m == min(cuts)))
+            for problems in self.first_problems(step, cuts, posed):
+                answered.solve(problems)
                 posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
             if step.parts == 1:
                 answered.solve_one_stage()  # plain gradient accumulation is always built too
-        if requested is None and long and self.context.keep_tolerance <= 1:  # to build pipelines takes long too
-            for more in self.stages_in_other_numbers(step, cuts, posed, answered):
+        tried = {next(iter(cuts))} if self.walks(step) else set(cuts)
+        if self.walks(step):
+            for more in self.stages_in_other_numbers(step, cuts, posed, answered, tried):
                 answered.solve(more)
                 posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
         builder.search(answered.posed, len(answered.several), within, answers=answered.answers)
         if requested is None:
-            for more in self.stages_in_other_numbers(step, cuts, posed, builder):
+            for more in self.stages_in_other_numbers(step, cuts, posed, builder, tried):
                 answered.add(more, builder.search(more, len(more), within, within * builder.longest_s))
         if not self.context.deadline.passed:
             if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
@@ -133,6 +141,27 @@ class _Search:
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answered.answers)}", is_note=True)
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+
+    def walks(self, step: SplitStep) -> bool:
+        """Whether several stages are tried in one number of micro-batches, and by the tables in others from there on
+        (`stages_in_other_numbers`), rather than in a few and then as built: where tables and pipelines take long.
+        """
+        is_costly = is_long(self.context.traced) or step.parts > 1
+        return is_costly and self.context.request.num_microbatches is None and self.context.keep_tolerance <= 1
+
+    def first_problems(
+        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems
+    ) -> Iterator[list[Posed]]:
+        """The problems of the first numbers of micro-batches; of a search that walks through numbers, those of several
+        stages in the first number, and in the other one those of one stage on all devices.
+        """
+        for number, m in enumerate(cuts):
+            if not self.walks(step):
+                yield posed.of(cuts[m], is_largest=m == min(cuts))
+            elif number == 0:
+                yield posed.of(cuts[m])
+            else:
+                yield posed.of(cuts[m], is_largest=True, sizes_between=(self.context.cluster.num_devices, math.inf))
 
     def several_may_pay(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
@@ -182,7 +211,7 @@ class _Search:
         cuts: dict[int, MicrobatchedStep] = {}
         error_of_last: AutoparError | None = None
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
-            if cuts and self.context.deadline.passed:
+            if cuts and (self.context.deadline.passed or self.are_enough(step, cuts)):
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
@@ -194,6 +223,17 @@ class _Search:
             if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
                 raise error_of_last
         return cuts
+
+    def are_enough(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> bool:
+        """Whether a search that walks through numbers of micro-batches can begin with these: the tables of one of them
+        have a stage on all devices, if there may be one.
+        """
+        at, request = self.context.cluster, self.context.request
+        if not self.walks(step):
+            return False
+        if len(cuts) > 1 or at.parts or request.num_stages is not None:
+            return True
+        return at.num_devices in sizes_for(next(iter(cuts.values())), at, request, False)
 
     def that_may_fit(self, cuts: dict[int, MicrobatchedStep]) -> tuple[dict[int, MicrobatchedStep], str]:
         """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
@@ -231,14 +271,16 @@ class _Search:
         cuts: dict[int, MicrobatchedStep],
         posed: PosedProblems,
         found: AnsweredProblems | PipelineEvaluator,
+        tried: set[int],
     ) -> Iterator[list[Posed]]:
         """The problems of several stages in numbers of micro-batches beside the fastest (`next_for_stages`), one number
         at a time, on submeshes of about the sizes of its stages, smaller ones for smaller micro-batches, while it has
-        several. Adds to the dictionary.
+        several. Adds to the dictionary, and to the numbers that were tried: from the only one, all with the smallest
+        micro-batches, others may gain more.
         """
-        numbers, tried = divisors(num_examples(self.context.traced)), set(cuts)
+        numbers = divisors(num_examples(self.context.traced))
         while not self.context.deadline.passed:
-            best = found.best_of_several_stages(NEAR_THE_BEST)
+            best = found.best_of_several_stages(NEAR_THE_BEST if len(tried) > 1 else NEAR_THE_BEST**2)
             if best is None:
                 return
             m = next((m for m in next_for_stages(numbers, tried, best.num_microbatches) if m not in tried), None)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
+from autopar.cost.overlap import crossing_s
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
@@ -22,9 +23,11 @@ from autopar.inter_op.joined_tasks import LEAST_GAIN, join_where_it_pays
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
 from autopar.inter_op.submeshes import model_of, place
+from autopar.intra_op.ilp import IntraOp
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.rewrite import renumbered
 from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.instructions import Accumulate
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.fold_layers import drop_layers, runs_of_layers
 from autopar.passes.layers import Layers
@@ -72,13 +75,16 @@ class ShortStep:
 class Estimate:
     """The time of a step in one stage, the peak of its devices, and the rounds of decisions that led to them.
 
-    `lost_bytes`: of the peak, the space between values.
+    `lost_bytes`: of the peak, the space between values. `least_s`: of the time, what other decisions in as many
+    micro-batches, with the same recomputation, take too: computation for each of them, every operation by its fastest
+    strategy.
     """
 
     step_time_s: float
     peak_bytes: tuple[int]
     lost_bytes: int
     rounds: tuple[Round, ...] = ()
+    least_s: float = 0.0
 
 
 def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float = 0.0) -> ShortStep | None:
@@ -192,11 +198,15 @@ def estimate(
         at_short = simulated(stage, graphs.costs[0], sharding)
         at_shorter = [simulated(e.stage, e.costs, dataclasses.replace(sharding, partials=e.partials)) for e in shorter]
         more = [each.more for each in shorter]
-        apart = _extended(at_short, at_shorter, more)
+        problem = decider.problem_of(0)
+        least_at_shorter = (_least_s(a, problem, each.stage) for a, each in zip(at_shorter, shorter, strict=True))
+        all_least_s = _at_whole(_least_s(at_short, problem, stage), least_at_shorter, more)
+        apart = dataclasses.replace(_extended(at_short, at_shorter, more), least_s=all_least_s)
         least_s = LEAST_GAIN * apart.step_time_s
         if _at_whole(_once_s(at_short), map(_once_s, at_shorter), more) < least_s:
             return apart
         joined = _extended(joined_early(at_short), [joined_early(each) for each in at_shorter], more)
+        joined = dataclasses.replace(joined, least_s=all_least_s)
         # As `join_where_it_pays` decides for the whole step.
         pays = joined.step_time_s + least_s <= apart.step_time_s
         return joined if pays and joined.peak_bytes[0] <= max(limits.limit_bytes, apart.peak_bytes[0]) else apart
@@ -212,6 +222,20 @@ def _extended(short: StagedStep, shorter: Sequence[StagedStep], more: Sequence[f
     live_bytes = _at_whole(_live_at_peak_bytes(short), map(_live_at_peak_bytes, shorter), more)
     lost_bytes = short.lost_at_peak_bytes(0)
     return Estimate(step_time_s=step_time_s, peak_bytes=(int(live_bytes) + lost_bytes,), lost_bytes=lost_bytes)
+
+
+def _least_s(staged: StagedStep, problem: IntraOp, stage: StageGraph) -> float:
+    """Seconds in which a step of one stage computes in its micro-batches, less what faster strategies would save, and
+    sums that are split over all devices. What is computed once may be shared by more devices too, and is left out.
+    """
+    tasks = zip(staged.staged.tasks, staged.task_s, staged.waits_s, strict=True)
+    computes_s = sum(seconds - waits_s for task, seconds, waits_s in tasks if task.kind.repeats)
+    (planned,) = staged.stages
+    mesh, twice_s = planned.model.links.mesh, problem.excess_s(stage.graph, planned.sharding)
+    for i in planned.lowered.lowered.instructions:
+        if isinstance(i, Accumulate):
+            twice_s += crossing_s(stage.graph, i, planned.model) * (1 - i.sum_[0].shards(mesh) / mesh.num_devices)
+    return staged.graph.num_microbatches * computes_s - twice_s
 
 
 def _live_at_peak_bytes(staged: StagedStep) -> int:

@@ -79,7 +79,8 @@ class StagedStep:
     list of `simulation`, in which equal buffers are merged; `program()` is the list to execute. `submeshes[q]`: the
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
     of task i, and its bytes on one device beside its buffers, `task_lost_bytes[i]` of them between its values;
-    `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation. `joined`: runs that are
+    `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation, `waits_s[i]` those in
+    which nothing is computed. `joined`: runs that are
     one program, in the order of the list. `memory_shares`: of each group of devices, the memory of one as a multiple of
     the smallest.
     """
@@ -94,6 +95,7 @@ class StagedStep:
     simulated: Program
     task_s: tuple[float, ...]
     hidden_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
     task_lost_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
@@ -290,6 +292,7 @@ def stage_program(
         simulated=program,
         task_s=task_s,
         hidden_s=tuple(cost.hidden_s for cost in task_costs),
+        waits_s=tuple(cost.waits_s for cost in task_costs),
         task_bytes=task_bytes,
         task_lost_bytes=tuple(cost.lost_bytes for cost in task_costs),
         transfer_s=transfer_s,
@@ -320,12 +323,13 @@ def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Seq
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
     """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies, page
-    faults, the call), `hidden_s` of communication that overlaps with computation, and bytes beside its buffers,
-    `lost_bytes` of them between its values.
+    faults, the call), `hidden_s` of communication that overlaps with computation, `waits_s` of what does not, and bytes
+    beside its buffers, `lost_bytes` of them between its values.
     """
 
     seconds: float
     hidden_s: float
+    waits_s: float
     nbytes: int
     lost_bytes: int
 
@@ -358,7 +362,14 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
     memory = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
     nbytes = memory.temporary_bytes
     seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s
-    return TaskCost(seconds=seconds, hidden_s=ran.hidden_s / runs, nbytes=nbytes, lost_bytes=memory.lost_bytes)
+    waits_s = max(0.0, ran.end_s - ran.compute_s)
+    return TaskCost(
+        seconds=seconds,
+        hidden_s=ran.hidden_s / runs,
+        waits_s=waits_s / runs,
+        nbytes=nbytes,
+        lost_bytes=memory.lost_bytes,
+    )
 
 
 def timed_task(planned: PlannedStage, task: StageTask) -> Ran:

@@ -191,6 +191,16 @@ class IntraOp:
             return self.costs.compute_s(op, None) if op.rule is not None else 0.0
         return self.costs.least_s(op, self.choices.of_op[op.id][1])
 
+    def excess_s(self, graph: OpGraph, sharding: ShardingPlan) -> float:
+        """Seconds that the operations of the micro-batches of a graph, this one or with some left out, take longer
+        under decisions than each under its fastest strategy.
+        """
+        excess_s = 0.0
+        for op in graph.ops():
+            if op.section.repeats and op.id in self.choices.of_op and not op.blocks:
+                excess_s += self.costs.compute_s(op, sharding.strategy[op.id]) - self._least_s(op)
+        return excess_s
+
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds of a choice, without prices."""
         return solver.evaluate(self.problem, choice)[0]

@@ -30,6 +30,8 @@ def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
     """The factorisations of the device count; of axes on different links every order."""
     meshes: dict[LogicalMesh, None] = {}
     for mesh in factorisations(cluster.num_devices, max_axes):
+        if not cluster.has_links_for(len(mesh.axis_sizes)):
+            continue
         for ordered in orderings(mesh):
             if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
                 meshes[ordered] = None

@@ -253,6 +253,8 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
     }
     found: dict[tuple, tuple[int, PinsOnMesh]] = {}
     for mesh in factorisations(n, max_axes):
+        if not cluster.has_links_for(len(mesh.axis_sizes)):
+            continue
         for sizes in dict.fromkeys([mesh.axis_sizes, *itertools.permutations(mesh.axis_sizes)]):
             links = cluster.axis_links(sizes)
             for places in itertools.permutations(range(len(sizes)), len(names)):

@@ -348,6 +348,7 @@ def test_links_may_be_given_for_each_axis():
     fast, slow = (Link(latency_s=1e-6, bytes_per_s=rate, source="test") for rate in (2e9, 1e9))
     cluster = Cluster.flat(8, links=(slow, fast))
     assert cluster.axis_links((2, 4)) == (slow, fast)
+    assert cluster.axis_links((8,)) == (slow,)
     assert Cluster.flat(8, links=(slow,)).axis_links((2, 2, 2)) == (slow, slow, slow)
     with pytest.raises(InvalidArgumentError, match="2 axes, one for each link given"):
         cluster.axis_links((2, 2, 2))

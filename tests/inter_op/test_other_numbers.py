@@ -24,10 +24,10 @@ def numbers(cut=lambda n: SimpleNamespace(layers=(0, 1)), num_devices=1, least_s
     )  # fmt: skip
 
 
-def walked(times, *, best_s=4.0, others=None, recomputes=(), cannot_fit=()):
+def walked(times, *, best_s=4.0, others=None, recomputes=(), cannot_fit=(), cannot_gain=()):
     """What is evaluated, in order, where a step under a name takes so many seconds in a number of micro-batches; all
     were evaluated in 16 of them. Numbers of seconds below zero do not fit. `recomputes`: names of what does;
-    `cannot_fit`: the numbers in which no decisions fit.
+    `cannot_fit`: the numbers in which no decisions fit, `cannot_gain`: those in which all take too long.
     """
     seen = []
 
@@ -50,6 +50,7 @@ def walked(times, *, best_s=4.0, others=None, recomputes=(), cannot_fit=()):
         deadline=SimpleNamespace(passed=False),
         refinements=[found(16, name) for name in times],
         refined=refined,
+        may_gain=lambda m, choice: m not in cannot_gain,
         least_bytes=lambda m, choice: 2 * LIMIT_BYTES if m in cannot_fit else 10,
     )
     refine_in_other_numbers(fake, others or numbers())
@@ -113,3 +114,10 @@ def test_the_most_micro_batches_of_which_all_devices_have_examples():
     others = numbers(num_devices=8)
     assert [others.shared_by_most(m) for m in (2, 4, 8, 32)] == [2, 4, 4, 4]
     assert numbers(num_devices=64).shared_by_most(32) == 2
+
+
+def test_numbers_in_which_nothing_can_become_the_best_are_not_even_cut():
+    times, cut = {"ZeRO-3": {8: 4.2, 16: 4.1, 32: 3.9}}, []
+    others = numbers(cut=lambda n: cut.append(n) or SimpleNamespace(layers=(0, 1)))
+    assert walked(times, others=others, cannot_gain={32}) == [("ZeRO-3", 8)]
+    assert cut == [8]

@@ -28,11 +28,13 @@ def one_stage(m=16, step_time_s=4.0, peak_bytes=50, choice=RECOMPUTES):
 
 
 def refined(
-    found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one_program=False, counts=(), is_late=False
-):
+    found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one_program=False, counts=(), is_late=False,
+    bounded=lambda seen, recomputes: False,
+):  # fmt: skip
     """(name, micro-batches, whether it recomputes, the number of axes of its mesh) of what is evaluated, in order.
 
-    `least_bytes` of what keeps all and of what recomputes, in one micro-batch: half of it in two.
+    `least_bytes` of what keeps all and of what recomputes, in one micro-batch: half of it in two. `bounded`: by what
+    was evaluated so far, whether what recomputes, or what does not, cannot become the best.
     """
     found, seen = found or one_stage(), []
     keeps, recomputes = least_bytes or (1, 1)
@@ -44,6 +46,7 @@ def refined(
         context=SimpleNamespace(weighed_one_program=weighed_one_program), cluster=ON, limit_bytes=LIMIT_BYTES,
         best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[], refined=evaluate,
         deadline=SimpleNamespace(passed=is_late),
+        may_gain=lambda m, choice: not bounded(seen, choice.policies == RECOMPUTES.policies),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
     )  # fmt: skip
     others = OtherNumbers(
@@ -61,12 +64,12 @@ def all_ways(m, recomputes, m_of_recipes=None):
 
 
 def test_as_it_recomputes_and_without_any_recomputation():
-    assert refined() == all_ways(16, True) + all_ways(16, False)
+    assert refined() == all_ways(16, False) + all_ways(16, True)
 
 
 def test_what_keeps_all_begins_where_it_may_fit():
     """It needs 100 bytes in 32 micro-batches."""
-    assert refined(least_bytes=(3200, 1), least_s=1.9) == all_ways(16, True) + all_ways(32, False)
+    assert refined(least_bytes=(3200, 1), least_s=1.9) == all_ways(32, False) + all_ways(16, True)
     assert refined(least_bytes=(100 * EXAMPLES + 64, 1)) == all_ways(16, True)
 
 
@@ -80,7 +83,7 @@ def test_what_does_not_fit_begins_where_it_may():
 def test_recipes_take_fewer_micro_batches_where_more_devices_have_examples():
     """One example is in one of 64 micro-batches: three of the four devices would repeat the work of the first."""
     found = one_stage(m=64)
-    assert refined(found) == all_ways(64, True, 16) + all_ways(64, False, 16)
+    assert refined(found) == all_ways(64, False, 16) + all_ways(64, True, 16)
 
 
 @pytest.mark.parametrize(("least_s", "recipes"), [(0.9, [64] * 6), (1.1, [])])
@@ -98,6 +101,13 @@ def test_what_is_far_from_the_best_stays_as_it_is():
     best = one_stage(m=8, step_time_s=4.0)
     assert refined(one_stage(step_time_s=4.0 * REFINED_WITHIN * 1.01), best=best) == []
     assert refined(one_stage(step_time_s=4.0 * REFINED_WITHIN * 0.99), best=best)
+
+
+def test_what_cannot_become_the_best_is_left_out():
+    """Once what keeps all is known by itself, nothing that computes as much, or more, is evaluated."""
+    by_itself = (BY_ITSELF, 16, False, 1)
+    assert refined(counts=(0.1,), bounded=lambda seen, _: by_itself in seen) == [by_itself]
+    assert refined(bounded=lambda seen, recomputes: recomputes) == all_ways(16, False)
 
 
 def test_other_charges_of_hidden_communication():

@@ -93,6 +93,25 @@ def test_the_estimate_is_what_the_built_pipeline_takes(step, policy, zero, limit
     assert found.peak_bytes[0] == pytest.approx(built.peak_bytes[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("policy", ["matmuls", "nothing"])
+def test_no_decisions_take_less_than_what_others_compute(step, policy):
+    """Nearly all of it where little is sent, and the same on every mesh and under every recipe."""
+    short = short_step(step, ON)
+    estimates = [
+        estimate(short, one_stage(step, policy, mesh), ON, limits(limit_bytes), constraints)
+        for mesh, constraints, limit_bytes in (
+            (GRID, None, 10**12),
+            (GRID, None, 8 * 10**9),
+            (LogicalMesh(axis_sizes=(8,)), None, 10**12),
+            *((*Binding(axes=(data_axis(zero),), sizes=(None,)).on(8), 10**12) for zero in (0, 3)),
+        )
+    ]
+    least_s, times_s = [e.least_s for e in estimates], [e.step_time_s for e in estimates]
+    assert max(least_s) <= min(times_s)
+    assert min(least_s) == pytest.approx(max(least_s))
+    assert min(least_s) >= 0.95 * min(times_s)
+
+
 def test_a_short_step_has_six_layers_of_a_run_and_what_is_beside_it(step):
     short = short_step(step, ON)
     ((run, num_layers),) = short.runs.items()

@@ -226,6 +226,21 @@ def test_pins_go_before_the_recipe_that_completes_them():
         planned(COLUMNS, recipe=recipes.combine(tp=2))
 
 
+def test_pins_of_a_recipe_hold_beside_more():
+    recipe = autopar.constrain({"in/bias": P("model")}, axis_sizes={"model": 4})
+    plan = planned({"in/kernel": P(None, "model")}, recipe=recipe)
+    assert lie(plan, "in/bias") == {P("model")}
+    assert lie(plan, "in/kernel") == {P(None, "model")}
+    assert sorted(plan.mesh.axis_sizes) == [2, 4]
+
+
+@pytest.mark.parametrize("plan", [None, autopar.constrain(COLUMNS, axis_sizes={"model": 4})], ids=["search", "pins"])
+def test_links_that_are_given_for_each_axis_leave_meshes_of_as_many(plan):
+    fast, slow = (autopar.Link(latency_s=1e-6, bytes_per_s=rate, source="test") for rate in (2e11, 1e9))
+    found = made_step(plan, autopar.Cluster.flat(8, links=(slow, fast))).plan(STATE, layers_batch())
+    assert len(found.mesh.axis_sizes) in (1, 2)
+
+
 def test_one_device_leaves_nothing_to_split():
     plan = planned(COLUMNS, cluster=slow_cluster(1))
     assert lie(plan, "in/kernel") == {P()}
@@ -240,6 +255,17 @@ def test_one_device_leaves_nothing_to_split():
         (lambda: autopar.constrain({"kernel": P("model")}, axis_sizes={"model": 0}), "positive whole number"),
         (lambda: autopar.constrain({"kernel": P("a", "b"), "bias": P(("c", "d"))}), "at most 3 mesh axes"),
         (lambda: autopar.constrain({"kernel": P("a")}, recipe="zero"), "a recipe, or None"),
+        (lambda: autopar.constrain({"kernel": P("a", unreduced={"b"})}), "how the dimensions are split"),
+        (
+            lambda: autopar.constrain({"kernel": P("a")}, recipe=autopar.constrain({"kernel": P("b")})),
+            r"pattern 'kernel': expected P\('b'\), as the recipe has it, got P\('a'\)",
+        ),
+        (
+            lambda: planned(
+                COLUMNS, axis_sizes={"model": 2}, recipe=autopar.constrain(COLUMNS, axis_sizes={"model": 4})
+            ),
+            "axis_sizes 'model': expected 4, as the recipe has it, got 2",
+        ),
         (lambda: planned({"layers/*/inn/kernel": P("model")}), "closest: state/.*/in/kernel"),
         (lambda: planned({"in/bias": P(None, "model")}), r"at most 1 dimension.*, for shape \(128,\)"),
         (lambda: planned({"layer0/in": P(None, None, "model")}), "result of layer0/in"),
