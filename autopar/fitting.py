@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
 from autopar.batch_sizes import check_batch, resized
+from autopar.calls import nnx_objects
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
@@ -149,7 +151,8 @@ def fit(
             got=repr(multiple),
             hint="leave it out",
         )
-    argnums = batch_argnums_of(parallel, args)
+    args = nnx_objects.split(args)
+    argnums = batch_argnums_of(parallel, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
     check_batch(parallel.__name__, args, argnums)
     rows: list[FitRow] = []
     multiples: dict[str, int] = {}

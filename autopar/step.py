@@ -254,6 +254,8 @@ class Step:
         between short ones; the first profile is of a first run, so that there the second one counts.
         """
         args = self._signature.places(args, kwargs)
+        dynamic = self._arguments.dynamic(nnx_objects.split(args))
+        self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
         options = RECORDED_PROGRAM_OPTIONS.get(jax.default_backend())
         with contextlib.nullcontext() if options is None else self._programs_with(options):
             plan, compiled = self.plan(*args), self.compile(*args)

@@ -44,7 +44,6 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
     args = nnx_objects.split(args)
     check_leaves_plan_open(step.__name__, step._options)
     dynamic, names = step._arguments.dynamic(args), step._arguments.dynamic_names(len(args))
-    step._arguments.check_arrays(dynamic, names)
     step._arguments.check_usable(dynamic, names)
     traced, trees = step._traced(args)
     traced = checked_when_traced_again(traced, step._warn)
@@ -75,6 +74,11 @@ def check_is_step(where: str, step: object) -> None:
 def save_rules(step: Step) -> None:
     """Saves the sharding rules of a step's operations to disk."""
     step._sources.save_rules()
+
+
+def call_split(step: Step, args: Sequence[Any]) -> Any:
+    """The results of a step, with NNX objects split, on arguments that are split."""
+    return step._run(*args)
 
 
 def followed(step: Step) -> FollowedStep:

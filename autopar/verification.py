@@ -32,7 +32,7 @@ from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulation.simulator import simulate
 from autopar.sharding.rules import RuleBook
 from autopar.step import Step
-from autopar.step_views import check_is_step, lower_on
+from autopar.step_views import call_split, check_is_step, lower_on
 from autopar.xla import aot, collectives
 
 COLUMNS = 100
@@ -285,7 +285,7 @@ def compare_numbers(step: Step, compiled: CompiledStep, args: Sequence[Any]) -> 
 
     Where modules are taken per micro-batch it is that from a plain loop over micro-batches.
     """
-    return _differences(compiled, as_written(step, compiled, args), step(*copy_of(args)))
+    return _differences(compiled, as_written(step, compiled, args), call_split(step, copy_of(args)))
 
 
 def beside_moved(

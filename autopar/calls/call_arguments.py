@@ -93,7 +93,9 @@ class CallArguments:
                 )
 
     def check_usable(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
-        """Raises: DonatedStateError for deleted arrays, UnsupportedError within another transformation."""
+        """Raises: InvalidArgumentError for shapes, which no step can be run on, DonatedStateError for deleted arrays,
+        UnsupportedError within another transformation.
+        """
         leaves, _, paths, _ = flatten_arguments(dynamic, names)
         for leaf, path in zip(leaves, paths, strict=True):
             if jax_compat.is_tracer(leaf):
@@ -111,11 +113,6 @@ class CallArguments:
                     hint=f"use the state that the step returned: state, ... = {self.step_name}(state, ...); or pass "
                     "donate_argnums=() to keep both",
                 )
-
-    def check_arrays(self, dynamic: Sequence[Any], names: Sequence[str]) -> None:
-        """Raises: InvalidArgumentError for shapes, which no step can be run on."""
-        leaves, _, paths, _ = flatten_arguments(dynamic, names)
-        for leaf, path in zip(leaves, paths, strict=True):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise InvalidArgumentError(
                     where=f"{self.step_name}, {path}",

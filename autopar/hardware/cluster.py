@@ -41,8 +41,7 @@ class Cluster:
         parts: Clusters that differ and make up this one (`joined`), in the order of the devices. All other fields are
             then as of the slowest and smallest: what one program on all devices gets.
         between_parts: Link from a part to another, per device.
-        axis_override: One link for each mesh axis, or one for all, instead of what follows from the above. A mesh of
-            one axis has the slowest of them.
+        axis_override: Instead of what follows from the above, one link for all mesh axes, or one for each.
         fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
 
@@ -107,18 +106,15 @@ class Cluster:
     def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
         """The link that each axis of a logical mesh runs on, the mesh laid row-major over domains, then devices.
 
-        An axis inside a domain has the inner link. One that joins devices of several shares each one's network with the
-        other groups there (`autopar.hardware.host_groups`).
+        An axis inside a domain has the inner link; one over several shares their networks (`hardware.host_groups`).
 
-        Raises:
-            InvalidArgumentError: The mesh has more devices than the cluster, or does not fill whole domains.
+        Raises: InvalidArgumentError for a mesh of more devices than the cluster, or that does not fill whole domains.
         """
         sizes = tuple(axis_sizes)
         self._check_mesh(sizes)
-        if self.axis_override and len(sizes) == 1:
-            return (min(self.axis_override, key=lambda link: link.bytes_per_s),)
         if self.axis_override:
-            return self.axis_override * len(sizes) if len(self.axis_override) == 1 else self.axis_override
+            slowest = min(self.axis_override, key=lambda link: link.bytes_per_s)
+            return self.axis_override if len(self.axis_override) == len(sizes) else (slowest,) * len(sizes)
         return tuple(self._group_link(sizes, (axis,)) for axis in range(len(sizes)))
 
     def joint_links(self, axis_sizes: Sequence[int]) -> tuple[tuple[tuple[int, ...], Link], ...]:
@@ -361,9 +357,7 @@ class Cluster:
 
     @classmethod
     def flat(cls, num_devices: int, *, device: DeviceKind = presets.H100, links: Sequence[Link] = ()) -> Cluster:
-        """One host with one link between all devices, or with one link for each mesh axis, whatever its size: for
-        meshes of as many axes, and for those of one axis, which has the slowest link.
-        """
+        """One host with one link between all devices, or one for each mesh axis: a mesh of one axis has the slowest."""
         inside = links[0] if links else presets.NVLINK4
         return cls(
             name=f"flat-{num_devices}",

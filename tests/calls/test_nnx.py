@@ -231,6 +231,20 @@ def test_tune_leaves_the_objects_alone():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_step_is_verified_after_calls_too():
+    parallel, objects = made(), new_objects()
+    parallel(*objects, mlp_batch())
+    before = arrays(*objects)
+    assert autopar.verify(parallel, *objects, mlp_batch()).difference < 1e-4
+    assert_close(arrays(*objects), before)
+
+
+@pytest.mark.parametrize("batch", [mlp_batch(), lambda n: jax.tree.map(lambda x: x[:1].repeat(n, 0), mlp_batch())])
+def test_the_largest_batch_of_objects_is_found(batch):
+    parallel = made(memory_limit_bytes="200kB")
+    assert autopar.fit(parallel, *new_objects(), batch, clusters=[slow_cluster(4)]).largest() > 0
+
+
 def test_verify_and_plain_leave_the_objects_alone():
     objects, parallel = new_objects(), made()
     before = [np.asarray(x) for x in arrays(*objects)]

@@ -210,6 +210,15 @@ def test_arguments_that_are_no_arrays_are_named(wrong):
     assert_works(parallel)
 
 
+def test_shapes_in_place_of_arrays_are_named_before_anything_is_planned():
+    parallel, state = small(), jax.eval_shape(new_mlp_state)
+    for call in (parallel, parallel.profile):
+        with pytest.raises(errors.InvalidArgumentError, match="expected an array: the step is run, got a shape"):
+            call(state, mlp_batch())
+    assert parallel.latest_plan is None
+    assert_works(parallel)
+
+
 def test_the_path_of_an_argument_that_is_no_array_begins_with_its_name():
     with pytest.raises(errors.InvalidArgumentError) as caught:
         small()(new_mlp_state(), mlp_batch() | {"y": "text"})
