@@ -159,24 +159,17 @@ def parallelize(
             got=f"a {type(plan).__name__.lower()}, and follow={follow!r:.60}",
             hint="leave out plan: a step that follows has the layouts of the other one's state",
         )  # fmt: skip
-    if isinstance(plan, Plan) and (num_microbatches != "auto" or schedule != "auto"):
-        raise InvalidArgumentError(
-            where="parallelize(plan=..., num_microbatches=..., schedule=...)",
-            expected="a plan, which is run as it is, or wishes for a new one",
-            got=f"a plan, and num_microbatches={num_microbatches!r}, schedule={schedule!r}",
-            hint="leave out plan, or the wishes",
-        )
-    if isinstance(plan, Plan) and per_microbatch:
-        raise InvalidArgumentError(
-            where="parallelize(plan=..., per_microbatch=...)", expected="a plan, which has its own",
-            got=f"a plan, and per_microbatch={per_microbatch!r}", hint="leave it out, or plan anew",
-        )  # fmt: skip
     wanted_options = requested_options(compiler_options)
-    if isinstance(plan, Plan) and wanted_options:
-        raise InvalidArgumentError(
-            where="parallelize(plan=..., compiler_options=...)", expected="a plan, which has options of its own",
-            got="a plan, and compiler_options", hint="plan with them: plan.compiler_options tells those of a plan",
-        )  # fmt: skip
+    if isinstance(plan, Plan):
+        _check_beside_plan(
+            num_microbatches=(num_microbatches, "auto"),
+            schedule=(schedule, "auto"),
+            per_microbatch=(_patterns(per_microbatch), ()),
+            attention=(attention, Attention.AS_WRITTEN),
+            constraints=(constraints, ShardingsInCode.ADVICE),
+            remat=(checked_remat(remat), AS_WRITTEN),
+            compiler_options=(wanted_options, ()),
+        )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
     request = dataclasses.replace(plan_request(recipe, num_microbatches, schedule), attention=Attention(attention))
     request = dataclasses.replace(request, effort=checked_effort("parallelize(effort=...)", effort))
@@ -207,6 +200,18 @@ def parallelize(
     if fun is not None:
         return _make_step(fun, options)
     return lambda function: _make_step(function, dataclasses.replace(options, **_roles(roles, function)))
+
+
+def _check_beside_plan(**wishes: tuple[Any, Any]) -> None:
+    """Raises: InvalidArgumentError for options, each beside its default, that a given plan has decided."""
+    for name, (value, default) in wishes.items():
+        if value != default:
+            raise InvalidArgumentError(
+                where=f"parallelize(plan=..., {name}=...)",
+                expected="a plan, which is run as it is, or wishes for a new one",
+                got=f"a plan, and {name}={value!r:.60}",
+                hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew",
+            )
 
 
 def as_step(step: Callable[..., Any] | Step) -> Step:
@@ -244,9 +249,21 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
     (`jax.ShapeDtypeStruct`), `options` those of `parallelize`. A step that `parallelize` made keeps its own, but
     for those named here.
     """
+    if isinstance(fun, Step):
+        options = _own_wishes(fun, options.get("plan")) | options
     given = parallelize(function_of(fun) if isinstance(fun, Step) else fun, cluster=cluster, **options)
     assert isinstance(given, Step), "given a function, it makes a step"
     return (_with_options(fun, given, options) if isinstance(fun, Step) else given).plan(*args)
+
+
+def _own_wishes(step: Step, plan: Plan | Recipe | None) -> dict[str, Any]:
+    """The micro-batches and the schedule that a step without a recipe names, as far as a plan leaves them open."""
+    own = step._options
+    if own.has_recipe or own.plan is not None or isinstance(plan, Plan):
+        return {}
+    of_recipe = (plan or Recipe()).request
+    wishes = {name: getattr(own.request, name) for name in ("num_microbatches", "schedule")}
+    return {name: x for name, x in wishes.items() if x is not None and getattr(of_recipe, name) is None}
 
 
 def _with_options(step: Step, given: Step, named: Collection[str]) -> Step:

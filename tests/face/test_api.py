@@ -629,6 +629,17 @@ def test_a_state_with_an_optax_chain_and_nothing_in_it():
         ),
         ({"plan": autopar.recipes.zero(3)}, {"plan": None}, {}),
         ({"effort": "quick"}, {"num_microbatches": 2}, {"effort": "quick", "num_microbatches": 2}),
+        ({"num_microbatches": 4}, {"schedule": "1f1b"}, {"num_microbatches": 4, "schedule": "1f1b"}),
+        (
+            {"num_microbatches": 4},
+            {"plan": autopar.recipes.zero(3)},
+            {"num_microbatches": 4, "plan": autopar.recipes.zero(3)},
+        ),
+        (
+            {"num_microbatches": 4},
+            {"plan": autopar.recipes.pipeline(2, num_microbatches=2)},
+            {"plan": autopar.recipes.pipeline(2, num_microbatches=2)},
+        ),
     ],
 )
 def test_a_step_is_planned_with_its_own_options(own, named, expected):

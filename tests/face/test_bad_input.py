@@ -465,6 +465,24 @@ def test_a_plan_of_another_step(plan):
     assert "one for the same shapes, and other operations" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"num_microbatches": 2},
+        {"schedule": "1f1b"},
+        {"per_microbatch": "norm"},
+        {"attention": "blockwise"},
+        {"remat": ["scores"]},
+        {"constraints": "pins"},
+    ],
+    ids=lambda wishes: next(iter(wishes)),
+)
+def test_wishes_beside_a_plan_are_refused(plan, wishes):
+    (name,) = wishes
+    with pytest.raises(errors.InvalidArgumentError, match=f"{name}=.*run as it is.*got a plan, and {name}="):
+        autopar.parallelize(mlp_step, plan=plan, **wishes)
+
+
 def test_a_plan_for_other_shapes(plan):
     parallel = autopar.parallelize(mlp_step, plan=plan)
     whole, part = mlp_batch(), mlp_batch(8)

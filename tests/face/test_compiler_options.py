@@ -139,7 +139,7 @@ def test_what_are_no_options(options):
 
 
 def test_a_plan_keeps_its_own():
-    with pytest.raises(InvalidArgumentError, match="which has options of its own"):
+    with pytest.raises(InvalidArgumentError, match="a plan, and compiler_options"):
         autopar.parallelize(mlp_step, plan=planned(), compiler_options={"xla_cpu_enable_fast_math": True})
 
 
