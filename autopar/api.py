@@ -16,7 +16,7 @@ from autopar.cost.compiler_options import requested_options
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode
-from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat
+from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat, checked_time_limit_s
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe, plan_request
 from autopar.step import Step
@@ -116,7 +116,6 @@ def parallelize(
         ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
         ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
         ("follow", follow, (Step,), "name a step that parallelize made"),
-        ("time_limit_s", time_limit_s, (int, float), "give a number of seconds"),
         (
             "memory_limit_bytes",
             memory_limit_bytes,
@@ -147,11 +146,6 @@ def parallelize(
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",
             got=repr(memory_limit_bytes), hint="leave it out to use the device's own memory",
-        )  # fmt: skip
-    if time_limit_s is not None and (isinstance(time_limit_s, bool) or not time_limit_s >= 0):
-        raise InvalidArgumentError(
-            where="parallelize(time_limit_s=...)", expected="seconds, 0 or more, or None",
-            got=repr(time_limit_s), hint="leave it out to let the search end by itself",
         )  # fmt: skip
     if plan is not None and follow is not None:
         raise InvalidArgumentError(
@@ -184,7 +178,7 @@ def parallelize(
             request,
             constraints=ShardingsInCode(constraints),
             memory_limit_bytes=memory_limit_bytes,
-            time_limit_s=time_limit_s,
+            time_limit_s=checked_time_limit_s("parallelize(time_limit_s=...)", time_limit_s),
             per_microbatch=_patterns(per_microbatch),
             remat=checked_remat(remat),
             compiler_options=wanted_options,

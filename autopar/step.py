@@ -34,7 +34,7 @@ from autopar.executables.padded_arrays import stored_as_they_are
 from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
 from autopar.monitoring.step_profile import StepProfile, profiled
-from autopar.plan.options import Effort, checked_effort
+from autopar.plan.options import Effort, checked_effort, checked_time_limit_s
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import OptionValue
 from autopar.runtime.execution.dispatch import turn
@@ -181,6 +181,7 @@ class Step:
                 hint="leave plan out: autopar.parallelize(fun, ...)",
             )
         again = checked_effort(f"{self.__name__}.replan(effort=...)", effort)
+        time_limit_s = checked_time_limit_s(f"{self.__name__}.replan(time_limit_s=...)", time_limit_s)
         args = self._batches.with_whole_batch(nnx_objects.split(self._signature.places(args, kwargs)))
         with turn:
             key, _ = self._arguments.key(args), self._planned(args)

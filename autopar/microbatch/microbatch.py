@@ -29,6 +29,7 @@ from autopar.microbatch.microbatch_analysis import Follower
 from autopar.microbatch.running_state import UpdateWriter, scaling
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
+from autopar.microbatch.whole_batch_work import works_on_all_at_once
 from autopar.sharding.rules import RuleBook
 
 
@@ -77,7 +78,8 @@ def micro_batched(
         cut_error, is_cut = error, False
     else:
         try:
-            return _of_both(traced, whole, part, num_microbatches, rules)
+            found = _of_both(traced, whole, part, num_microbatches, rules)
+            return _with_all_in_loop(found, traced, whole, rules, on_fewer)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error, is_cut = error, True
     try:
@@ -85,6 +87,28 @@ def micro_batched(
     except UnsupportedError as unlike:
         raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
     return _of_both(traced, whole, part, num_microbatches, rules)
+
+
+def _with_all_in_loop(
+    found: OpGraph,
+    traced: TracedStep,
+    whole: OpGraph,
+    rules: RuleBook,
+    on_fewer: Callable[[TracedStep, int], TracedStep],
+) -> OpGraph:
+    """The graph that was found, or that of a trace on a micro-batch where that leaves no work on all examples out of
+    the loop: what indices of random rows read has the size of the whole batch where it is cut.
+    """
+    examples, first = num_examples(traced), len(found.block.inputs) - len(traced.in_avals)
+    batch = [first + i for i in example_leaves(traced)]
+    if not works_on_all_at_once(found, examples, batch):
+        return found
+    try:
+        _, part = _traced_part(traced, found.num_microbatches, rules, on_fewer)
+        by_trace = _of_both(traced, whole, part, found.num_microbatches, rules)
+    except UnsupportedError:
+        return found
+    return found if works_on_all_at_once(by_trace, examples, batch) else by_trace
 
 
 def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -45,9 +46,9 @@ class LossScale:
         """`first`: the scale at first. It is multiplied by `factor` after `period` finite steps, divided by it after
         one that is not, down to `least`. Raises: InvalidArgumentError.
         """
-        if not (first >= least > 0 and period >= 1 and factor > 1):
+        if not (math.inf > first >= least > 0 and period >= 1 and math.inf > factor > 1):
             raise InvalidArgumentError(
-                where="init_loss_scale", expected="first >= least > 0, period >= 1 and factor > 1",
+                where="init_loss_scale", expected="finite first >= least > 0, period >= 1 and factor > 1",
                 got=f"first={first}, least={least}, period={period}, factor={factor}",
                 hint="leave them out to begin at 2**15 and to double it after 2000 finite steps",
             )  # fmt: skip

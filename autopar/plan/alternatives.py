@@ -40,6 +40,13 @@ def alternatives(
 
     Raises: UnsupportedError for a plan with stages.
     """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise InvalidArgumentError(
+            where=f"explain({value.path!r}, alternatives=...)",
+            expected="how many other layouts are shown, 0 or more",
+            got=repr(most),
+            hint="leave it out to plan for none",
+        )
     if record.pipeline is not None:
         raise UnsupportedError(
             where=f"explain({value.path!r}, alternatives={most})",

@@ -50,6 +50,20 @@ def checked_effort(where: str, effort: object) -> Effort:
     return Effort(str(effort))
 
 
+def checked_time_limit_s(where: str, time_limit_s: object) -> float | None:
+    """Raises: InvalidArgumentError for what is no number of seconds, 0 or more."""
+    if time_limit_s is None:
+        return None
+    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
+        raise InvalidArgumentError(
+            where=where,
+            expected="seconds, 0 or more, or None",
+            got=repr(time_limit_s),
+            hint="leave it out to let the search end by itself",
+        )
+    return time_limit_s
+
+
 def checked_remat(names: str | Sequence[str]) -> str | tuple[str, ...]:
     """Raises: InvalidArgumentError for another word than "as written" and "auto", and for what is no list of names."""
     if isinstance(names, str) and names in (AS_WRITTEN, AUTO):

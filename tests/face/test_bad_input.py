@@ -454,6 +454,17 @@ def test_more_local_devices_than_there_are():
 # Plans given
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), True, "3"])
+def test_a_time_limit_that_is_none_is_refused(seconds):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"parallelize\(time_limit_s=...\): expected seconds, 0 or more"
+    ):
+        small(time_limit_s=seconds)
+    parallel = small()
+    with pytest.raises(errors.InvalidArgumentError, match=r"replan\(time_limit_s=...\): expected seconds, 0 or more"):
+        parallel.replan(new_mlp_state(), mlp_batch(), time_limit_s=seconds)
+
+
 def test_a_plan_of_another_step(plan):
     def other(state, batch):
         new, metrics = mlp_step(state, batch)

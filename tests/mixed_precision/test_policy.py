@@ -140,8 +140,9 @@ def test_the_loss_scale_is_halved_after_an_overflow_and_doubled_after_a_period()
     ]  # fmt: skip
     largest = LossScale.create(2.0**127, period=1).adjust(jnp.bool_(True))
     assert float(largest.value) == 2.0**127
-    with pytest.raises(InvalidArgumentError, match="first >= least"):
-        LossScale.create(0.5)
+    for first in (0.5, float("inf"), float("nan")):
+        with pytest.raises(InvalidArgumentError, match="first >= least"):
+            LossScale.create(first)
 
 
 def test_the_loss_scales_that_the_page_makes_are_made():

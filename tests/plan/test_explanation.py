@@ -177,6 +177,14 @@ def test_a_layout_that_leaves_mesh_axes_out_is_an_alternative():
     assert whole.step_time_s > 0
 
 
+@pytest.mark.parametrize("number", [-1, 1.5, "a", True])
+def test_a_number_of_alternatives_that_is_none_is_refused_before_anything_is_planned(number):
+    plan = autopar.Plan(program(), replan=lambda request: pytest.fail("planned"))
+    path = plan.record.arguments[0].path
+    with pytest.raises(InvalidArgumentError, match="how many other layouts are shown, 0 or more"):
+        plan.explain(path, alternatives=number)
+
+
 def test_stages_have_no_alternatives_of_one_argument():
     plan = autopar.Plan(pipeline(), replan=lambda request: pytest.fail("planned"))
     with pytest.raises(errors.UnsupportedError, match="a plan in one program, got one of 2 stages"):
