@@ -159,7 +159,7 @@ class _Search:
             if not self.walks(step):
                 yield posed.of(cuts[m], is_largest=m == min(cuts))
             elif number == 0:
-                yield posed.of(cuts[m])
+                yield posed.of(cuts[m], is_largest=len(cuts) == 1)
             else:
                 yield posed.of(cuts[m], is_largest=True, sizes_between=(self.context.cluster.num_devices, math.inf))
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 
-from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Constant, Op, OpGraph, OpKind, Section, Value, read_by
-from autopar.sharding.rules import equation_key
+from autopar.ir.graph import Op, OpGraph, OpKind, Section, Value, read_by
+from autopar.microbatch.written_operations import one_equation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +120,7 @@ class UpdateWriter:
         row = self._new(value, (1, *value.shape))
         rows = self._new(value, (self._num_microbatches, *value.shape))
         self._stacked[v] = rows
-        expand = _operation(lambda x: jax.lax.expand_dims(x, (0,)), value, micro, row, maker, maker.section)
+        expand = one_equation(lambda x: jax.lax.expand_dims(x, (0,)), value, micro, row, maker, maker.section)
         leave = Op(
             id=0, kind=OpKind.STACK, primitive="stack_batch", eqn=None, inputs=(row,), outputs=(rows,), rule=None,
             role=maker.role, module=maker.module, count=1.0, section=Section.AFTER, dim=0,
@@ -152,8 +150,8 @@ class UpdateWriter:
         one = self._new(value, (1, *value.shape[1:]))
         row = self._new(value, value.shape[1:])
         written += [
-            _operation(lambda x: jax.lax.slice_in_dim(x, i, i + 1), value, rows, one, like, Section.AFTER),
-            _operation(lambda x: jax.lax.squeeze(x, (0,)), self._values[one], one, row, like, Section.AFTER),
+            one_equation(lambda x: jax.lax.slice_in_dim(x, i, i + 1), value, rows, one, like, Section.AFTER),
+            one_equation(lambda x: jax.lax.squeeze(x, (0,)), self._values[one], one, row, like, Section.AFTER),
         ]
         return row
 
@@ -161,21 +159,3 @@ class UpdateWriter:
         shape = like.shape if shape is None else shape
         self._values.append(replaced(like, id=len(self._values), name="", shape=shape))
         return len(self._values) - 1
-
-
-def _operation(
-    function: Callable[[Any], Any], value: Value, source: Atom, target: int, like: Op, section: Section
-) -> Op:
-    """An operation of one equation on a value; its rule is not known yet."""
-    aval = jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
-    (eqn,) = jax_compat.open_jaxpr(jax.make_jaxpr(function)(aval)).eqns
-    inputs = tuple(Constant(v) if isinstance(v, jax_compat.Literal) else source for v in eqn.invars)
-    return Op(
-        id=0, kind=OpKind.EQUATION, primitive=eqn.primitive.name, eqn=eqn, inputs=inputs, outputs=(target,), rule=None,
-        role=like.role, module=like.module, count=1.0, key=equation_key(eqn), section=section,
-    )  # fmt: skip
-
-
-def scaling(source: Atom, target: int, value: Value, weight: float, like: Op, section: Section = Section.AFTER) -> Op:
-    """The operation that multiplies a value; by default a sum of all micro-batches, behind the loop."""
-    return _operation(lambda x: x * weight, value, source, target, like, section)

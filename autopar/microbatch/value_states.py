@@ -52,6 +52,7 @@ class _StateFinder:
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
         self.whole_operands: dict[int, frozenset[int]] = {}
+        self.in_one_block: set[int] = set()  # values known before the loop that are read beside examples in order
 
     def run(self, inputs_with_examples: Collection[int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
@@ -82,10 +83,31 @@ class _StateFinder:
             states = [replaced(s, early=False, streams=True) for s in states]
         elif all(_is_known(s) for s in states):
             return self._known(op, part, states)
+        states = self._in_blocks_of_others(op, states)
         late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
         if any(s.form is Form.SPLIT and s.streams for s in states) and not late:
             return self._of_examples(op, part, states)
         return self._of_sums(op, part, states, bool(late))
+
+    def _in_blocks_of_others(self, op: Op, states: list[State]) -> list[State]:
+        """Cuts values that are known before the loop, such as masks that are drawn, into the blocks of the examples
+        that an equation reads them beside, if all that read them do.
+        """
+        wanted = {(s.dim, s.outer) for s in states if s.form is Form.SPLIT and s.streams and not s.uniform}
+        if op.kind is not OpKind.EQUATION or len(wanted) != 1:
+            return states
+        ((dim, outer),) = wanted
+        found = list(states)
+        for i, (atom, s) in enumerate(zip(op.inputs, states, strict=True)):
+            if not isinstance(atom, int) or s.form is not Form.SPLIT or not s.cut or s.streams or s.uniform:
+                continue
+            if outer == 1:
+                self.in_one_block.add(atom)
+                continue
+            are_blocks = self.whole.values[atom].shape[dim] % (outer * self.num_microbatches) == 0
+            if s.outer == 1 and s.dim == dim and are_blocks and atom not in self.in_one_block:
+                found[i] = self.states[atom] = replaced(s, outer=outer)
+        return found
 
     def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """All operands are known before the first micro-batch."""

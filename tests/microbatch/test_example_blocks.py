@@ -93,6 +93,18 @@ def masked_and_repeated(params, batch):
     return jnp.mean(rows * mask[:, None]) + jnp.square(again).mean()
 
 
+def dropped_out(params, batch):
+    """Masks that are drawn for the joined rows, and weights for them that are known before the loop."""
+    rows = jnp.concatenate([batch["a"], batch["b"]])
+    keys = jax.random.split(jax.random.key(1), 2)
+    for key, layer in zip(keys, params["layers"], strict=False):
+        rows = jnp.tanh(rows @ layer)
+        rows = jnp.where(jax.random.bernoulli(key, 0.5, rows.shape), 2 * rows, 0.0)
+    weights = jnp.concatenate([batch["a"][:, 0], batch["b"][:, 1]])
+    drawn = jax.random.uniform(jax.random.key(2), weights.shape)
+    return jnp.mean(jnp.square(rows @ params["out"]).sum(1) * (weights + drawn))
+
+
 def of_mixed_inputs(params, batch):
     """What is mixed before the first product is made once; the products are of each micro-batch."""
     rows = 0.7 * batch["a"] + 0.3 * batch["a"][::-1]
@@ -105,7 +117,7 @@ def walk_op(op):
 
 LOSSES = [
     preferred, preferred_by_a_scan, three_views, two_views_in_front, recurrent, all_times_at_once,
-    masked_and_repeated, of_mixed_inputs,
+    masked_and_repeated, dropped_out, of_mixed_inputs,
 ]  # fmt: skip
 
 
@@ -132,7 +144,7 @@ def test_products_run_for_each_micro_batch(loss, num_microbatches):
 @pytest.mark.parametrize(
     "recipe", [recipes.pipeline(2, num_microbatches=2), recipes.pipeline(2, "gpipe", num_microbatches=1)]
 )
-@pytest.mark.parametrize("loss", [preferred, of_mixed_inputs])
+@pytest.mark.parametrize("loss", [preferred, dropped_out, of_mixed_inputs])
 def test_two_stages(loss, recipe):
     step, args = step_of(loss), (state(), batch())
     piped = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False)
