@@ -155,7 +155,9 @@ def parallelize(
         )  # fmt: skip
     wanted_options = requested_options(compiler_options)
     if isinstance(plan, Plan):
+        planned_for, given = (None if c is None else (c.num_devices, c.device.name) for c in (plan.cluster, cluster))
         _check_beside_plan(
+            cluster=(given or planned_for, planned_for),
             num_microbatches=(num_microbatches, "auto"),
             schedule=(schedule, "auto"),
             per_microbatch=(_patterns(per_microbatch), ()),

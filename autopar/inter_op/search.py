@@ -28,6 +28,7 @@ from autopar.inter_op.search_space import (
     finest,
     is_long,
     microbatch_numbers,
+    odd_part,
     schedules_of,
     sizes_for,
     uneven_stages,
@@ -146,14 +147,18 @@ class _Search:
         """Whether several stages are tried in one number of micro-batches, and by the tables in others from there on
         (`stages_in_other_numbers`), rather than in a few and then as built: where tables and pipelines take long.
         """
-        is_costly = is_long(self.context.traced) or step.parts > 1
-        return is_costly and self.context.request.num_microbatches is None and self.context.keep_tolerance <= 1
+        traced, request = self.context.traced, self.context.request
+        if request.num_microbatches is not None or self.context.keep_tolerance > 1:
+            return False
+        # Micro-batches for odd numbers of hosts lie on no walk by halves.
+        halves = odd_part(num_examples(traced), self.context.cluster) == 1
+        return halves and (is_long(traced) or step.parts > 1)
 
     def first_problems(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems
     ) -> Iterator[list[Posed]]:
         """The problems of the first numbers of micro-batches; of a search that walks through numbers, those of several
-        stages in the first number, and in the other one those of one stage on all devices.
+        stages in the first number, and in the others those of one stage on all devices.
         """
         for number, m in enumerate(cuts):
             if not self.walks(step):
@@ -226,10 +231,11 @@ class _Search:
 
     def are_enough(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> bool:
         """Whether a search that walks through numbers of micro-batches can begin with these: the tables of one of them
-        have a stage on all devices, if there may be one.
+        have a stage on all devices, if there may be one. Of a scan, one stage is searched for in all numbers: it is
+        not built out of them where it is far from the best.
         """
         at, request = self.context.cluster, self.context.request
-        if not self.walks(step):
+        if not self.walks(step) or step.parts > 1:
             return False
         if len(cuts) > 1 or at.parts or request.num_stages is not None:
             return True

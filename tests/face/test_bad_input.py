@@ -485,6 +485,7 @@ def test_a_plan_of_another_step(plan):
         {"attention": "blockwise"},
         {"remat": ["scores"]},
         {"constraints": "pins"},
+        {"cluster": "dgx-h100"},
     ],
     ids=lambda wishes: next(iter(wishes)),
 )

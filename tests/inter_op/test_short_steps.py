@@ -48,16 +48,16 @@ def residual_step(params, batch):
     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-def traced_step(num_layers, width=WIDTH):
+def traced_step(num_layers, width=WIDTH, batch=BATCH):
     shapes = {"in": (width, 2 * width), "out": (2 * width, width)}
     matrices = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    examples = jax.ShapeDtypeStruct((BATCH, width), jnp.float32)
+    examples = jax.ShapeDtypeStruct((batch, width), jnp.float32)
     arguments = ([matrices] * num_layers, {"x": examples, "y": examples})
     return trace(residual_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
 
 
-def cut(num_layers, num_microbatches, width=WIDTH):
-    rules, traced = RuleBook(), traced_step(num_layers, width)
+def cut(num_layers, num_microbatches, width=WIDTH, batch=BATCH):
+    rules, traced = RuleBook(), traced_step(num_layers, width, batch)
     return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
 
 
@@ -110,6 +110,15 @@ def test_no_decisions_take_less_than_what_others_compute(step, policy):
     assert max(least_s) <= min(times_s)
     assert min(least_s) == pytest.approx(max(least_s))
     assert min(least_s) >= 0.95 * min(times_s)
+
+
+def test_that_holds_where_another_mesh_splits_what_one_cannot():
+    """Four examples of 6,108 features: over two axes of devices both are split, over one of eight neither."""
+    step = cut(LAYERS, 2, width=6108, batch=8)
+    short = short_step(step, ON, 1000.0)
+    meshes = [GRID, LogicalMesh(axis_sizes=(4, 2)), LogicalMesh(axis_sizes=(8,))]
+    estimates = [estimate(short, one_stage(step, "nothing", mesh), ON, limits()) for mesh in meshes]
+    assert max(e.least_s for e in estimates) <= min(e.step_time_s for e in estimates)
 
 
 def test_a_short_step_has_six_layers_of_a_run_and_what_is_beside_it(step):
