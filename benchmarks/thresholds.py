@@ -201,7 +201,7 @@ THRESHOLDS = [
         (
             "WORTH_AN_ESTIMATE",
             "part of the step that one stage, decided otherwise, may gain at least",
-            "what a plan may be longer; GPT 2.6B on 8 V100: 13 of 20 estimates less",
+            "what a plan may be longer; GPT 2.6B on 8 V100: a third of the estimates less",
         ),
     ),
     *_of(

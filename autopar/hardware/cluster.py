@@ -136,7 +136,7 @@ class Cluster:
         return host_groups.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
 
     def has_links_for(self, num_axes: int) -> bool:
-        """Whether meshes of so many axes have links: where these are given for each axis, as many, or one."""
+        """Whether meshes of so many axes have links: of links given for each axis, as many, or one for all."""
         return num_axes == 1 or len(self.axis_override) in (0, 1, num_axes)
 
     def _check_mesh(self, sizes: tuple[int, ...]) -> None:

@@ -128,13 +128,15 @@ class LayerDecider:
             raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
             s_per_byte = max(terms.s_per_byte, raised_s_per_byte)
             self.decide(dataclasses.replace(terms, s_per_byte=s_per_byte, in_flight=self.in_flight))
-        return self.that_fit() if self.equal else tuple(self.decided_by_choice[choice] for choice in self.distinct())
+        if self.equal:
+            return self.that_fit()
+        return tuple(self.decided_by_choice[choice] for choice in self.distinct(list(self.decided_by_choice)))
 
-    def distinct(self) -> list[tuple[int, ...]]:
+    def distinct(self, choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The choices without those that cost and need nearly what an earlier one does: each is priced."""
         kept: dict[tuple[int, ...], np.ndarray] = {}
         alike = np.array([ALIKE_SECONDS, ALIKE_BYTES, ALIKE_BYTES])
-        for choice in self.decided_by_choice:
+        for choice in choices:
             saved_bytes = self.intra_op.priced_bytes(choice, self.saved_prices)
             needs = np.array([self.intra_op.cost(choice), self.state_bytes(choice), saved_bytes])
             if not any((np.abs(needs - other) <= alike * other).all() for other in kept.values()):
@@ -146,9 +148,9 @@ class LayerDecider:
 
     def that_fit(self) -> Decisions:
         """Without those whose state alone exceeds the room, but the smallest."""
-        decided, room_bytes = {choice: self.decided_by_choice[choice] for choice in self.distinct()}, self.room_bytes
+        decided, room_bytes = self.decided_by_choice, self.room_bytes
         home_bytes = {choice: self.intra_op.priced_bytes(choice, self.home_prices) for choice in decided}
         most_bytes = max(room_bytes, min(home_bytes.values(), default=0.0))
         over_limit = any(nbytes > room_bytes for nbytes in home_bytes.values())
-        fitting = (each for choice, each in decided.items() if home_bytes[choice] <= most_bytes)
-        return tuple(dataclasses.replace(each, over_limit=over_limit) for each in fitting)
+        fitting = self.distinct([choice for choice in decided if home_bytes[choice] <= most_bytes])
+        return tuple(dataclasses.replace(decided[choice], over_limit=over_limit) for choice in fitting)

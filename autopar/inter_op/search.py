@@ -148,7 +148,8 @@ class _Search:
         (`stages_in_other_numbers`), rather than in a few and then as built: where tables and pipelines take long.
         """
         traced, request = self.context.traced, self.context.request
-        if request.num_microbatches is not None or self.context.keep_tolerance > 1:
+        is_thorough = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
+        if request.num_microbatches is not None or is_thorough:
             return False
         # Micro-batches for odd numbers of hosts lie on no walk by halves.
         halves = odd_part(num_examples(traced), self.context.cluster) == 1
@@ -281,8 +282,8 @@ class _Search:
     ) -> Iterator[list[Posed]]:
         """The problems of several stages in numbers of micro-batches beside the fastest (`next_for_stages`), one number
         at a time, on submeshes of about the sizes of its stages, smaller ones for smaller micro-batches, while it has
-        several. Adds to the dictionary, and to the numbers that were tried: from the only one, all with the smallest
-        micro-batches, others may gain more.
+        several. Adds to the dictionary, and to the numbers that were tried. Where that is one, the first two steps of
+        the walk may both bring several stages nearer to the best.
         """
         numbers = divisors(num_examples(self.context.traced))
         while not self.context.deadline.passed:

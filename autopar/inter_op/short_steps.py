@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.common.cached_attribute import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.overlap import crossing_s
+from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
@@ -235,7 +236,24 @@ def _least_s(staged: StagedStep, problem: IntraOp, stage: StageGraph) -> float:
     for i in planned.lowered.lowered.instructions:
         if isinstance(i, Accumulate):
             twice_s += crossing_s(stage.graph, i, planned.model) * (1 - i.sum_[0].shards(mesh) / mesh.num_devices)
-    return staged.graph.num_microbatches * computes_s - twice_s
+    least_s = staged.graph.num_microbatches * computes_s - twice_s
+    return least_s * _share_of_devices(stage.graph, planned.sharding)
+
+
+def _share_of_devices(graph: OpGraph, sharding: ShardingPlan) -> float:
+    """The part of the work on micro-batches, of a device, that it had if all of that were split over all devices: 1
+    where it is. Of bytes read and written, or of arithmetic, whichever is less. What names values anew is no work: XLA
+    has transposed products in the layout of their readers.
+    """
+    num_devices, shared, whole = sharding.mesh.num_devices, [0.0, 0.0], [0.0, 0.0]
+    for op in graph.ops():
+        if op.section.repeats and op.kind is OpKind.EQUATION and op.primitive not in ("transpose", "reshape"):
+            split = sharding.strategy[op.id].split if op.id in sharding.strategy else 1
+            touched = sum(graph.values[v].nbytes for v in (*op.inputs, *op.outputs) if isinstance(v, int))
+            for i, work in enumerate((op.count * touched, op.count * flops_of(op))):
+                shared[i] += work / num_devices
+                whole[i] += work / split
+    return min((a / b for a, b in zip(shared, whole, strict=True) if b), default=1.0)
 
 
 def _live_at_peak_bytes(staged: StagedStep) -> int:

@@ -80,9 +80,8 @@ class StagedStep:
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
     of task i, and its bytes on one device beside its buffers, `task_lost_bytes[i]` of them between its values;
     `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation, `waits_s[i]` those in
-    which nothing is computed. `joined`: runs that are
-    one program, in the order of the list. `memory_shares`: of each group of devices, the memory of one as a multiple of
-    the smallest.
+    which nothing is computed. `joined`: runs that are one program, in the order of the list. `memory_shares`: of each
+    group of devices, the memory of one as a multiple of the smallest.
     """
 
     step: SplitStep

@@ -193,14 +193,12 @@ class IntraOp:
 
     def excess_s(self, graph: OpGraph, sharding: ShardingPlan) -> float:
         """Seconds that the operations of the micro-batches of a graph, this one or with some left out, take longer
-        under decisions than each under its fastest strategy, if that were split over all devices.
+        under decisions than each under its fastest strategy.
         """
-        excess_s, num_devices = 0.0, self.model.links.mesh.num_devices
+        excess_s = 0.0
         for op in graph.ops():
             if op.section.repeats and op.id in self.choices.of_op and not op.blocks:
-                strategies = self.choices.of_op[op.id][1]
-                most_split = max(strategy.split for strategy in strategies) / num_devices
-                excess_s += self.costs.compute_s(op, sharding.strategy[op.id]) - most_split * self._least_s(op)
+                excess_s += max(0.0, self.costs.compute_s(op, sharding.strategy[op.id]) - self._least_s(op))
         return excess_s
 
     def cost(self, choice: Sequence[int]) -> float:
