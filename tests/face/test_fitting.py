@@ -181,7 +181,7 @@ def test_micro_batches_that_are_named_are_kept():
 
 
 def test_batches_are_multiples_of_the_micro_batches_that_are_named():
-    step = autopar.parallelize(mlp_step, num_microbatches=6, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, num_microbatches=6, memory_limit_bytes=LIMIT_BYTES // 2, **OPTIONS)
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(4)])
     assert found.largest() > 0
     assert all(row.batch % 12 == 0 for row in found.rows)
