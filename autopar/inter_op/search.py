@@ -232,8 +232,8 @@ class _Search:
 
     def are_enough(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> bool:
         """Whether a search that walks through numbers of micro-batches can begin with these: the tables of one of them
-        have a stage on all devices, if there may be one. Of a scan, one stage is searched for in all numbers: it is
-        not built out of them where it is far from the best.
+        have a stage on all devices, if there may be one. Of a scan, one stage is searched for in all numbers: no
+        table is made for it in others where it is far from the best.
         """
         at, request = self.context.cluster, self.context.request
         if not self.walks(step) or step.parts > 1:

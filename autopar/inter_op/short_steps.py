@@ -78,7 +78,7 @@ class Estimate:
 
     `lost_bytes`: of the peak, the space between values. `least_s`: of the time, what other decisions in as many
     micro-batches, with the same recomputation, take too: computation for each of them, every operation by its fastest
-    strategy.
+    strategy and split over all devices.
     """
 
     step_time_s: float
@@ -241,13 +241,15 @@ def _least_s(staged: StagedStep, problem: IntraOp, stage: StageGraph) -> float:
 
 
 def _share_of_devices(graph: OpGraph, sharding: ShardingPlan) -> float:
-    """The part of the work on micro-batches, of a device, that it had if all of that were split over all devices: 1
-    where it is. Of bytes read and written, or of arithmetic, whichever is less. What names values anew is no work: XLA
-    has transposed products in the layout of their readers.
+    """The work of a device on micro-batches if all of it were split over all devices, as a part of its work under
+    decisions: by bytes read and written, or by arithmetic, whichever is less. 0, which bounds nothing, where there are
+    loops. Transposes and reshapes are no work: XLA makes products in the layout of their readers.
     """
     num_devices, shared, whole = sharding.mesh.num_devices, [0.0, 0.0], [0.0, 0.0]
     for op in graph.ops():
-        if op.section.repeats and op.kind is OpKind.EQUATION and op.primitive not in ("transpose", "reshape"):
+        if op.blocks:
+            return 0.0
+        if op.section.repeats and op.rule is not None and op.primitive not in ("transpose", "reshape"):
             split = sharding.strategy[op.id].split if op.id in sharding.strategy else 1
             touched = sum(graph.values[v].nbytes for v in (*op.inputs, *op.outputs) if isinstance(v, int))
             for i, work in enumerate((op.count * touched, op.count * flops_of(op))):

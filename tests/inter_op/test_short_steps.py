@@ -113,10 +113,10 @@ def test_no_decisions_take_less_than_what_others_compute(step, policy):
 
 
 def test_that_holds_where_another_mesh_splits_what_one_cannot():
-    """Four examples of 6,108 features: over two axes of devices both are split, over one of eight neither."""
-    step = cut(LAYERS, 2, width=6108, batch=8)
+    """Four examples with four heads: one axis of eight devices splits neither, two axes do both."""
+    step = of_case("gpt", 2, layers=WHOLE_UP_TO + 1, width=256, heads=4, vocabulary=1000, length=1020, batch=8)
     short = short_step(step, ON, 1000.0)
-    meshes = [GRID, LogicalMesh(axis_sizes=(4, 2)), LogicalMesh(axis_sizes=(8,))]
+    meshes = LogicalMesh(axis_sizes=(8,)), GRID
     estimates = [estimate(short, one_stage(step, "nothing", mesh), ON, limits()) for mesh in meshes]
     assert max(e.least_s for e in estimates) <= min(e.step_time_s for e in estimates)
 
@@ -154,8 +154,8 @@ def test_layers_of_several_policies_are_not_estimated(step):
     assert estimate(short_step(step, ON), mixed, ON, limits()) is None
 
 
-def llama(num_layers, num_microbatches):
-    case, rules = CASES["llama"](layers=num_layers), RuleBook()
+def of_case(name, num_microbatches, **sizes):
+    case, rules = CASES[name](**sizes), RuleBook()
     shapes = (jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0)))
     traced = trace(case.step, shapes, names=("state", "batch"), donate=(0,), batch=(1,))
     return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
@@ -163,14 +163,14 @@ def llama(num_layers, num_microbatches):
 
 def test_layers_of_which_the_first_recomputes_more_than_the_others():
     """What all layers of a Llama read is made again in the backward pass of the first."""
-    step, on = llama(WHOLE_UP_TO + 2, 2), Cluster.preset("tpu-v5e", topology="2x4")
+    step, on = of_case("llama", 2, layers=WHOLE_UP_TO + 2), Cluster.preset("tpu-v5e", topology="2x4")
     choice = one_stage(step, "input")
     found = estimate(short_step(step, on, 1000.0), choice, on, limits())
     assert found.step_time_s == pytest.approx(build(step, choice, on, limits()).step_time_s, rel=1e-3)
 
 
 def test_what_is_built_a_little_larger_than_estimated_is_made_leaner():
-    step, on = llama(WHOLE_UP_TO + 2, 2), Cluster.preset("dgx-h100")
+    step, on = of_case("llama", 2, layers=WHOLE_UP_TO + 2), Cluster.preset("dgx-h100")
     choice = one_stage(step, "input", LogicalMesh(axis_sizes=(8,)))
     estimated = estimate(short_step(step, on, 1000.0), choice, on, limits()).peak_bytes[0]
     built = build(step, choice, on, limits()).peak_bytes[0]
