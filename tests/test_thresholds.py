@@ -52,6 +52,8 @@ NONE = {
     "intra_op.baselines.ZERO_STAGES": "names of stages",
     "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
+    "inter_op.option_tables.WORTH_PROCESSES": "from which work on processes share it: changes no answer",
+    "inter_op.option_tables.MESHES_AT_ONCE": "how processes share work: changes no answer",
     "solver.ilp.exact.THREADS": "changes no answer",
     "solver.stages.dynamic_program.FIRST_LABELS": "room at first: grows as needed",
     "solver.anytime.compiled_loops.TREE_NODES": "compiled into loops: results/solvers.md",

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
+from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
@@ -17,6 +18,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.held_memory import why_too_large
+from autopar.inter_op.mesh_options import MeshOptions
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
@@ -91,6 +93,8 @@ class _Search:
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
+        if is_long(traced):  # its tables are shared
+            begin_workers(MeshOptions.__module__, "ortools.sat.python.cp_model")
         step = self.split(finest(trips_of(traced, self.context.rules)))
         check_parts(cluster, step)
         cuts, too_large = self.that_may_fit(self.cuts(step))

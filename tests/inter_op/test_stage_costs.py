@@ -13,7 +13,7 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import decide_stages, option_tables
+from autopar.inter_op import decide_stages, mesh_options, option_tables
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
@@ -166,12 +166,12 @@ def test_in_long_steps_what_is_saved_has_a_price_where_it_crowds_the_memory(monk
     """Of each example a layer saves two rows of 8 kB, split over two devices, on two stages with a batch in flight."""
     priced = []
 
-    class Noted(option_tables.LayerDecider):
+    class Noted(mesh_options.LayerDecider):
         def __init__(self, folded, model, room_bytes, in_flight, *given):
             priced.append(in_flight)
             super().__init__(folded, model, room_bytes, in_flight, *given)
 
-    monkeypatch.setattr(option_tables, "LayerDecider", Noted)
+    monkeypatch.setattr(mesh_options, "LayerDecider", Noted)
     limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), DecidedOptions()
     for m in (128, 8, 4):  # of 2, 32 and 64 examples: the last is not decided anew, for it is crowded as well
         assert option_tables.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
