@@ -54,6 +54,8 @@ NONE = {
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
     "inter_op.option_tables.WORTH_PROCESSES": "from which work on processes share it: changes no answer",
     "inter_op.option_tables.MESHES_AT_ONCE": "how processes share work: changes no answer",
+    "intra_op.mesh_searches.WORTH_PROCESSES": "from which work on processes share it: changes no plan",
+    "intra_op.mesh_searches.SHARED_AXES": "from which work on processes share it: changes no plan",
     "solver.ilp.exact.THREADS": "changes no answer",
     "solver.stages.dynamic_program.FIRST_LABELS": "room at first: grows as needed",
     "solver.anytime.compiled_loops.TREE_NODES": "compiled into loops: results/solvers.md",

@@ -16,8 +16,9 @@ from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.intra_op.baselines import baseline_candidates, why_not_tried
 from autopar.intra_op.memory_refusals import check_state_fits
+from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.intra_op.spmd_search import LONG_STEP, mesh_candidates
+from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.options import Effort
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import jax
-
 from autopar.cost.cost_model import CostModel
 from autopar.cost.stream_work import Ran
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions, LayerDecider
 from autopar.inter_op.stage_costs import PricedOption, RematOps, stage_options
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
-from autopar.ir.graph import OpGraph, Value, values_of
+from autopar.ir.graph import OpGraph, Value, values_of, without_numbers
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 
@@ -32,12 +30,10 @@ class LayersOnMesh:
 
 
 def _of_read_values(graph: OpGraph) -> OpGraph:
-    """The graph without the numbers in its constants, and without the values of layers that were folded away."""
-    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
+    """The graph without the values of layers that were folded away, and without the numbers in its constants."""
     read, nobody = set(values_of(graph.block)), Value(id=-1, shape=(), dtype="float32", itemsize=0)
-    return dataclasses.replace(
-        graph, constants=shapes, values=tuple(v if v.id in read else nobody for v in graph.values)
-    )
+    values = tuple(v if v.id in read else nobody for v in graph.values)
+    return dataclasses.replace(without_numbers(graph), values=values)
 
 
 class MeshOptions:

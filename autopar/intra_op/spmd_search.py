@@ -10,19 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts, cost_model
+from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
-from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
-from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.mesh_choice import (
-    GAIN_OF_AN_AXIS,
     SOURCE,
     extra_s_of,
     longest_s,
-    not_tried,
     slower,
-    worth_trying,
 )
 from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.shared_tables import tables_of
@@ -54,44 +49,6 @@ LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
 LASTING_WAIT = 0.5
 # What may count of a send that computing can hide: how much of it does depends on what else is sent.
 EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
-
-
-def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """The best plan on each logical mesh, or the reason for which there is none.
-
-    A rejection with a MemoryLimitError ends the search: no mesh can have a plan that fits.
-    """
-    deadline = context.deadline
-    may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
-    meshes = logical_meshes(context)
-    for number, (mesh, pins) in enumerate(meshes):
-        candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
-        fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
-        if deadline.passed and fits:
-            outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
-        elif fits and not context.may_gain:
-            outcome = not_tried(mesh, context.why_no_gain)
-        elif not worth_trying(mesh, context):
-            outcome = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
-        else:
-            # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
-            # long step at once, for others when nothing fits on the first mesh.
-            slow = number > 0 or len(context.graph.block.ops) > LONG_STEP
-            if slow and not may_fit and not fits and not fits_unfused(context):
-                with context.progress.pass_("least memory"):
-                    refusal = cannot_fit(context)
-                if refusal is not None:
-                    yield Rejection(source=SOURCE, why=refusal.got, error=refusal)
-                    return
-                may_fit = True
-            with context.progress.pass_(f"mesh {mesh}"):
-                model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
-                folds = context.request.leaves_layouts_free
-                outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
-            if isinstance(outcome, SpmdCandidate):
-                context.weighed(outcome.step_time_s, outcome.peak_bytes)
-        yield outcome
-        context = context.after([outcome])
 
 
 def search_mesh(

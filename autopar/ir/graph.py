@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import jax
+
 from autopar.common.records import HashedById, made_often
 from autopar.ir.traced_step import WrittenLayout
 
@@ -299,6 +301,12 @@ class OpGraph:
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
         yield from walk(self.block)
+
+
+def without_numbers(graph: OpGraph) -> OpGraph:
+    """The same graph with the shapes of its constants in place of their numbers."""
+    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
+    return dataclasses.replace(graph, constants=shapes)
 
 
 def walk(block: Block) -> Iterator[Op]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import replaced
-from autopar.ir.graph import Block, Op, OpGraph
+from autopar.ir.graph import Block, Op, OpGraph, without_numbers
 from autopar.passes.fold_step import FoldedStep, fold_step
 from autopar.sharding.partial_sums import Partials, find_partials, same_partials
 from autopar.sharding.semantics import annotate_semantics
@@ -35,6 +36,21 @@ class GraphViews:
         if key not in self._partials:
             self._partials[key] = graph.block, find_partials(graph)
         return self._partials[key][1]
+
+    def without_numbers(self) -> GraphViews:
+        """The views of the same blocks without the numbers in constants, not yet annotated."""
+        views, step = GraphViews(without_numbers(self.graph), self._flops), self.folded
+        if step is not None:
+            step = dataclasses.replace(step, graph=without_numbers(step.graph))
+        views.__dict__["folded"] = step
+        views._partials = dict(self._partials)
+        return views
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_partials": list(self._partials.values())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _partials={id(block): (block, found) for block, found in state["_partials"]})
 
     @lazy
     def folded(self) -> FoldedStep | None:

@@ -1,0 +1,114 @@
+"""Searches on several meshes that know nothing of one another, so that other processes may make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autopar.common.progress import Progress
+from autopar.common.worker_processes import shared_job, worker_processes
+from autopar.cost.cost_model import cost_model
+from autopar.intra_op.mesh_choice import fastest_fitting, longest_s, slower
+from autopar.intra_op.shared_tables import tables_of
+from autopar.intra_op.spmd_candidate import SpmdCandidate, timed_sharding, with_memory
+from autopar.intra_op.spmd_search import search_mesh
+from autopar.ir.mesh import LogicalMesh
+from autopar.lowering.decisions import ShardingPlan
+from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.partial_sums import Partials
+from autopar.sharding.rules import RuleBook
+
+# What a search on a mesh finds: how the step is decided, without its partial sums, and how long it takes, or why not.
+Found = tuple[ShardingPlan, float] | Rejection
+
+# The searches on meshes are shared with other processes from so many axes on, and for as many operations of the folded
+# step on all meshes together: on fewer axes a search takes about as long as it takes to start a process.
+SHARED_AXES, WORTH_PROCESSES = 3, 2_000
+
+
+NO_PARTIALS = Partials(kept=frozenset(), operands={})
+
+
+class MeshSearches:
+    """The searches on meshes, each by its number, beside the results so far.
+
+    It holds no numbers of arrays, and all that it is made of can be pickled (`common.jax_pickle`).
+    """
+
+    def __init__(self, context: PlanningContext, meshes: Sequence[LogicalMesh], time_limit_s: float) -> None:
+        self.context, self.meshes, self.time_limit_s = _for_others(context), meshes, time_limit_s
+
+    def found(self, number: int) -> Found:
+        """How the step is decided on a mesh, and how long it takes, or why it is not."""
+        model = cost_model(self.context.cluster, self.meshes[number])
+        outcome = search_mesh(self.context, model, folds=True, time_limit_s=self.time_limit_s)
+        if isinstance(outcome, Rejection):
+            return outcome
+        return dataclasses.replace(outcome.sharding, partials=NO_PARTIALS), outcome.ran.end_s
+
+
+def searched_at_once(
+    context: PlanningContext, meshes: Sequence[LogicalMesh], time_limit_s: float
+) -> Mapping[LogicalMesh, Found]:
+    """What is found on each of these meshes where layouts are free, by as many processes as there are processors; empty
+    where that is not worth it.
+
+    `time_limit_s` of each search.
+    """
+    step = context.views.folded
+    work = len(meshes) * len((step.graph if step is not None else context.graph).block.ops)
+    if len(meshes) < 2 or len(meshes[0].axis_sizes) < SHARED_AXES or work < WORTH_PROCESSES:
+        return {}
+    if not (workers := worker_processes()):
+        return {}
+    with shared_job(MeshSearches(context, meshes, time_limit_s), workers) as job:
+        return dict(zip(meshes, job.run("found", range(len(meshes))), strict=True))
+
+
+def candidate_of(context: PlanningContext, mesh: LogicalMesh, found: Found) -> SpmdCandidate | Rejection:
+    """The candidate of what was found on a mesh, beside the results that are there now."""
+    if isinstance(found, Rejection):
+        return found
+    (sharding, end_s), model = found, cost_model(context.cluster, mesh)
+    if end_s >= longest_s(context, len(mesh.axis_sizes)):
+        return slower(context, model, end_s, end_s)
+    sharding = dataclasses.replace(sharding, partials=context.views.partials)
+    costs = tables_of(context, context.graph, model).costs
+    return with_memory(context.graph, model, timed_sharding(context.graph, model, sharding, costs))[0]
+
+
+def _for_others(context: PlanningContext) -> PlanningContext:
+    """What searches on meshes read of a context: no arrays, no functions, and of the results the one to beat."""
+    best, views = fastest_fitting(context), context.views.without_numbers()
+    traced = dataclasses.replace(
+        context.traced,
+        jaxpr=None,
+        constants=(),
+        in_tree=None,
+        out_tree=None,
+        placements=(),
+        written=(),
+        callbacks=(),
+        trace_again=None,
+    )
+    return dataclasses.replace(
+        context,
+        traced=traced,
+        graph=views.graph,
+        views=views,
+        rules=RuleBook(),
+        progress=Progress("", show=False),
+        graphs=StepGraphs(),
+        results=() if best is None else (_without_program(best),),
+    )
+
+
+def _without_program(best: SpmdCandidate) -> SpmdCandidate:
+    """A candidate with its time, its memory and its mesh alone."""
+    sharding = dataclasses.replace(
+        best.sharding, partials=NO_PARTIALS, strategy={}, unreduced={}, reduced={}, copies={}
+    )
+    ran = dataclasses.replace(best.ran, order=(), starts_s=())
+    lowered = dataclasses.replace(best.lowered, instructions=())
+    return dataclasses.replace(best, sharding=sharding, lowered=lowered, ran=ran, compute_s={})
