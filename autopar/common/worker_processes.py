@@ -1,7 +1,8 @@
 """Processes beside this one that plan with it: they import autopar, and run functions that they are sent.
 
-They are started when they are first asked for and stay while there is work (`IDLE_S`). They see no accelerator, and do
-not run the user's program: `loky` starts them without the main module, as `multiprocessing` would not.
+They do not run the user's program again, as those of `multiprocessing` and of libraries on it may; they see no
+accelerator and no terminal, and end when this process ends, however it does. Each starts when it is first sent
+something, and leaves when there was no work for some time.
 """
 
 from __future__ import annotations
@@ -11,74 +12,123 @@ import contextlib
 import functools
 import gc
 import importlib
-import itertools
+import json
+import os
 import pickle
+import queue
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from autopar.common.gc_policy import SELDOM
-from autopar.common.jax_pickle import dumps
 
-# Each worker holds a Python with jax, 0.3 GB, and takes seconds to start.
-MOST_WORKERS = 7
-# How long a worker stays without work.
-IDLE_S = 60.0
-# How long this process waits for a worker before it does the work itself.
-PATIENCE_S = 120.0
+# Names the number of processes that plan, this one among them.
+VARIABLE = "AUTOPAR_PLANNING_PROCESSES"
+# Workers at most, and the memory of this machine for each of them: one holds a Python with jax and the tables of a few
+# meshes, up to 1 GB.
+MOST_WORKERS, MEMORY_A_WORKER_BYTES = 7, 4 << 30
+IDLE_S = 60.0  # how long a worker stays without work
 
+_BEGINS = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+_BEGINS += "from autopar.common.worker_processes import serve; serve(int(sys.argv[2]))"
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TPU_SKIP_MDS_QUERY": "1"}
+
+
+class WorkerError(RuntimeError):
+    """What failed in a worker, as text; or the worker is gone."""
 
 
 class WorkerProcess:
     """One process, which runs what it is sent in order."""
 
     def __init__(self) -> None:
-        import loky  # it takes a tenth of a second, and most plans need none
-
-        context = loky.backend.get_context("loky")
-        self._executor = loky.ProcessPoolExecutor(1, timeout=IDLE_S, context=context, env=_ENVIRONMENT)
         self.has_failed = False
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._asked: deque[Future[Any]] = deque()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process at the moment: it leaves where it has nothing to do."""
+        return self._connection is not None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """What the function will have returned; of a process that is gone, a future with that error."""
-        try:
-            future: Future[Any] = self._executor.submit(function, *arguments)
-        except Exception as error:  # whatever it is, the work is done elsewhere
-            future = Future()
-            future.set_exception(error)
-            self.has_failed = True
+        """What a function returns, which the worker finds by its name; a `WorkerError` where it fails there."""
+        future: Future[Any] = Future()
+        sent = pickle.dumps((function, arguments))
+        with self._lock:
+            try:
+                connection = self._connection or self._started()
+            except OSError:
+                self.has_failed = True
+            if not self.has_failed:
+                self._asked.append(future)
+                with contextlib.suppress(OSError):  # it is gone, as `_read` finds
+                    connection.send_bytes(sent)
+                return future
+        future.set_exception(WorkerError("a worker is gone"))
         return future
 
     def end(self) -> None:
         """Ends the process with whatever it does."""
         self.has_failed = True
-        self._executor.shutdown(wait=False, kill_workers=True)
+        if self._process is not None:
+            self._process.kill()
 
+    def _started(self) -> Connection:
+        """The connection to a new process. Raises: OSError where the system has no more of them."""
+        here, there = Pipe()
+        with there:
+            command = [sys.executable, "-c", _BEGINS, json.dumps(sys.path), str(there.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **_ENVIRONMENT},
+                pass_fds=(there.fileno(),),
+                start_new_session=True,  # an interrupt from the keyboard is not for it
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._connection = here
+        reader = threading.Thread(target=self._read, args=(here, self._process), name="autopar-worker", daemon=True)
+        reader.start()
+        return here
 
-@functools.cache
-def _started() -> list[WorkerProcess]:
-    import loky
-
-    started = [WorkerProcess() for _ in range(min(loky.cpu_count(), MOST_WORKERS + 1) - 1)]
-    atexit.register(_end_all, started)  # before the interpreter takes loky apart
-    return started
-
-
-def _end_all(workers: list[WorkerProcess]) -> None:
-    for worker in workers:
-        worker.end()
-    workers.clear()
+    def _read(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+        """Hands on what the worker answers, until it is gone."""
+        while True:
+            try:
+                answer = connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            future = self._asked.popleft()
+            is_result, value = pickle.loads(answer)
+            if is_result:
+                future.set_result(value)
+            else:
+                future.set_exception(WorkerError(value))
+        process.wait()
+        with self._lock:
+            connection.close()
+            self._connection, asked = None, list(self._asked)
+            self._asked.clear()
+            self.has_failed |= process.returncode != 0
+        for future in asked:
+            future.set_exception(WorkerError("a worker is gone"))
 
 
 def worker_processes() -> list[WorkerProcess]:
-    """The processes beside this one, as many as there are other processors, less those that failed.
-
-    None for `LOKY_MAX_CPU_COUNT=1` in the environment.
+    """The processes beside this one, as many as there are other processors, less those that failed; as many as the
+    environment says (`VARIABLE`), less this one.
     """
-    return [worker for worker in _started() if not worker.has_failed]
+    return [worker for worker in _workers_of(os.getpid()) if not worker.has_failed]
 
 
 def begin_workers(*modules: str) -> None:
@@ -87,149 +137,56 @@ def begin_workers(*modules: str) -> None:
         worker.call(_import, modules)
 
 
-@contextlib.contextmanager
-def shared_job(job: object, workers: Sequence[WorkerProcess]) -> Iterator[SharedJob]:
-    """A job, shared with these processes; with none where it cannot be pickled."""
+@functools.cache
+def _workers_of(pid: int) -> list[WorkerProcess]:
+    """The workers of the process with this number: a fork of it has none of them."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = min(MOST_WORKERS, memory_bytes // MEMORY_A_WORKER_BYTES)
+    named = os.environ.get(VARIABLE, "")
+    workers = [WorkerProcess() for _ in range(int(named) - 1 if named.isdigit() else min(most, num_processors() - 1))]
+    atexit.register(_end_all, pid, workers)
+    return workers
+
+
+def _end_all(pid: int, workers: list[WorkerProcess]) -> None:
+    for worker in workers if pid == os.getpid() else ():
+        worker.end()
+
+
+def num_processors() -> int:
+    """The processors that this process may use, by its affinity and by the limit of its control group."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        shared = SharedJob(job, workers)
-    except Exception:  # pickle raises all kinds of errors; the job is done here then
-        shared = SharedJob(job, ())
-    try:
-        yield shared
-    finally:
-        shared.close()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return min(allowed, max(1, round(int(quota) / int(period)))) if quota.isdigit() else allowed
 
 
-class SharedJob:
-    """An object whose methods several processes run, for one item after the other.
+def serve(descriptor: int) -> None:
+    """What a worker does: it runs what it is sent, and ends with the other process at once, whatever it runs then."""
+    gc.set_threshold(*SELDOM)  # a worker does nothing but plan
+    connection, asked = Connection(descriptor), queue.SimpleQueue[bytes]()
 
-    What a method makes of an item depends on nothing else, so that it is the same in every process. A process keeps
-    what it knows of an item from one method to the next, and gets the same items again as long as it has time for them.
-    Whatever fails in a worker is done here, where its error is raised if it fails again.
-    """
-
-    _tokens = itertools.count()
-
-    def __init__(self, job: object, workers: Sequence[WorkerProcess]) -> None:
-        """Raises: what `pickle` raises for a job that it cannot write, where there are workers."""
-        self.job, self.workers, self.token = job, list(workers), next(self._tokens)
-        self._changed = threading.Condition()
-        self._ready: set[WorkerProcess] = set()
-        self._place_of: dict[Any, WorkerProcess | None] = {}
-        self._took_s: dict[Any, float] = {}  # the method before, in whichever process
-        self._method, self._pending = "", list[Any]()
-        self._running: dict[WorkerProcess, Any] = {}
-        self._results: dict[Any, bytes] = {}
-        payload = dumps(job) if workers else b""
-        for worker in workers:
-            # What is installed stays where it is until it is asked for, so that nothing waits for a process to start.
-            installed = worker.call(_install, self.token, payload)
-            installed.add_done_callback(functools.partial(self._is_ready, worker))
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes there may be, with this one."""
-        return 1 + len(self.workers)
-
-    def run(self, method: str, items: Sequence[Any]) -> list[Any]:
-        """What a method of the job makes of each item."""
-        here: dict[Any, Any] = {}
-        with self._changed:
-            # What takes longest is begun first, so that no process waits long for another one at the end.
-            pending = sorted(items, key=lambda item: -self._took_s.get(item, 0.0))
-            self._method, self._pending, self._results = method, pending, {}
-            for worker in self._ready:
-                self._feed(worker)
+    def read() -> None:
         try:
-            while (item := self._next_here()) is not None:
-                begun_s = time.perf_counter()
-                here[item[0]] = getattr(self.job, method)(item[0])
-                self._took_s[item[0]] = time.perf_counter() - begun_s
-        finally:
-            with self._changed:
-                self._pending = []
-        return [here[item] if item in here else pickle.loads(self._results[item]) for item in items]
-
-    def close(self) -> None:
-        """The workers forget the job."""
-        for worker in self._ready:
-            if not worker.has_failed:
-                worker.call(_forget, self.token)
-
-    def _next_here(self) -> tuple[Any] | None:
-        """The next item for this process, in a tuple; None where all are done."""
-        with self._changed:
             while True:
-                if self._pending:
-                    return (self._take(None),)
-                if not self._running:
-                    return None
-                if not self._changed.wait(PATIENCE_S):
-                    for worker, item in self._running.items():
-                        worker.end()
-                        self._ready.discard(worker)
-                        self._pending.append(item)
-                    self._running.clear()
+                asked.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
 
-    def _take(self, place: WorkerProcess | None) -> Any:
-        """An item of the place, or of nobody, or else of another one."""
-        unknown = object()
-        of = {item: self._place_of.get(item, unknown) for item in self._pending}
-        fit = [item for item in self._pending if of[item] is place] or [i for i in self._pending if of[i] is unknown]
-        item = fit[0] if fit else self._pending[-1]
-        self._pending.remove(item)
-        self._place_of[item] = place
-        return item
-
-    def _feed(self, worker: WorkerProcess) -> None:
-        """Gives a worker that has nothing to do its next item. The lock is held."""
-        if worker in self._running or worker not in self._ready or not self._pending:
-            return
-        item = self._running[worker] = self._take(worker)
-        done = worker.call(_run, self.token, self._method, item)
-        done.add_done_callback(functools.partial(self._is_done, worker, item))
-
-    def _is_ready(self, worker: WorkerProcess, installed: Future[None]) -> None:
-        with self._changed:
-            if installed.cancelled() or installed.exception() is not None:
-                worker.has_failed = True
-                return
-            self._ready.add(worker)
-            self._feed(worker)
-
-    def _is_done(self, worker: WorkerProcess, item: Any, done: Future[tuple[bytes, float]]) -> None:
-        with self._changed:
-            if worker not in self._running:
-                return  # it took too long, and was ended
-            del self._running[worker]
-            if done.cancelled() or done.exception() is not None:
-                self._ready.discard(worker)
-                self._pending.append(item)
-            else:
-                self._results[item], self._took_s[item] = done.result()
-                self._feed(worker)
-            self._changed.notify_all()
-
-
-_jobs: dict[int, Any] = {}
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            function, arguments = pickle.loads(asked.get(timeout=IDLE_S))
+            answer = True, function(*arguments)
+        except queue.Empty:
+            os._exit(0)
+        except Exception as error:  # whatever it is, the other process is told
+            answer = False, f"{type(error).__name__}: {error}"
+        connection.send_bytes(pickle.dumps(answer))
 
 
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
-
-
-def _install(token: int, payload: bytes) -> None:
-    gc.set_threshold(*SELDOM)  # a worker does nothing but plan
-    _jobs[token] = pickle.loads(payload)
-
-
-def _run(token: int, method: str, item: Any) -> tuple[bytes, float]:
-    """(what the method makes of the item, the seconds that it took)"""
-    begun_s = time.perf_counter()
-    result = getattr(_jobs[token], method)(item)
-    return dumps(result), time.perf_counter() - begun_s
-
-
-def _forget(token: int) -> None:
-    _jobs.pop(token, None)

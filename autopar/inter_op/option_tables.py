@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.common.worker_processes import shared_job, worker_processes
+from autopar.common.shared_job import shared_job
+from autopar.common.worker_processes import worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.stream_work import Ran
 from autopar.hardware.cluster import Cluster

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.common.progress import Progress
-from autopar.common.worker_processes import shared_job, worker_processes
+from autopar.common.shared_job import shared_job
+from autopar.common.worker_processes import worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.intra_op.mesh_choice import fastest_fitting, longest_s, slower
 from autopar.intra_op.shared_tables import tables_of

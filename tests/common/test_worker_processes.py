@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
+from autopar.common import shared_job as shared_jobs
 from autopar.common import worker_processes
-from autopar.common.worker_processes import SharedJob, WorkerProcess, shared_job
+from autopar.common.shared_job import SharedJob, shared_job
+from autopar.common.worker_processes import WorkerError, WorkerProcess, num_processors
 
 
 class Squares:
@@ -98,7 +99,7 @@ def test_the_work_of_a_process_that_died_is_done_here():
 
 
 def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(worker_processes, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(shared_jobs, "PATIENCE_S", 0.5)
     hangs, begun_s = WorkerProcess(), time.monotonic()
     job = when_ready(SharedJob(Squares(slow=frozenset(range(4))), [hangs]))
     assert job.run("square", range(4)) == [(n**2, os.getpid()) for n in range(4)]
@@ -106,29 +107,128 @@ def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
     assert hangs.has_failed
 
 
-def test_a_program_without_a_main_guard_runs_once(tmp_path):
-    """A process that imports the user's program again would train again; and nothing is said when the program ends."""
-    program = tmp_path / "train.py"
-    program.write_text(
-        textwrap.dedent("""
-            import operator
-            from autopar.common import worker_processes
-            print("runs")
-            workers = worker_processes.worker_processes()
-            print(len(workers), workers[0].call(operator.add, 1, 2).result(60))
-            """)
+PROGRAM = """
+import operator, sys, time
+import jax
+from autopar.common import worker_processes
+print("runs", len(jax.devices()), flush=True)
+workers = worker_processes.worker_processes()
+print(len(workers), workers[0].call(operator.add, 1, 2).result(60), flush=True)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    def begun(*lines):
+        file = tmp_path / "train.py"
+        file.write_text(PROGRAM + "\n".join(lines))
+        environment = {**os.environ, "AUTOPAR_PLANNING_PROCESSES": "2"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, str(file)], env=environment, start_new_session=True, **pipes)
+
+    return begun
+
+
+def is_alone(group):
+    """Whether no process of a group is left; a process may take a moment to end."""
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("behind", [(), ("workers[0].call(time.sleep, 60)", "time.sleep(0.5)")], ids=["idle", "busy"])
+def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program, behind):
+    """A process that imports the user's program again would train again."""
+    ran = program(*behind)
+    out, told = ran.communicate(timeout=120)
+    assert out.split() == ["runs", "8", "1", "3"]
+    assert told == ""
+    assert ran.returncode == 0
+    assert is_alone(ran.pid)
+
+
+def test_a_fork_has_workers_of_its_own_and_ends_no_others(monkeypatch, worker):
+    monkeypatch.setenv(worker_processes.VARIABLE, "2")
+    known = worker_processes._workers_of(-1)
+    assert worker_processes._workers_of(-2) != known
+    worker.call(int).result(60)
+    worker_processes._end_all(os.getpid() + 1, [worker])
+    assert worker.call(int).result(60) == 0
+
+
+def test_an_error_comes_back_as_text_and_the_process_goes_on(worker):
+    with pytest.raises(WorkerError, match="ValueError: invalid literal"):
+        worker.call(int, "x").result(60)
+    assert worker.call(int, "12").result(60) == 12
+
+
+def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
+    monkeypatch.setattr(
+        worker_processes,
+        "_BEGINS",
+        worker_processes._BEGINS.replace(
+            "import serve;", "import serve; import autopar.common.worker_processes as w; w.IDLE_S = 0.2;"
+        ),
     )
-    environment = {**os.environ, "LOKY_MAX_CPU_COUNT": "2"}
-    ran = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert ran.stdout.split() == ["runs", "1", "3"]
-    assert ran.stderr == ""
+    worker = WorkerProcess()
+    first = worker.call(os.getpid).result(60)
+    until_s = time.monotonic() + 60
+    while worker.is_running and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not worker.is_running
+    assert not worker.has_failed
+    assert worker.call(os.getpid).result(60) != first
+    worker.end()
+
+
+def test_there_are_no_more_processors_than_the_control_group_has(monkeypatch, tmp_path):
+    class Limits:
+        text = "150000 100000"
+
+        def __init__(self, path):
+            assert path == "/sys/fs/cgroup/cpu.max"
+
+        def read_text(self):
+            return self.text
+
+    monkeypatch.setattr(worker_processes, "Path", Limits)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert num_processors() == 2
+    Limits.text = "max 100000"
+    assert num_processors() == 8
+    Limits.text = "50000 100000"
+    assert num_processors() == 1
+
+
+def test_an_interrupt_ends_the_program_and_says_so_once(program):
+    ran = program("workers[0].call(time.sleep, 60)", "print('sleeps', flush=True)", "time.sleep(60)")
+    while "sleeps" not in ran.stdout.readline():
+        pass
+    time.sleep(0.5)
+    os.killpg(ran.pid, signal.SIGINT)  # as a key does, to all processes
+    _, told = ran.communicate(timeout=60)
+    assert told.count("Traceback") == 1
+    assert told.rstrip().endswith("KeyboardInterrupt")
+    assert is_alone(ran.pid)
+
+
+def test_workers_end_where_their_program_is_killed(program):
+    ran = program("print('sleeps', flush=True)", "time.sleep(60)")
+    while "sleeps" not in ran.stdout.readline():
+        pass
+    ran.kill()
+    ran.communicate(timeout=60)
+    assert is_alone(ran.pid)
 
 
 def test_one_processor_has_no_workers():
     program = "from autopar.common.worker_processes import worker_processes; print(worker_processes())"
-    environment = {**os.environ, "LOKY_MAX_CPU_COUNT": "1"}
+    environment = {**os.environ, "AUTOPAR_PLANNING_PROCESSES": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
     )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from autopar.common.jax_pickle import dumps
-from autopar.common.worker_processes import SharedJob, WorkerProcess
+from autopar.common.shared_job import SharedJob
+from autopar.common.worker_processes import WorkerProcess
 from autopar.inter_op import option_tables
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.option_tables import DecidedOptions, tables

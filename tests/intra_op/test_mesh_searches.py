@@ -9,7 +9,8 @@ import pytest
 
 from autopar.common.jax_pickle import dumps
 from autopar.common.progress import Progress
-from autopar.common.worker_processes import SharedJob, WorkerProcess
+from autopar.common.shared_job import SharedJob
+from autopar.common.worker_processes import WorkerProcess
 from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
