@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import ScheduleError
@@ -191,32 +192,33 @@ def _merged(
     clock = [0.0] * len(lists)
     end_s = dict.fromkeys(before, 0.0)
     order: list[Node] = []
-    heads: dict[int, float | None] = dict.fromkeys(range(len(lists)))
+    ready: list[tuple[float, int]] = []  # a heap: when a mesh can start the next run of its list, where that is known
+    waiting: dict[Node, list[int]] = {}  # else the meshes, by a run that they wait for
 
-    def start_s(mesh: int) -> float | None:
-        """When a mesh can start the next run of its list; None while that is not known."""
+    def look_at(mesh: int) -> None:
+        """Puts a mesh where it belongs after its last run, or after one that it waited for."""
+        if position[mesh] == len(lists[mesh]):
+            return
         start = clock[mesh]
         for need in needs[lists[mesh][position[mesh]]]:
             if need.node not in end_s:
-                return None
+                waiting.setdefault(need.node, []).append(mesh)
+                return
             wait = sum(transfer_s[t] for t in need.transfers) if transfer_s is not None else 0.0
             start = max(start, end_s[need.node] + wait)
-        return start
+        heapq.heappush(ready, (start, mesh))
 
-    while True:
-        for mesh in heads:
-            if heads[mesh] is None and position[mesh] < len(lists[mesh]):
-                heads[mesh] = start_s(mesh)
-        ready = [(start, mesh) for mesh, start in heads.items() if start is not None]
-        if not ready:
-            break
-        start, mesh = min(ready)
+    for mesh in range(len(lists)):
+        look_at(mesh)
+    while ready:
+        start, mesh = heapq.heappop(ready)
         node = lists[mesh][position[mesh]]
         clock[mesh] = end_s[node] = start + (task_s[node[0]] if task_s is not None else 1.0)
         position[mesh] += 1
-        heads[mesh] = None
         order.append(node)
-    stuck = {mesh: lists[mesh][position[mesh]] for mesh in heads if position[mesh] < len(lists[mesh])}
+        for changed in (mesh, *waiting.pop(node, ())):
+            look_at(changed)
+    stuck = {mesh: lists[mesh][position[mesh]] for mesh in range(len(lists)) if position[mesh] < len(lists[mesh])}
     if stuck:
         raise _deadlock(flow.pipeline, schedule, stuck, needs, end_s)
     return order
