@@ -91,7 +91,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
     for planned, times in zip(staged.stages, sends, strict=True):
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
         n = model.links.mesh.num_devices
-        seconds_of = _seconds_of(graph, block, model)
+        seconds_of = _seconds_of(graph, block, model, compute_times_s(graph, block, model, planned.costs))
         compute_s += n * sum(seconds_of.values())
         product_s += n * _product_s(block, seconds_of)
         rows = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
@@ -249,7 +249,7 @@ def stage_rows(planned: PlannedStage, number: int, times: Sends) -> tuple[Module
     """The rows of one stage of a pipeline, by its number."""
     graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
     collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
-    return module_rows(graph, block, model, collectives, number)
+    return module_rows(graph, block, model, collectives, number, compute_times_s(graph, block, model, planned.costs))
 
 
 def together(reports: Sequence[SolverReport]) -> SolverReport:

@@ -74,17 +74,23 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
 
 def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
     """All values that are computed of some."""
-    found = set(sources)
-    before = -1
-    while len(found) > before:  # what a loop carries round needs another turn
-        before = len(found)
-        for op in graph.ops():
-            for a, b, _ in pairs(op):
-                if isinstance(a, int) and isinstance(b, int) and (a in found or (b in found and b not in op.outputs)):
-                    found |= {b} if a in found else {a} if a in op.outputs else set()
-            hands_on = op.blocks or op.kind is OpKind.BARRIER  # values one by one, as the pairs say
-            if not hands_on and any(isinstance(a, int) and a in found for a in op.inputs):
-                found.update(op.outputs)
+    behind: dict[int, list[int]] = {}  # the values that are computed of each
+    for op in graph.ops():
+        for a, b, _ in pairs(op):
+            if isinstance(a, int) and isinstance(b, int):
+                behind.setdefault(a, []).append(b)
+                if a in op.outputs and b not in op.outputs:
+                    behind.setdefault(b, []).append(a)
+        if not op.blocks and op.kind is not OpKind.BARRIER:  # those hand on values one by one, as the pairs say
+            for a in op.inputs:
+                if isinstance(a, int):
+                    behind.setdefault(a, []).extend(op.outputs)
+    found, left = set(sources), list(sources)
+    while left:
+        for v in behind.get(left.pop(), ()):
+            if v not in found:
+                found.add(v)
+                left.append(v)
     return found
 
 
