@@ -38,6 +38,11 @@ def join_where_it_pays(staged: StagedStep, limit_bytes: int, share: float = 1.0)
     if not any(p.model.overlap.kinds for p in staged.stages):
         return staged
     least_s, end_s = share * LEAST_GAIN * staged.simulation.step_time_s, staged.simulation.step_time_s
+    once_of_stage: dict[int, float] = {}
+    for each, seconds in zip(staged.staged.tasks, staged.task_s, strict=True):
+        once_of_stage[each.stage] = once_of_stage.get(each.stage, 0.0) + (0.0 if each.kind.repeats else seconds)
+    if all(once_s < least_s for once_s in once_of_stage.values()):
+        return staged  # no chain can hide as much
     chains = joinable(staged.simulated.pipeline, staged.schedule)
     ends_s = _ends_s(staged)
     tasks: dict[tuple[Node, ...], JoinedTask] = {}
