@@ -19,13 +19,20 @@ from autopar.common import jax_compat
 
 # The packages whose functions another process finds by their names.
 _IMPORTED = ("jax", "jaxlib", "numpy", "autopar", "ml_dtypes", "builtins")
+_KNOWN = frozenset(_IMPORTED) | sys.stdlib_module_names - {"__main__"}
+
+
+class OnlyElsewhereError(BaseException):
+    """A function was called that only the process has in which the step was traced: nothing may take that for an error
+    of the function's own.
+    """
 
 
 class Absent:
     """Stands for a function that only the process has in which the step was traced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a function of an equation is only in the process in which the step was traced")
+        raise OnlyElsewhereError("a function of an equation is only in the process in which the step was traced")
 
 
 def dumps(value: object) -> bytes:
@@ -34,7 +41,8 @@ def dumps(value: object) -> bytes:
     Of an equation stay its primitive, its parameters and its variables. Left out are where it was written, functions in
     its parameters that another process cannot import, and the numbers of arrays on devices.
 
-    Raises: what `pickle` raises, for parameters that it cannot write.
+    Raises: what `pickle` raises, for parameters that it cannot write; PicklingError for objects of the user's classes,
+        whose modules another process would have to run.
     """
     to = io.BytesIO()
     _Pickler(to, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -53,6 +61,9 @@ class _Pickler(pickle.Pickler):
             return (np.array, (np.asarray(value),)) if value.size == 1 else (_shape, (value.shape, value.dtype))
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)) and not _is_imported(value):
             return Absent, ()
+        made_by = value if isinstance(value, type) else type(value)
+        if made_by.__module__.split(".")[0] not in _KNOWN:
+            raise pickle.PicklingError(f"{made_by.__module__}.{made_by.__qualname__} is the user's")
         return NotImplemented
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import pickle
 import threading
 import time
@@ -15,8 +16,9 @@ from typing import Any
 from autopar.common.jax_pickle import dumps
 from autopar.common.worker_processes import WorkerProcess
 
-# How long this process waits for a worker before it does the work itself.
-PATIENCE_S = 120.0
+# How long this process waits for a worker before it does the work itself, and how many times as long as any item took.
+PATIENCE_S, MANY_TIMES = 120.0, 10.0
+_LOG = logging.getLogger("autopar")
 
 
 @contextlib.contextmanager
@@ -54,7 +56,7 @@ class SharedJob:
         self._results: dict[Any, bytes] = {}
         payload = dumps(job) if workers else b""
         for worker in workers:
-            # What is installed stays where it is until it is asked for, so that nothing waits for a process to start.
+            # A worker gets items once it has the job, so that no item waits for a process to start.
             installed = worker.call(_install, self.token, payload)
             installed.add_done_callback(functools.partial(self._is_ready, worker))
 
@@ -70,7 +72,7 @@ class SharedJob:
             # What takes longest is begun first, so that no process waits long for another one at the end.
             pending = sorted(items, key=lambda item: -self._took_s.get(item, 0.0))
             self._method, self._pending, self._results = method, pending, {}
-            for worker in self._ready:
+            for worker in list(self._ready):  # one that is gone leaves them
                 self._feed(worker)
         try:
             while (item := self._next_here()) is not None:
@@ -81,6 +83,12 @@ class SharedJob:
             with self._changed:
                 self._pending = []
         return [here[item] if item in here else pickle.loads(self._results[item]) for item in items]
+
+    def everywhere(self, method: str, *arguments: Any) -> None:
+        """Calls a method here and in all workers that take part."""
+        getattr(self.job, method)(*arguments)
+        for worker in list(self._ready):
+            worker.call(_call, self.token, method, arguments)
 
     def close(self) -> None:
         """The workers forget the job."""
@@ -96,7 +104,8 @@ class SharedJob:
                     return (self._take(None),)
                 if not self._running:
                     return None
-                if not self._changed.wait(PATIENCE_S):
+                longest_s = max(self._took_s.values(), default=0.0)
+                if not self._changed.wait(max(PATIENCE_S, MANY_TIMES * longest_s)):
                     for worker, item in self._running.items():
                         worker.end()
                         self._ready.discard(worker)
@@ -123,7 +132,9 @@ class SharedJob:
 
     def _is_ready(self, worker: WorkerProcess, installed: Future[None]) -> None:
         with self._changed:
-            if installed.exception() is None:
+            if (error := installed.exception()) is not None:
+                _LOG.debug("a worker does not take part: %s", error)
+            else:
                 self._ready.add(worker)
                 self._feed(worker)
 
@@ -132,7 +143,8 @@ class SharedJob:
             if worker not in self._running:
                 return  # it took too long, and was ended
             del self._running[worker]
-            if done.exception() is not None:
+            if (error := done.exception()) is not None:
+                _LOG.debug("%s of item %s is done here, for a worker failed: %s", self._method, item, error)
                 self._ready.discard(worker)
                 self._pending.append(item)
             else:
@@ -153,6 +165,10 @@ def _run(token: int, method: str, item: Any) -> tuple[bytes, float]:
     begun_s = time.perf_counter()
     result = getattr(_jobs[token], method)(item)
     return dumps(result), time.perf_counter() - begun_s
+
+
+def _call(token: int, method: str, arguments: tuple[Any, ...]) -> None:
+    getattr(_jobs[token], method)(*arguments)
 
 
 def _forget(token: int) -> None:

@@ -22,6 +22,7 @@ from autopar.inter_op.submeshes import part_of
 from autopar.intra_op.memory_prices import saved_values
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.known import has_known_kernels
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.fold_layers import FoldedGraph, fold_layers
 
@@ -127,7 +128,8 @@ def tables(
     table = _Table(microbatched, cluster, sizes, limits, decided, is_long, number)
     options: list[PricedOption] = []
     too_large: list[int] = []  # on several times as many devices layers take even more seconds of a device
-    with shared_job(table.job, worker_processes() if table.work >= WORTH_PROCESSES else ()) as job:
+    shares = table.work >= WORTH_PROCESSES and not has_known_kernels()
+    with shared_job(table.job, worker_processes() if shares else ()) as job:
         for group in table.groups(MESHES_AT_ONCE * job.num_processes if job.num_processes > 1 else 1):
             left = [s for s in group if s == cluster.num_devices or not any(s % n == 0 for n in too_large)]
             meshes = [n for size in left for n in table.of_size[size]]
@@ -141,7 +143,7 @@ def tables(
                 if screen is not None and screen.knows_pipeline and not pay:
                     too_large.append(size)
                 paying += pay
-            table.job.forget(set(meshes) - set(paying))
+            job.everywhere("forget", set(meshes) - set(paying))
             for n, (decisions, priced) in zip(paying, job.run("priced", paying), strict=True):
                 decided[table.keys[n]] = decisions
                 decided.read.add(table.keys[n])

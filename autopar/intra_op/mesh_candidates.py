@@ -26,8 +26,10 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
     for number, (mesh, pins) in enumerate(meshes):
         candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
         fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
-        if deadline.passed and fits:
-            outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
+        if mesh in found:
+            outcome: SpmdCandidate | Rejection = candidate_of(context, mesh, found[mesh])
+        elif deadline.passed and fits:
+            outcome = not_tried(mesh, deadline.text)
         elif fits and not context.may_gain:
             outcome = not_tried(mesh, context.why_no_gain)
         elif not worth_trying(mesh, context):
@@ -46,14 +48,14 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
             with context.progress.pass_(f"mesh {mesh}"):
                 model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
                 folds = context.request.leaves_layouts_free
-                if fits and folds and mesh not in found:
+                if fits and folds:
                     alike = [other for other, _ in meshes[number:] if len(other.axis_sizes) == len(mesh.axis_sizes)]
                     found |= searched_at_once(context, alike, time_s)
                 if mesh in found:
                     outcome = candidate_of(context, mesh, found[mesh])
                 else:
                     outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
-            if isinstance(outcome, SpmdCandidate):
-                context.weighed(outcome.step_time_s, outcome.peak_bytes)
+        if isinstance(outcome, SpmdCandidate):
+            context.weighed(outcome.step_time_s, outcome.peak_bytes)
         yield outcome
         context = context.after([outcome])

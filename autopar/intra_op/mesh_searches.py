@@ -9,11 +9,12 @@ from autopar.common.progress import Progress
 from autopar.common.shared_job import shared_job
 from autopar.common.worker_processes import worker_processes
 from autopar.cost.cost_model import cost_model
-from autopar.intra_op.mesh_choice import fastest_fitting, longest_s, slower
+from autopar.intra_op.mesh_choice import fastest_fitting, longest_s, not_tried, slower
 from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.spmd_candidate import SpmdCandidate, timed_sharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.known import has_known_kernels
 from autopar.lowering.decisions import ShardingPlan
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.step_graphs import StepGraphs
@@ -42,6 +43,9 @@ class MeshSearches:
 
     def found(self, number: int) -> Found:
         """How the step is decided on a mesh, and how long it takes, or why it is not."""
+        deadline = self.context.deadline  # of one clock for all processes
+        if deadline.passed:
+            return not_tried(self.meshes[number], deadline.text)
         model = cost_model(self.context.cluster, self.meshes[number])
         outcome = search_mesh(self.context, model, folds=True, time_limit_s=self.time_limit_s)
         if isinstance(outcome, Rejection):
@@ -61,7 +65,7 @@ def searched_at_once(
     work = len(meshes) * len((step.graph if step is not None else context.graph).block.ops)
     if len(meshes) < 2 or len(meshes[0].axis_sizes) < SHARED_AXES or work < WORTH_PROCESSES:
         return {}
-    if not (workers := worker_processes()):
+    if has_known_kernels() or not (workers := worker_processes()):
         return {}
     with shared_job(MeshSearches(context, meshes, time_limit_s), workers) as job:
         return dict(zip(meshes, job.run("found", range(len(meshes))), strict=True))
@@ -69,9 +73,12 @@ def searched_at_once(
 
 def candidate_of(context: PlanningContext, mesh: LogicalMesh, found: Found) -> SpmdCandidate | Rejection:
     """The candidate of what was found on a mesh, beside the results that are there now."""
-    if isinstance(found, Rejection):
-        return found
-    (sharding, end_s), model = found, cost_model(context.cluster, mesh)
+    model = cost_model(context.cluster, mesh)
+    if isinstance(found, Rejection):  # beside the best that there was before all of them
+        if found.least_s is None:
+            return found
+        return slower(context, model, found.least_s, found.step_time_s)
+    sharding, end_s = found
     if end_s >= longest_s(context, len(mesh.axis_sizes)):
         return slower(context, model, end_s, end_s)
     sharding = dataclasses.replace(sharding, partials=context.views.partials)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ class LocalFunction:
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(f"kernel {self.name} is only in the process in which it was made")
 
     @functools.cached_property
     def _programs(self) -> dict[tuple[Any, ...], Any]:

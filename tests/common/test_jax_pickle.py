@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
+import autopar
 from autopar.attention import ring
-from autopar.common.jax_pickle import Absent, dumps
+from autopar.common.jax_pickle import Absent, OnlyElsewhereError, dumps
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, walk
@@ -54,10 +55,31 @@ def test_what_nobody_runs_elsewhere_is_left_out():
 
     function = read_back(lambda x: x)
     assert isinstance(function, Absent)
-    with pytest.raises(RuntimeError, match="only in the process in which the step was traced"):
+    with pytest.raises(OnlyElsewhereError, match="only in the process in which the step was traced"):
         function(1)
     assert read_back(np.add) is np.add
     assert read_back(jax.tree.map) is jax.tree.map
+
+
+class OfTheUsers:
+    """A class whose module another process would have to run."""
+
+
+def test_objects_of_the_users_classes_are_refused():
+    equation = jax.make_jaxpr(jax.checkpoint(jnp.sin, policy=lambda *_, **__: True))(1.0).eqns[0]
+    assert isinstance(read_back(equation).params["policy"], Absent)
+    for value in (OfTheUsers(), OfTheUsers, equation.replace(params={**equation.params, "policy": OfTheUsers()})):
+        with pytest.raises(pickle.PicklingError, match=r"test_jax_pickle\.OfTheUsers is the user's"):
+            dumps(value)
+
+
+def test_kernels_with_functions_are_refused():
+    kernel = autopar.kernel(lambda x: x + 1, rule="b [d] -> b [d]", like=lambda x: x + 1)
+    graph = graph_of(
+        lambda params, batch: (kernel(batch["x"]) @ params, params), jnp.ones((4, 4)), {"x": jnp.ones((8, 4))}
+    )
+    with pytest.raises(pickle.PicklingError, match="is only in the process in which it was made"):
+        dumps(graph)
 
 
 def test_arrays_on_devices_keep_their_shapes_and_numbers_their_values():

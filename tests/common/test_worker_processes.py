@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from autopar.common import jax_pickle, worker_processes
 from autopar.common import shared_job as shared_jobs
-from autopar.common import worker_processes
 from autopar.common.shared_job import SharedJob, shared_job
-from autopar.common.worker_processes import WorkerError, WorkerProcess, num_processors
+from autopar.common.worker_processes import WorkerError, WorkerProcess, memory_bytes, num_processors
 
 
 class Squares:
@@ -34,8 +35,32 @@ class Squares:
         time.sleep(0.1)
         return self.known.get(item), os.getpid()
 
+    def forget(self, items):
+        for item in items:
+            self.known.pop(item, None)
+
     def refuses(self, item):
         raise ValueError(f"no {item} in {'the worker' if os.getpid() != self.home else 'this process'}")
+
+
+class Refusing(Squares):
+    def square(self, item):
+        if os.getpid() != self.home:
+            raise BaseException("whatever it is")
+        return item**2
+
+
+@pytest.fixture(autouse=True)
+def jobs_of_this_file(monkeypatch):
+    monkeypatch.setattr(jax_pickle, "_KNOWN", jax_pickle._KNOWN | {__name__.split(".")[0]})
+
+
+def settled(worker):
+    """Waits until a process that ends is gone."""
+    until_s = time.monotonic() + 60
+    while worker.is_running and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert not worker.is_running
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +117,69 @@ def test_the_work_of_a_process_that_died_is_done_here():
     with shared_job(Squares(fails=frozenset(range(6))), [dies]) as job:
         found = when_ready(job).run("square", range(6))
     assert found == [(n**2, os.getpid()) for n in range(6)]
-    with shared_job(Squares(), [dies]) as job:  # it is not asked again
-        assert job.run("square", [5]) == [(25, os.getpid())]
-    assert dies.has_failed
+    with shared_job(Squares(), [dies]) as job:  # another one takes its place
+        assert {n for _, n in when_ready(job).run("square", range(8))} > {os.getpid()}
     dies.end()
+
+
+def test_a_process_that_dies_again_and_again_is_left_alone():
+    dies = WorkerProcess()
+    for _ in range(worker_processes.MOST_DEATHS):
+        assert not dies.has_failed
+        with pytest.raises(WorkerError):
+            dies.call(os._exit, 1).result(60)
+        settled(dies)
+    assert dies.has_failed
+    with pytest.raises(WorkerError, match="gone"):
+        dies.call(int).result(60)
+
+
+def test_a_process_may_die_between_two_methods(worker):
+    with shared_job(Squares(), [worker]) as job:
+        when_ready(job).run("square", range(4))
+        worker.end()
+        settled(worker)
+        assert [square for square, _ in job.run("square", range(6))] == [n**2 for n in range(6)]
+
+
+def test_an_item_may_fail_at_once(worker):
+    for _ in range(20):
+        with shared_job(Refusing(), [worker]) as job:
+            assert when_ready(job).run("square", range(3)) == [0, 1, 4]
+
+
+def test_a_worker_forgets_what_this_process_forgets(worker):
+    with shared_job(Squares(), [worker]) as job:
+        first = when_ready(job).run("square", range(8))
+        job.everywhere("forget", range(8))
+        again = job.run("place", range(8))
+    assert len({process for _, process in first}) == 2
+    assert {before for before, _ in again} == {None}
+
+
+def test_a_call_waits_for_no_process_to_start():
+    worker, large = WorkerProcess(), b"x" * (4 << 20)
+    begun_s = time.monotonic()
+    answers = [worker.call(len, large) for _ in range(3)]
+    assert time.monotonic() - begun_s < 0.5
+    assert [answer.result(60) for answer in answers] == [len(large)] * 3
+    worker.end()
+
+
+def test_the_path_may_hold_what_is_no_text(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), None])
+    worker = WorkerProcess()
+    assert worker.call(int).result(60) == 0
+    worker.end()
+
+
+def test_without_a_python_to_start_there_are_no_workers(monkeypatch):
+    monkeypatch.setenv(worker_processes.VARIABLE, "3")
+    assert len(worker_processes._workers_of(-3)) == 2
+    monkeypatch.setattr(sys, "executable", None)
+    assert worker_processes._workers_of(-4) == []
+    with pytest.raises(WorkerError):
+        WorkerProcess().call(int).result(60)
 
 
 def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
@@ -104,7 +188,7 @@ def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
     job = when_ready(SharedJob(Squares(slow=frozenset(range(4))), [hangs]))
     assert job.run("square", range(4)) == [(n**2, os.getpid()) for n in range(4)]
     assert time.monotonic() - begun_s < 50
-    assert hangs.has_failed
+    settled(hangs)
 
 
 PROGRAM = """
@@ -177,10 +261,7 @@ def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
     )
     worker = WorkerProcess()
     first = worker.call(os.getpid).result(60)
-    until_s = time.monotonic() + 60
-    while worker.is_running and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert not worker.is_running
+    settled(worker)
     assert not worker.has_failed
     assert worker.call(os.getpid).result(60) != first
     worker.end()
@@ -190,11 +271,12 @@ def test_there_are_no_more_processors_than_the_control_group_has(monkeypatch, tm
     class Limits:
         text = "150000 100000"
 
-        def __init__(self, path):
-            assert path == "/sys/fs/cgroup/cpu.max"
+        def __init__(self, folder, name):
+            assert folder == "/sys/fs/cgroup"
+            self.name = name
 
         def read_text(self):
-            return self.text
+            return self.text if self.name == "cpu.max" else str(1 << 30)
 
     monkeypatch.setattr(worker_processes, "Path", Limits)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
@@ -203,6 +285,7 @@ def test_there_are_no_more_processors_than_the_control_group_has(monkeypatch, tm
     assert num_processors() == 8
     Limits.text = "50000 100000"
     assert num_processors() == 1
+    assert memory_bytes() == 1 << 30
 
 
 def test_an_interrupt_ends_the_program_and_says_so_once(program):

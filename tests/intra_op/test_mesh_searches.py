@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
+from autopar.common.deadline import Deadline
 from autopar.common.jax_pickle import dumps
 from autopar.common.progress import Progress
 from autopar.common.shared_job import SharedJob
@@ -17,6 +19,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.intra_op import mesh_choice, mesh_searches
 from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.kernels import known
 from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from tests.sections import BOOK
@@ -67,6 +70,35 @@ def test_shared_searches_find_the_same(monkeypatch, worker):
         assert one.sharding.strategy == other.sharding.strategy
         assert one.sharding.partials == other.sharding.partials
         assert one.lowered.instructions == other.lowered.instructions
+
+
+def test_no_search_begins_behind_the_deadline():
+    made = dataclasses.replace(context(), deadline=Deadline.after(0.0))
+    mesh = mesh_choice.LogicalMesh(axis_sizes=(2, 2, 4))
+    (found,) = [mesh_searches.MeshSearches(made, [mesh], 1.0).found(0)]
+    assert found == mesh_choice.not_tried(mesh, "the 0 s of time_limit_s were over")
+    assert mesh_searches.candidate_of(made, mesh, found) == found
+
+
+def test_what_is_slower_is_so_beside_the_best_that_there_is_now():
+    made, mesh = context(), mesh_choice.LogicalMesh(axis_sizes=(2, 2, 4))
+    (row, *_) = mesh_candidates(made)
+    after = made.after([row])
+    beside_another = mesh_choice.slower(after, row.model, 3 * row.step_time_s, 3 * row.step_time_s)
+    found = dataclasses.replace(beside_another, why="slower by a year", text=f"mesh {mesh}", axis_sizes=mesh.axis_sizes)
+    again = mesh_searches.candidate_of(after, mesh, found)
+    assert again.why == beside_another.why
+    assert (again.text, again.axis_sizes) == (f"mesh {mesh}", mesh.axis_sizes)
+
+
+def test_searches_are_not_shared_where_kernels_are_known_by_name(monkeypatch, worker):
+    monkeypatch.setattr(mesh_searches, "worker_processes", lambda: [worker])
+    monkeypatch.setattr(mesh_searches, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(known, "_ENTRIES", {})
+    meshes = [mesh_choice.LogicalMesh(axis_sizes=each) for each in ((2, 2, 4), (4, 2, 2))]
+    assert set(mesh_searches.searched_at_once(context(), meshes, 10.0)) == set(meshes)
+    autopar.known_kernel("of the user's", "b [d] -> b [d]", flops=lambda x: x.size)
+    assert mesh_searches.searched_at_once(context(), meshes, 10.0) == {}
 
 
 def test_neither_numbers_nor_the_code_are_handed_on():
