@@ -13,6 +13,7 @@ from autopar.common import jax_pickle, worker_processes
 from autopar.common import shared_job as shared_jobs
 from autopar.common.shared_job import SharedJob, shared_job
 from autopar.common.worker_processes import WorkerError, WorkerProcess, memory_bytes, num_processors
+from tests.workers import when_ready
 
 
 class Squares:
@@ -68,14 +69,6 @@ def worker():
     made = WorkerProcess()
     yield made
     made.end()
-
-
-def when_ready(job):
-    until_s = time.monotonic() + 60
-    while not job._ready and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert job._ready
-    return job
 
 
 def test_results_come_in_order_from_both_processes(worker):
@@ -192,9 +185,10 @@ def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
 
 
 PROGRAM = """
-import operator, sys, time
+import operator, signal, sys, time
 import jax
 from autopar.common import worker_processes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 print("runs", len(jax.devices()), flush=True)
 workers = worker_processes.worker_processes()
 print(len(workers), workers[0].call(operator.add, 1, 2).result(60), flush=True)

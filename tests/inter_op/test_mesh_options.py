@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from autopar.common.jax_pickle import dumps
-from autopar.common.shared_job import SharedJob
 from autopar.common.worker_processes import WorkerProcess
 from autopar.inter_op import option_tables
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.option_tables import DecidedOptions, tables
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
+from tests.workers import wait_for_workers
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,7 @@ def are_equal(one, other):
 
 @pytest.mark.parametrize("screens", [False, True])
 def test_a_shared_table_is_the_same(monkeypatch, worker, screens):
-    on, places = dataclasses.replace(cluster(), num_hosts=4), []
-    take = SharedJob._take
-    monkeypatch.setattr(SharedJob, "_take", lambda job, place: (places.append(place), take(job, place))[1])
+    on, places = dataclasses.replace(cluster(), num_hosts=4), wait_for_workers(monkeypatch)
     found, decided = [], []
     for workers, worth in (([], 10**9), ([worker], 0)):
         monkeypatch.setattr(option_tables, "worker_processes", lambda workers=workers: workers)

@@ -11,7 +11,6 @@ import autopar
 from autopar.common.deadline import Deadline
 from autopar.common.jax_pickle import dumps
 from autopar.common.progress import Progress
-from autopar.common.shared_job import SharedJob
 from autopar.common.worker_processes import WorkerProcess
 from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
@@ -24,6 +23,7 @@ from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from tests.sections import BOOK
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step
+from tests.workers import wait_for_workers
 
 MASK = np.ones(1 << 16, np.float32)
 
@@ -50,8 +50,7 @@ def context(step=masked_step):
 
 def test_shared_searches_find_the_same(monkeypatch, worker):
     monkeypatch.setattr("autopar.intra_op.mesh_candidates.worth_trying", lambda *_: True)
-    places, take = [], SharedJob._take
-    monkeypatch.setattr(SharedJob, "_take", lambda job, place: (places.append(place), take(job, place))[1])
+    places = wait_for_workers(monkeypatch)
     monkeypatch.setattr(mesh_searches, "WORTH_PROCESSES", 0)
     made, found = context(), []
     for workers in ([], [worker]):
