@@ -26,6 +26,11 @@ def graph_of(step, *arguments):
     return build_graph(trace(step, arguments, names=("params", "batch"), donate=(0,), batch=(1,)), RuleBook())
 
 
+def types(variable):
+    """What an array is of; from jax 0.12 on, types of equal arrays are one object in each process."""
+    return [getattr(variable.aval, name) for name in ("shape", "dtype", "weak_type", "sharding", "memory_space")]
+
+
 def test_a_graph_comes_back_as_it_was():
     def step(params, batch):
         def body(carry, w):
@@ -43,7 +48,7 @@ def test_a_graph_comes_back_as_it_was():
     for read, op in zip(walk(again.block), walk(graph.block), strict=True):
         assert (read.id, read.kind, read.key, read.rule, read.outputs) == (op.id, op.kind, op.key, op.rule, op.outputs)
         assert read.eqn.primitive is op.eqn.primitive
-        assert [v.aval for v in read.eqn.invars] == [v.aval for v in op.eqn.invars]
+        assert [types(v) for v in read.eqn.invars] == [types(v) for v in op.eqn.invars]
         assert set(read.eqn.params) == set(op.eqn.params)
 
 
