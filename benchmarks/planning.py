@@ -372,8 +372,8 @@ def write_table(machine: str) -> None:
         "# Planning time\n\n"
         f"GPT with unrolled layers ({sizes}), seconds. `python -m benchmarks.planning --keep-as now`: the first run "
         "has an empty cache; `from the cache` is a fresh process that finds the plan on disk. Imports are not counted. "
-        "`cpu` is the processor's time, which other work on the machine lengthens less. `before` are the rows that the "
-        "last change was held against; `step` is the predicted time of the plan.\n\n"
+        "`cpu` is the time of processors, of all processes that plan, which other work on the machine lengthens less. "
+        "`before` are the rows that the last change was held against; `step` is the predicted time of the plan.\n\n"
         f"{machine}\n\n" + markdown(COLUMNS, [row_of(first, second, kept_before(first)) for first, second in rows])
     )
     after = kept().get("after")

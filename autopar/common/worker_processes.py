@@ -34,7 +34,6 @@ VARIABLE = "AUTOPAR_PLANNING_PROCESSES"
 # meshes, up to 1 GB.
 MOST_WORKERS, MEMORY_A_WORKER_BYTES = 7, 4 << 30
 IDLE_S = 60.0  # how long a worker stays without work
-
 MOST_DEATHS = 3  # of a worker, after which it is left alone
 
 _BEGINS = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"

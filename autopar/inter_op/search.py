@@ -94,7 +94,7 @@ class _Search:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
         if is_long(traced):  # its tables are shared
-            begin_workers(MeshOptions.__module__, "ortools.sat.python.cp_model")
+            begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
         step = self.split(finest(trips_of(traced, self.context.rules)))
         check_parts(cluster, step)
         cuts, too_large = self.that_may_fit(self.cuts(step))
