@@ -7,23 +7,17 @@
     python -m benchmarks.auto_vs_manual                                 everything, which takes days
 
 Models are named by family, by family and size, or by a pattern; `--list` shows them, the clusters and the recipes. The
-rows of one model on one cluster (each the best of all that its recipe leaves open) are made in a fresh process, and
-kept as soon as they are there: a run that was interrupted goes on where it stopped. Rows are kept in the user's cache
-directory, with --keep in results/auto_vs_manual, where tables and plots are written too
+rows of one model on one cluster (each the best of all that its recipe leaves open) are made in fresh processes, as many
+at once as there are processors. Rows are kept as soon as they are there, and a run that was interrupted goes on where
+it stopped: in the user's cache directory, with --keep in results/auto_vs_manual, where tables and plots are written too
 (`pip install "autopar[plots]"`).
 The exit status tells whether a recipe was faster than the search anywhere.
 """
 
 import argparse
-import dataclasses
-import json
-import os
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -35,107 +29,13 @@ from benchmarks.auto_vs_manual import reports
 from benchmarks.auto_vs_manual.manual import AUTO, NAMES
 from benchmarks.auto_vs_manual.models import models
 from benchmarks.auto_vs_manual.planning import MOST_ATTEMPTS
-from benchmarks.auto_vs_manual.rows import Row, Rows, Status, row_of
+from benchmarks.auto_vs_manual.processes import measured, planned
+from benchmarks.auto_vs_manual.rows import Row, Rows
 from benchmarks.auto_vs_manual.suites import CLUSTERS, SUITES, Job, selected
 from benchmarks.machine import description
 
 RESULTS = Path(__file__).parent.parent / "results" / "auto_vs_manual"
 TIMEOUT_S = 1800.0
-DEVICE_FLAG = "--xla_force_host_platform_device_count"
-LAST_LINES = 3  # of what a process that failed wrote
-
-
-def lines_of(command: Sequence[str], timeout_s: float, each: Callable[[str], object]) -> str:
-    """Runs a process and hands on its lines as they come; why it did not end well, or nothing. The time begins anew
-    with a line for which `each` returns True.
-    """
-    environment = dict(os.environ)
-    if DEVICE_FLAG not in environment.get("XLA_FLAGS", ""):
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {DEVICE_FLAG}=8".strip()
-    errors: list[str] = []
-    late = threading.Event()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
-        assert process.stdout is not None, "it is a pipe"
-        reader = threading.Thread(target=lambda lines=process.stderr: errors.extend(lines), daemon=True)
-
-        def stop() -> None:
-            late.set()
-            process.kill()
-
-        def started() -> threading.Timer:
-            timer = threading.Timer(timeout_s, stop)
-            timer.start()
-            return timer
-
-        reader.start()
-        timer = started()
-        try:
-            for line in process.stdout:
-                if each(line) is True:
-                    timer.cancel()
-                    timer = started()
-            process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-        reader.join()
-    if late.is_set():
-        return f"stopped after {timeout_s:.0f} s"
-    if process.returncode < 0:
-        return f"ended by signal {-process.returncode}"
-    return " ".join("".join(errors).strip().splitlines()[-LAST_LINES:]) if process.returncode else ""
-
-
-def planned(
-    jobs: Sequence[Job], timeout_s: float, most_attempts: int, told: Callable[[Row], None], done: Callable[[Row], None]
-) -> None:
-    """The rows of one model on one cluster that are only predicted. `told` gets each as far as it has come, `done` as
-    it ends; where one ends the process, another makes those that are left.
-    """
-    left = {job.recipe: job for job in jobs}
-    while left:
-        seen: Row | None = None
-
-        def each(line: str) -> bool:
-            nonlocal seen
-            row, before = row_of(json.loads(line)), seen
-            if before is not None and before.recipe != row.recipe:
-                done(finished(left.pop(before.recipe), before, ""))
-            seen = row
-            told(row)
-            return before is not None and before.recipe != row.recipe
-
-        (model, cluster, _), recipes = next(iter(left.values())).key, list(left)
-        command = [sys.executable, "-m", "benchmarks.auto_vs_manual.planning", model, cluster, str(most_attempts)]
-        wrong = lines_of([*command, *recipes], timeout_s, each)
-        last = recipes[0] if seen is None else seen.recipe
-        done(finished(left.pop(last), seen, wrong))
-
-
-def measured(jobs: Sequence[Job], timeout_s: float) -> list[Row]:
-    """The rows of one small model, run in turns."""
-    seen: dict[str, Row] = {}
-
-    def each(line: str) -> None:
-        if line.startswith("{"):
-            row = row_of(json.loads(line))
-            seen[row.recipe] = row
-
-    first = jobs[0]
-    command = [sys.executable, "-m", "benchmarks.auto_vs_manual.measuring", first.model.name, first.cluster]
-    wrong = lines_of([*command, *(job.recipe for job in jobs)], timeout_s, each)
-    return [finished(job, seen.get(job.recipe), wrong if job.recipe not in seen else "") for job in jobs]
-
-
-def finished(job: Job, row: Row | None, wrong: str) -> Row:
-    """A row as far as it came, with what cut it short."""
-    if row is None:
-        model, cluster, recipe = job.key
-        return Row(model=model, cluster=cluster, recipe=recipe, devices=0, status=Status.FAILED, why=wrong)
-    if not wrong:
-        return row
-    return dataclasses.replace(row, cut_short=f"{wrong} and {row.attempts} attempts")
 
 
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -198,16 +98,10 @@ def main() -> int:
                 text = f"{' | '.join(row.key)}: {row.attempts} attempts, {row.came_to()}"
                 progress.update(task, description=text[:120])
 
-            begun = time.perf_counter()
-
             def done(row: Row) -> None:
-                nonlocal begun
                 rows.add(row, machine)
-                console.print(
-                    f"{' | '.join(row.key)}: {row.came_to()} | {row.plan} | {row.attempts} attempts, "
-                    f"{time.perf_counter() - begun:.0f} s", markup=False,
-                )  # fmt: skip
-                begun = time.perf_counter()
+                tried = f"{row.attempts} attempts, {row.planned_s:.0f} s"
+                console.print(f"{' | '.join(row.key)}: {row.came_to()} | {row.plan} | {tried}", markup=False)
                 progress.advance(task)
 
             if group[0].model.small:

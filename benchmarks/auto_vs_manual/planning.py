@@ -1,9 +1,10 @@
 """Makes the plans of the rows of one model on one cluster, in a process of their own that traces the step once.
 
-    python -m benchmarks.auto_vs_manual.planning MODEL CLUSTER MOST_ATTEMPTS RECIPE [RECIPE ...]
+    python -m benchmarks.auto_vs_manual.planning MODEL CLUSTER MOST_ATTEMPTS < recipes, one on each line
 
 Before the first attempt at a recipe and after each the row so far goes to the standard output, a line of JSON, so that
-a row that is cut short is known as far as it came.
+a row that is cut short is known as far as it came. When a row is made, `ROW_IS_MADE` follows, and the next recipe is
+read.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
@@ -34,6 +35,7 @@ from benchmarks.auto_vs_manual.rows import Row, Status
 from benchmarks.auto_vs_manual.settings import Attempt, Outcome, Problem
 
 MOST_ATTEMPTS = 40
+ROW_IS_MADE = "made"
 NUMBER_OF_DEVICES = re.compile(r"(.+)/(\d+)")
 
 
@@ -76,7 +78,7 @@ def plan_row(
 def plan_rows(
     model: Model,
     cluster_text: str,
-    recipes: Sequence[str],
+    recipes: Iterable[str],
     most_attempts: int = MOST_ATTEMPTS,
     report: Callable[[Row], None] = lambda row: None,
     cluster: Cluster | None = None,
@@ -234,13 +236,15 @@ def line_of(row: Row) -> str:
     return json.dumps(dataclasses.asdict(row))
 
 
-def main(name: str, cluster: str, most_attempts: str, *recipes: str) -> None:
+def main(name: str, cluster: str, most_attempts: str) -> None:
     def report(row: Row) -> None:
         print(line_of(row), flush=True)
 
+    recipes = (line.strip() for line in sys.stdin)
     with collected_seldom():  # as `Step.plan`
         for row, _ in plan_rows(models()[name], cluster, recipes, int(most_attempts), report):
             report(row)
+            print(ROW_IS_MADE, flush=True)
 
 
 if __name__ == "__main__":

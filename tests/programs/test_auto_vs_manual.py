@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
+import sys
+import threading
 
 import pytest
 
 from autopar import Cluster
 from autopar.errors import MemoryLimitError, UnsupportedError
-from benchmarks.auto_vs_manual import __main__ as main
-from benchmarks.auto_vs_manual import findings, manual, reports
-from benchmarks.auto_vs_manual.__main__ import finished, lines_of
+from benchmarks.auto_vs_manual import findings, manual, processes, reports
 from benchmarks.auto_vs_manual.manual import megatron
 from benchmarks.auto_vs_manual.models import chosen, models
-from benchmarks.auto_vs_manual.planning import cluster_of, line_of, refused
+from benchmarks.auto_vs_manual.planning import ROW_IS_MADE, cluster_of, line_of, refused
+from benchmarks.auto_vs_manual.processes import finished, lines_of
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
 from benchmarks.auto_vs_manual.settings import Outcome, Point, Problem
 from benchmarks.auto_vs_manual.suites import HARDWARE, Job, selected
@@ -207,32 +208,76 @@ def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
     assert finished(job, None, wrong).status is Status.FAILED
 
 
+def lines_that_say(script, begun):
+    """Stands for `lines_of`: a process that reads recipes and says of each what `script` has of its attempts; after a
+    number of attempts that is None it takes too long. `begun` gets the recipes of each process.
+    """
+
+    def lines(command, timeout_s, each, given, environment):
+        begun.append(recipes := [])
+        while (recipe := next(given, None)) is not None:
+            recipes.append(recipe)
+            for attempts in script[recipe]:
+                if attempts is None:
+                    return "stopped after 1 s"
+                assert each(line_of(dataclasses.replace(ROW, recipe=recipe, attempts=attempts))) is False
+            assert each(f"{ROW_IS_MADE}\n") is True
+        return ""
+
+    return lines
+
+
 def test_a_row_is_what_its_process_said_last(monkeypatch):
     """The second of three recipes takes too long; another process makes the third."""
-    commands = []
-
-    def lines(command, timeout_s, each):
-        commands.append(command[5:])
-        recipes = {2: ["zero 3"], 3: ["auto", "zero 1"]}.get(len(command[6:]), command[6:])
-        begins_anew = []
-        for recipe in recipes:
-            for attempts in (1, 2):
-                begins_anew.append(each(line_of(dataclasses.replace(ROW, recipe=recipe, attempts=attempts))))
-        assert begins_anew == [False, False, True, False][: len(begins_anew)]
-        return "stopped after 1 s" if len(commands) == 1 else ""
-
-    monkeypatch.setattr(main, "lines_of", lines)
-    told, done = [], []
-    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in ("auto", "zero 1", "zero 3")]
-    main.planned(jobs, 1.0, 4, told.append, done.append)
-    assert [command[0] for command in commands] == ["4", "4"]
-    assert [command[1:] for command in commands] == [["auto", "zero 1", "zero 3"], ["zero 3"]]
+    begun, told, done = [], [], []
+    script = {"auto": [1, 2], "zero 1": [1, 2, None], "zero 3": [1, 2]}
+    monkeypatch.setattr(processes, "lines_of", lines_that_say(script, begun))
+    monkeypatch.setattr(processes, "worker_processes", list)
+    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in script]
+    processes.planned(jobs, 1.0, 4, told.append, done.append)
+    assert begun == [["auto", "zero 1"], ["zero 3"]]
     assert [(row.recipe, row.attempts, row.cut_short) for row in done] == [
         ("auto", 2, ""),
         ("zero 1", 2, "stopped after 1 s and 2 attempts"),
         ("zero 3", 2, ""),
     ]
     assert [row.attempts for row in told] == [1, 2] * 3
+
+
+def test_each_processor_makes_rows(monkeypatch):
+    """Two processes; the first is at its first row until the other one has made the rest."""
+    begun, told, done, rest_is_made = [], [], [], threading.Event()
+    script = {"auto": [1], "zero 1": [1], "zero 3": [1]}
+    lines = lines_that_say(script, begun)
+
+    def each_beside(command, timeout_s, each, given, environment):
+        assert environment == {"AUTOPAR_PLANNING_PROCESSES": "1"}
+
+        def slowly(line):
+            if '"auto"' in line:
+                assert rest_is_made.wait(10)
+            return each(line)
+
+        return lines(command, timeout_s, slowly, given, environment)
+
+    def ended(row):
+        done.append(row.recipe)
+        if len(done) == 2:
+            rest_is_made.set()
+
+    monkeypatch.setattr(processes, "lines_of", each_beside)
+    monkeypatch.setattr(processes, "worker_processes", lambda: ["another processor"])
+    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in script]
+    processes.planned(jobs, 1.0, 4, told.append, ended)
+    assert sorted(begun) == [["auto"], ["zero 1", "zero 3"]]
+    assert done == ["zero 1", "zero 3", "auto"]
+
+
+def test_a_process_reads_the_next_line_with_each_that_it_is_done_with():
+    program = "import sys\nfor line in sys.stdin: print('made', line.strip(), flush=True)"
+    said = []
+    wrong = lines_of([sys.executable, "-c", program], 30.0, lambda line: not said.append(line), iter(["a", "b", "c"]))
+    assert (said, wrong) == (["made a\n", "made b\n", "made c\n"], "")
 
 
 def test_a_process_that_fails_tells_why():
