@@ -8,7 +8,6 @@ import sys
 if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwise(sys.orig_argv)):
     from autopar import checkpoint, data, distributed, errors, recipes
     from autopar.api import parallelize, plan
-    from autopar.constraining import constrain
     from autopar.executables.compiled_spmd import Compiled
     from autopar.executables.padded_arrays import PaddedArray, unpadded
     from autopar.fitting import Fitting, fit
@@ -19,6 +18,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.mixed_precision.policy import precision
     from autopar.monitoring.monitor import Monitor
     from autopar.plan.plan import Plan
+    from autopar.recipes.pins import constrain
     from autopar.step import Step
     from autopar.tuning import Timed, Tuning, tune
     from autopar.verification import Verification, verify

@@ -29,7 +29,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.kept_files import Kind, clear, kept_in
 from autopar.plan import render, render_summary
 from autopar.plan.plan import Plan
-from autopar.recipe_text import recipe_of
+from autopar.recipes.parse import recipe_of
 from autopar.step_files import returned_by, shapes_only
 from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot

@@ -31,6 +31,7 @@ PACKAGES = (
     "compiler",
     "executables",
     "calls",
+    "recipes",
     "mixed_precision",
     "data",
     "checkpoint",

@@ -14,7 +14,7 @@ from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
-from autopar.recipe_text import recipe_of
+from autopar.recipes.parse import recipe_of
 from autopar.step_files import shapes_only
 from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, mlp_step, start_python
 

@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import recipes
-from autopar.recipe_text import recipe_of
+from autopar.recipes.parse import recipe_of
 
 
 @pytest.mark.parametrize(

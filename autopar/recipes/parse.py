@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
-from autopar.recipes import Recipe
+from autopar.recipes.recipe import Recipe
 
 NAMES = (
     "data_parallel", "zero", "tensor_parallel", "expert_parallel", "sequence_parallel", "combine", "pipeline", "cut",

@@ -1,0 +1,27 @@
+"""Recipes: manual plans in the vocabulary of the search, as baselines or as constraints on it.
+
+In: The kinds of parallelism and their sizes; pins of layouts; text from the command line.
+Out: A `Recipe`, which holds the `PlanRequest` that the search is given.
+May import: common to calls, in the order of tests/test_imports.py.
+"""
+
+from autopar.recipes.combined import combine
+from autopar.recipes.data import data_parallel, zero
+from autopar.recipes.expert import expert_parallel
+from autopar.recipes.recipe import Recipe, plan_request
+from autopar.recipes.sequence import sequence_parallel
+from autopar.recipes.stages import cut, pipeline
+from autopar.recipes.tensor import tensor_parallel
+
+__all__ = [
+    "Recipe",
+    "combine",
+    "cut",
+    "data_parallel",
+    "expert_parallel",
+    "pipeline",
+    "plan_request",
+    "sequence_parallel",
+    "tensor_parallel",
+    "zero",
+]
