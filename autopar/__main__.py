@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
-from autopar import commands
+from autopar.command_line import commands
+from autopar.command_line.kept_files import Kind
 from autopar.common.text_console import TextFormat
 from autopar.errors import AutoparError
-from autopar.kept_files import Kind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,11 +11,11 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
+from autopar.command_line.step_files import shapes_only
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
 from autopar.recipes.parse import recipe_of
-from autopar.step_files import shapes_only
 from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, mlp_step, start_python
 
 JOB = """
@@ -418,6 +418,6 @@ def test_wrong_arguments_are_another_status(capsys):
 
 
 def test_a_page_in_no_folder_is_refused_before_planning(job, capsys, monkeypatch):
-    monkeypatch.setattr("autopar.commands.shapes_only", lambda *given: pytest.fail("planned"))
+    monkeypatch.setattr("autopar.command_line.commands.shapes_only", lambda *given: pytest.fail("planned"))
     assert main(["plan", f"{job}:job", "--report", "nowhere/plan.html"]) == 1
     assert "--report: expected a path in a folder that is there" in capsys.readouterr().err

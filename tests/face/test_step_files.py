@@ -6,8 +6,8 @@ import sys
 import jax
 import pytest
 
+from autopar.command_line.step_files import returned_by, shapes_only
 from autopar.errors import InvalidArgumentError
-from autopar.step_files import returned_by, shapes_only
 
 JOB = """
 import dataclasses

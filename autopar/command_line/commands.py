@@ -20,17 +20,17 @@ from autopar.api import as_step, with_search
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
+from autopar.command_line.doctor import diagnose
+from autopar.command_line.kept_files import Kind, clear, kept_in
+from autopar.command_line.step_files import returned_by, shapes_only
 from autopar.common.cache_dir import default_directory
 from autopar.common.text_console import TextFormat
-from autopar.doctor import diagnose
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
-from autopar.kept_files import Kind, clear, kept_in
 from autopar.plan import render, render_summary
 from autopar.plan.plan import Plan
 from autopar.recipes.parse import recipe_of
-from autopar.step_files import returned_by, shapes_only
 from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot
 

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import msgspec
 
+from autopar.command_line.kept_files import BEGINNINGS, Kind, kept_in
 from autopar.common.cache_dir import default_directory
 from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
-from autopar.kept_files import BEGINNINGS, Kind, kept_in
 
 OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
 
