@@ -18,7 +18,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat, checked_time_limit_s
 from autopar.plan.plan import Plan
-from autopar.recipes import Recipe, plan_request
+from autopar.recipes import Recipe
+from autopar.recipes.recipe import plan_request
 from autopar.step import Step
 from autopar.step_views import followed, function_of
 

@@ -8,7 +8,7 @@ May import: common to calls, in the order of tests/test_imports.py.
 from autopar.recipes.combined import combine
 from autopar.recipes.data import data_parallel, zero
 from autopar.recipes.expert import expert_parallel
-from autopar.recipes.recipe import Recipe, plan_request
+from autopar.recipes.recipe import Recipe
 from autopar.recipes.sequence import sequence_parallel
 from autopar.recipes.stages import cut, pipeline
 from autopar.recipes.tensor import tensor_parallel
@@ -20,7 +20,6 @@ __all__ = [
     "data_parallel",
     "expert_parallel",
     "pipeline",
-    "plan_request",
     "sequence_parallel",
     "tensor_parallel",
     "zero",

@@ -9,9 +9,7 @@ from autopar import recipes
 from autopar.errors import InvalidArgumentError
 from autopar.recipes.recipe import Recipe
 
-NAMES = (
-    "data_parallel", "zero", "tensor_parallel", "expert_parallel", "sequence_parallel", "combine", "pipeline", "cut",
-)  # fmt: skip
+NAMES = tuple(name for name in recipes.__all__ if name != "Recipe")
 
 
 def recipe_of(text: str) -> Recipe:

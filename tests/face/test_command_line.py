@@ -305,7 +305,7 @@ def test_recipes_are_read_from_text(text, recipe):
     ["", "zero(", "zero", "3", "__import__('os')", "zero.x(1)", "zero(stage=open('x'))", "zero(**{})", "nothing()"],
 )
 def test_what_is_no_recipe_is_refused_and_not_run(text):
-    with pytest.raises(InvalidArgumentError, match="expected a call of data_parallel"):
+    with pytest.raises(InvalidArgumentError, match="expected a call of combine, cut, data_parallel"):
         recipe_of(text)
 
 
