@@ -1,9 +1,10 @@
-"""What one stage that a recipe asks for comes to, by an estimate on fewer of its equal layers, before it is built."""
+"""What one stage that is requested comes to, by an estimate on fewer of its equal layers, before it is built."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from autopar.errors import SolverError
 from autopar.inter_op.fit_stages import BuildLimits
@@ -20,24 +21,25 @@ from autopar.plan.context import PlanningContext
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ShortRequest:
     """One stage of a request with fewer of its equal layers, where it has such a form: whole graphs of many numbers of
-    micro-batches would take much memory. `copied_bytes`: of the state, that each micro-batch could make instead.
+    micro-batches would take much memory. `choices`: on each logical mesh that the request leaves; `copied_bytes`: of
+    the state, that each micro-batch could make instead.
     """
 
     short: ShortStep | None
-    choice: StageChoice
+    choices: Sequence[StageChoice]
     copied_bytes: int
 
 
-def estimated_one_stage(context: PlanningContext) -> PipelineEstimate | None:
-    """What one stage on all devices comes to under a recipe, in the micro-batches of the request, by an estimate on
-    fewer of its equal layers; None where the step has no such form. Where it does not fit, each micro-batch makes its
-    own copies of the state, as in `requested_pipelines`.
+def estimated_one_stage(context: PlanningContext, *, keeps: bool = False) -> PipelineEstimate | None:
+    """What one stage on all devices comes to in the micro-batches of the request, under its recipe, on the fastest
+    logical mesh that fits, by an estimate on fewer of its equal layers; None where the step has no such form. Where it
+    does not fit, each micro-batch makes its own copies of the state, as in `requested_pipelines`.
 
-    Raises: as `requested_pipelines`; SolverError where there is no solution in time.
+    `keeps`: as of `_estimated`. Raises: as `requested_pipelines`; SolverError where there is no solution in time.
     """
     found: PipelineEstimate | None = None
     for hoist_casts in (True, False):
-        again, copied_bytes = _estimated(context, hoist_casts, keeps=False)
+        again, copied_bytes = _estimated(context, hoist_casts, keeps=keeps)
         if again is None or (found is not None and again.peak_bytes >= found.peak_bytes):
             break
         found = again
@@ -53,7 +55,6 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
     """
     request, cluster, traced, graphs = context.request, context.cluster, context.traced, context.graphs
     binding, m = request.binding, request.num_microbatches or 1
-    assert binding is not None, "an estimate is of a recipe"
     at = m, hoist_casts, cluster, binding, request.schedule
     with context.progress.pass_("micro-batches"):
         one = graphs.of(traced, ("short request", *at), lambda: _short_request(context, hoist_casts, keeps))
@@ -61,17 +62,22 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
     def estimated() -> PipelineEstimate | None:
         if one.short is None:
             return None
-        policies = policies_of(request.recompute, len(one.choice.policies))
-        choice = dataclasses.replace(one.choice, policies=policies)
+        found: list[PipelineEstimate] = []
         limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
-        found = estimate(one.short, choice, cluster, limits, binding.on(cluster.num_devices)[1])
+        constraints = binding.on(cluster.num_devices)[1] if binding is not None else None
+        for each in one.choices:
+            choice = dataclasses.replace(each, policies=policies_of(request.recompute, len(each.policies)))
+            known = estimate(one.short, choice, cluster, limits, constraints)
+            if known is None:
+                break
+            found.append(
+                PipelineEstimate(
+                    num_microbatches=m, choice=choice, step_time_s=known.step_time_s, peak_bytes=known.peak_bytes[0],
+                    to_beat_s=math.inf, binding=binding, rounds=known.rounds,
+                )
+            )  # fmt: skip
         one.short.forget_stages()
-        if found is None:
-            return None
-        return PipelineEstimate(
-            num_microbatches=m, choice=choice, step_time_s=found.step_time_s, peak_bytes=found.peak_bytes[0],
-            to_beat_s=math.inf, binding=binding, rounds=found.rounds,
-        )  # fmt: skip
+        return min(found, key=lambda at: at.rank(context.limit_bytes)) if len(found) == len(one.choices) else None
 
     with context.progress.pass_("estimate stages"):
         found = graphs.of(traced, ("estimate", *at, request.recompute, context.limit_bytes), estimated)
@@ -85,9 +91,9 @@ def _short_request(context: PlanningContext, hoist_casts: bool, keeps: bool) -> 
     short = short_step(microbatched, cluster, context.least_s)
     if short is not None:
         check_binding(context, short.microbatched.annotated, asked)
-    (choice,) = equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding)
+    choices = equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding)
     copied = copied_bytes(microbatched.graph) if copies_state(microbatched.graph) else 0
-    return _ShortRequest(short=short, choice=choice, copied_bytes=copied)
+    return _ShortRequest(short=short, choices=choices, copied_bytes=copied)
 
 
 def estimated_in_time(context: PlanningContext, hoist_casts: bool) -> tuple[PipelineEstimate | None, int]:

@@ -5,7 +5,6 @@ and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 from autopar.common.progress import Progress
 from autopar.compiler.padding import stored_step
@@ -14,10 +13,8 @@ from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.requested import may_fit_without_hoisted_casts
-from autopar.inter_op.requested_step import equal_choice, requested_step
-from autopar.inter_op.short_steps import Estimate, estimate, short_step
+from autopar.inter_op.requested_estimate import estimated_one_stage
+from autopar.inter_op.requested_step import requested_step
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
@@ -90,40 +87,11 @@ class Estimates:
         return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
 
     def estimated(self, context: PlanningContext) -> Outcome | None:
-        """The best of what a requested step in one stage comes to, as `requested_pipelines` takes it."""
-        found: Outcome | None = None
-        for hoist_casts in (True, False):
-            outcomes = []
-            for each in self.of_meshes(context, hoist_casts):
-                if each is None:
-                    return None
-                (peak_bytes,) = each.peak_bytes
-                outcomes.append(
-                    Outcome(step_time_s=each.step_time_s, peak_bytes=peak_bytes, limit_bytes=context.limit_bytes)
-                )
-            found = min(filter(None, (found, *outcomes)), key=Outcome.rank)
-            microbatched = requested_step(context, hoist_casts).microbatched
-            if found.fits or not may_fit_without_hoisted_casts(microbatched, found.peak_bytes, found.limit_bytes):
-                break
-        return found
-
-    def of_meshes(self, context: PlanningContext, hoist_casts: bool) -> Iterator[Estimate | None]:
-        request, cluster, asked = context.request, context.cluster, requested_step(context, hoist_casts)
-        binding, microbatched = request.binding, asked.microbatched
+        """What a requested step in one stage comes to, as `requested_pipelines` takes it."""
+        binding = context.request.binding
         if binding is not None and binding.offloads_activations:
-            yield None
-            return
-        short = self.graphs.of(
-            context.traced,
-            ("short step", cluster, microbatched.graph.num_microbatches, hoist_casts),
-            lambda: short_step(microbatched, cluster, context.least_s),
-        )
-        if short is None:
-            yield None
-            return
-        if binding is not None:
-            binding.check(short.microbatched.annotated.graph, cluster.num_devices)
-        limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
-        for choice in equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding, request.recompute):
-            constraints = binding.on(cluster.num_devices)[1] if binding is not None else None
-            yield estimate(short, choice, cluster, limits, constraints)
+            return None
+        found = estimated_one_stage(context, keeps=True)
+        if found is None:
+            return None
+        return Outcome(step_time_s=found.step_time_s, peak_bytes=found.peak_bytes, limit_bytes=context.limit_bytes)
