@@ -45,15 +45,15 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
                     yield Rejection(source=SOURCE, why=refusal.got, error=refusal)
                     return
                 may_fit = True
+            time_s, folds = deadline.solve_s(len(meshes) - number), context.request.leaves_layouts_free
+            if fits and folds:
+                alike = [other for other, _ in meshes[number:] if len(other.axis_sizes) == len(mesh.axis_sizes)]
+                found |= searched_at_once(context, alike, time_s)
             with context.progress.pass_(f"mesh {mesh}"):
-                model, time_s = cost_model(context.cluster, mesh), deadline.solve_s(len(meshes) - number)
-                folds = context.request.leaves_layouts_free
-                if fits and folds:
-                    alike = [other for other, _ in meshes[number:] if len(other.axis_sizes) == len(mesh.axis_sizes)]
-                    found |= searched_at_once(context, alike, time_s)
                 if mesh in found:
                     outcome = candidate_of(context, mesh, found[mesh])
                 else:
+                    model = cost_model(context.cluster, mesh)
                     outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
         if isinstance(outcome, SpmdCandidate):
             context.weighed(outcome.step_time_s, outcome.peak_bytes)

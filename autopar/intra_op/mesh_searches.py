@@ -67,7 +67,8 @@ def searched_at_once(
         return {}
     if has_known_kernels() or not (workers := worker_processes()):
         return {}
-    with shared_job(MeshSearches(context, meshes, time_limit_s), workers) as job:
+    together = context.progress.pass_(f"{len(meshes)} meshes of {len(meshes[0].axis_sizes)} axes")
+    with together, shared_job(MeshSearches(context, meshes, time_limit_s), workers) as job:
         return dict(zip(meshes, job.run("found", range(len(meshes))), strict=True))
 
 
