@@ -65,6 +65,8 @@ class FastPath:
                 return False
         elif self._weak != _weak_types(leaves):
             return False
+        if not self.compiled.accepts(leaves, self._others if is_new else range(len(leaves))):
+            return False
         if len(set(map(id, leaves))) != len(leaves):
             ids = set(map(id, donated))
             if len(ids) != len(donated) or any(id(leaves[i]) in ids for i in self._others):

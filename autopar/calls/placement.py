@@ -12,6 +12,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.padded_arrays import PaddedArray
+from autopar.executables.step_leaves import copied
 from autopar.ir.jax_sharding import HOST_MEMORY
 
 
@@ -32,14 +33,6 @@ def put_copies(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
 def copy_of(args: Sequence[Any]) -> list[Any]:
     """Arguments whose arrays are copies, so that donating them leaves the originals."""
     return [jax.tree.map(copied, a) for a in args]
-
-
-@jax_compat.no_mesh_set()
-def copied(leaf: Any) -> Any:
-    """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
-    if isinstance(leaf, (jax.Array, np.ndarray, PaddedArray)):
-        return leaf.copy()
-    return jnp.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
 
 def has_sharding(leaf: Any, sharding: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
@@ -18,7 +19,7 @@ from autopar.executables.compile_all import compile_all
 from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
-from autopar.executables.step_leaves import LeafwiseStep, check_widths, put, result_like
+from autopar.executables.step_leaves import LeafwiseStep, check_widths, copied, is_as_compiled, put, result_like
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
 from autopar.ir.jax_sharding import submesh
@@ -34,14 +35,36 @@ from autopar.sharding.rules import RuleBook
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOn:
+    """A result that is an input of the pipeline as it is: of no task, so that it is laid out here.
+
+    `replaces`: it is the new state in the place of that input; others are copies, which survive when the input is taken
+    over by another step.
+    """
+
+    result: int
+    argument: int
+    sharding: NamedSharding
+    weak: bool
+    replaces: bool
+
+    def of(self, value: Any) -> Any:
+        """The result, of what the input is; None where that is on devices of other processes."""
+        if value is None or not is_here(self.sharding) or (self.replaces and isinstance(value, jax.Array)):
+            return value
+        return jax_compat.with_weak_type(jax.device_put(copied(value), self.sharding), self.weak)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPipeline(LeafwiseStep):
     """A step compiled as the tasks of a pipeline.
 
     `leaf_shardings`: the sharding of each leaf of the dynamic arguments on the first stage that reads it; `donated`:
     the donated leaves; `copies`: (input of the pipeline, leaf of the arguments, sharding) for further stages that read
-    a leaf. `across` places arguments and results in a program of several processes; None in one process. A task without
-    a device of this process has no executable. `stage_sharded`: the leaves of arguments and results where some are
-    sharded over the stages; then slices are numbered in place of leaves.
+    a leaf; `sent`: inputs that are sent to further stages, which only arrays on devices are. `across` places arguments
+    and results in a program of several processes; None in one process. A task without a device of this process has no
+    executable. `stage_sharded`: the leaves of arguments and results where some are sharded over the stages; then slices
+    are numbered in place of leaves.
     """
 
     plan: Plan
@@ -55,8 +78,19 @@ class CompiledPipeline(LeafwiseStep):
     copies: tuple[tuple[int, int, NamedSharding], ...]
     fixed: tuple[tuple[int, Any], ...]
     literals: tuple[tuple[int, Any], ...]
+    sent: tuple[tuple[int, NamedSharding], ...]
+    passed_on: tuple[PassedOn, ...]
     stage_sharded: tuple[StageShardedLeaves, StageShardedLeaves] | None = None
     across: GlobalStep | None = None
+
+    def accepts(self, leaves: Sequence[Any], positions: Sequence[int]) -> bool:
+        """As of `LeafwiseStep`: the first tasks take over the state before the last ones see their arguments, and some
+        arguments are read by none.
+        """
+        if self.across is not None:
+            return True  # it brings the leaves to their layouts
+        avals, shardings = self.traced.in_avals, self.leaf_shardings
+        return all(is_as_compiled(leaves[i], avals[i], shardings[i]) for i in positions)
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.stage_sharded is None:
@@ -79,11 +113,16 @@ class CompiledPipeline(LeafwiseStep):
     def _run_on(self, inputs: list[Any]) -> list[Any]:
         for position, constant in self.fixed:
             inputs[position] = constant
+        for position, sharding in self.sent:
+            if isinstance(inputs[position], (np.ndarray, np.generic, bool, int, float, complex)):
+                inputs[position] = jax.device_put(inputs[position], sharding)
         results: list[Any] = [None] * len(self.staged.step.results)
         for position, array in zip(self.staged.staged.results, self.executor(inputs), strict=True):
             results[position] = array
         for position, literal in self.literals:
             results[position] = literal
+        for passed in self.passed_on:
+            results[passed.result] = passed.of(inputs[passed.argument])
         return results
 
     def ready(self) -> CompiledPipeline:
@@ -137,11 +176,6 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Pr
             read_leaves.add(leaf)
             leaf_of_input.append(leaf)
     first = {leaf: shardings[i] for i, leaf in enumerate(leaf_of_input) if leaf >= 0}
-    literals = [
-        (position, result_like(atom.literal.val, traced.out_avals[staged.step.results[position].leaf]))
-        for position, atom in enumerate(staged.graph.block.outputs)
-        if not isinstance(atom, int)
-    ]
     return CompiledPipeline(
         plan=plan,
         traced=traced,
@@ -153,10 +187,48 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Pr
         leaf_of_input=tuple(leaf_of_input),
         copies=tuple(copies),
         fixed=tuple(fixed),
-        literals=tuple(literals),
+        literals=_literals(staged, traced),
+        sent=_sent(staged, shardings),
+        passed_on=_passed_on(staged, traced, shardings),
         stage_sharded=stage_sharded,
         across=_across(traced, staged, plan, shardings) if jax.process_count() > 1 else None,
     )
+
+
+def _literals(staged: StagedStep, traced: TracedStep) -> tuple[tuple[int, Any], ...]:
+    """The results that are literals of the code, with their positions."""
+    results = enumerate(zip(staged.graph.block.outputs, staged.step.results, strict=True))
+    return tuple(
+        (position, result_like(atom.literal.val, traced.out_avals[made.leaf]))
+        for position, (atom, made) in results
+        if not isinstance(atom, int)
+    )
+
+
+def _sent(staged: StagedStep, shardings: Sequence[NamedSharding]) -> tuple[tuple[int, NamedSharding], ...]:
+    """The inputs of the pipeline that are sent between stages, with their shardings."""
+    sources = {transfer.source for transfer in staged.staged.pipeline.transfers}
+    inputs = zip(staged.staged.pipeline.inputs, shardings, strict=True)
+    return tuple((position, sharding) for position, (b, sharding) in enumerate(inputs) if b in sources)
+
+
+def _passed_on(staged: StagedStep, traced: TracedStep, shardings: Sequence[NamedSharding]) -> tuple[PassedOn, ...]:
+    """The results that are inputs of the pipeline."""
+    program, step, constants = staged.staged, staged.step, len(staged.graph.constants)
+    position_of = {b: position for position, b in enumerate(program.pipeline.inputs)}
+    found = []
+    for result, b in zip(program.results, program.pipeline.outputs, strict=True):
+        if b not in position_of:
+            continue
+        position, made = position_of[b], step.results[result]
+        argument = program.arguments[position] - constants
+        read = step.arguments[argument] if argument >= 0 else None
+        replaces = read is not None and traced.tied.get(read.leaf) == made.leaf and read.part == made.part
+        weak = bool(traced.out_avals[made.leaf].weak_type)
+        found.append(
+            PassedOn(result=result, argument=position, sharding=shardings[position], weak=weak, replaces=replaces)
+        )
+    return tuple(found)
 
 
 def _stage_sharded(staged: StagedStep, plan: Plan) -> tuple[StageShardedLeaves, StageShardedLeaves] | None:

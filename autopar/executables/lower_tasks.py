@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from autopar.lowering.emit import Emitter
 from autopar.lowering.instructions import Key, Stack
 from autopar.runtime.pipeline.dataflow import Dataflow, dataflow
 from autopar.runtime.pipeline.program import Joined, Program
+
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
 def lower_tasks(
@@ -67,7 +70,8 @@ def lower_task(
         out_shardings=tuple(sharding_of(key, mesh) for key in outputs),
         donate_argnums=tuple(i for i, b in enumerate(positions) if b in donated),
     )
-    return jitted.lower(*avals)
+    with _wide_types(stage):
+        return jitted.lower(*avals)
 
 
 def lower_joined(
@@ -125,7 +129,16 @@ def _lower_chain(
         out_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.makes),
         donate_argnums=joined.donated,
     )
-    return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads))
+    with _wide_types(stage):
+        return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads))
+
+
+def _wide_types(stage: LoweredStage) -> contextlib.AbstractContextManager[Any]:
+    """Types of 64 bits while a task of this stage is lowered, where the step itself asks for them (`jax.enable_x64` in
+    its code): what is lowered is made of jax.numpy calls too, which would cut them to 32.
+    """
+    is_wide = any(value.dtype in _WIDE for value in stage.stage.graph.values)
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def task_function(task: StageTask, stage: LoweredStage, mesh: Mesh, groups: int) -> Callable[..., tuple[Any, ...]]:

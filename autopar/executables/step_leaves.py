@@ -29,6 +29,18 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     return leaves
 
 
+def is_as_compiled(leaf: Any, aval: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf has the shape and dtype of an argument of a program, and where it is on devices, its layout."""
+    if isinstance(leaf, jax.Array):
+        if leaf.dtype != aval.dtype or leaf.shape != tuple(aval.shape):
+            return False
+        return leaf.sharding is sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+        return False
+    own = aval_of(leaf)
+    return own.dtype == aval.dtype and own.shape == tuple(aval.shape)
+
+
 def check_widths(traced: TracedStep) -> None:
     """Raises: UnsupportedError for arguments of less than 8 bits, which jax's compiled programs refuse where their
     layouts are given: they take them for arrays with a byte an element.
@@ -67,7 +79,33 @@ class LeafwiseStep:
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
-        return self.results_of(self.run(self.stored(leaves_of(self.traced, args))))
+        leaves = self.stored(leaves_of(self.traced, args))
+        if not self.accepts(leaves, range(len(leaves))):
+            raise self.refusal(leaves)
+        return self.results_of(self.run(leaves))
+
+    def accepts(self, leaves: Sequence[Any], positions: Sequence[int]) -> bool:
+        """Whether the leaves at these positions have the shapes, dtypes and layouts of the program; of a program that
+        refuses others by itself, before it runs anything, always.
+        """
+        return True
+
+    def refusal(self, leaves: Sequence[Any]) -> TypeError:
+        """The error for leaves that are not accepted, which names the first."""
+        traced = self.traced
+        for leaf, aval, sharding, path in zip(
+            leaves, traced.in_avals, self.leaf_shardings, traced.in_paths, strict=True
+        ):
+            if not is_as_compiled(leaf, aval, sharding):
+                got = f"{type(leaf).__name__}"
+                if isinstance(leaf, (jax.Array, np.ndarray)):
+                    got = f"{leaf.dtype}{list(leaf.shape)}"
+                if isinstance(leaf, jax.Array):
+                    got += f" in {leaf.sharding}"
+                return TypeError(
+                    f"compiled {traced.name}, {path}: expected {aval.dtype}{list(aval.shape)} in {sharding}, got {got}"
+                )
+        raise AssertionError("all leaves are accepted")
 
     def stored(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the arguments as they are stored; those that come in another form are moved."""
@@ -102,6 +140,14 @@ class LeafwiseStep:
 
     def _run_across(self, leaves: Sequence[Any]) -> Sequence[Any]:
         raise NotImplementedError
+
+
+@jax_compat.no_mesh_set()
+def copied(leaf: Any) -> Any:
+    """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
+    if isinstance(leaf, (jax.Array, np.ndarray, PaddedArray)):
+        return leaf.copy()
+    return jax.numpy.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ NARROW = 40
 VERBS = {
     "plan": ("job.py:job --cluster local:2 --save again.json", "job.py:none", 1, "expected a function 'none'"),
     "explain": ("plan.json first", "plan.json nothing", 1, "nothing that is called 'nothing'"),
-    "why-not": ("job.py:job zero(3) --cluster local:2", "job.py:job zero(", 1, "expected a call of combine, cut, data_parallel"),
+    "why-not": ("job.py:job zero(3) --cluster local:2", "job.py:job zero(", 1, "expected a call of combine, cut"),
     "diff": ("plan.json plan.json", "plan.json none.json", 1, "none.json: expected a plan in a file"),
     "report": ("plan.json page.html", "plan.json nowhere/page.html", 1, "expected a path in a folder that is there"),
     "compare": ("plan.json plan.json two.html", "plan.json", 2, "the following arguments are required"),

@@ -1,0 +1,138 @@
+"""Pipelines and micro-batches: results that are arguments, and arguments that the first task does not see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from tests.small_steps import assert_close
+
+FORMS = {
+    "micro-batches": {"num_microbatches": 2},
+    "stages": {"plan": recipes.pipeline(2, num_microbatches=2)},
+}
+OF_ALL_FORMS = pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+
+
+def parallel(function, options, **more):
+    return autopar.parallelize(function, cache_dir=None, show_progress=False, **options, **more)
+
+
+def new_state():
+    return {"a": jnp.eye(16) * 0.5, "b": jnp.eye(16) * 0.5, "n": jnp.int32(0), "rate": jnp.float32(0.1)}
+
+
+def new_batch():
+    return {"x": np.sin(np.arange(256, dtype=np.float32)).reshape(16, 16)}
+
+
+def updated(state, batch, scale=1.0):
+    def loss(a, b):
+        return scale * jnp.mean((jnp.tanh(batch["x"] @ a) @ b) ** 2)
+
+    value, (a, b) = jax.value_and_grad(loss, (0, 1))(state["a"], state["b"])
+    new = {"a": state["a"] - state["rate"] * a, "b": state["b"] - state["rate"] * b}
+    return new | {"n": state["n"] + 1, "rate": state["rate"]}, value
+
+
+@OF_ALL_FORMS
+def test_results_that_are_arguments_are_arrays_of_their_own(options):
+    def step(state, batch):
+        new, loss = updated(state, batch)
+        return new, {"loss": loss} | {name: batch[name] for name in ("x", "ids", "share", "count")}
+
+    one, jitted = parallel(step, options), jax.jit(step)
+    batch = new_batch() | {"x": new_batch()["x"].astype(np.float64), "ids": np.arange(16), "share": 0.5, "count": 3}
+    state, plain = new_state(), new_state()
+    for _ in range(3):
+        (state, seen), expected = one(state, batch), jitted(plain, batch)
+        plain = expected[0]
+        assert_close((state, seen), expected)
+        avals = [(x.dtype, x.weak_type) for x in jax.tree.leaves(seen)]
+        assert avals == [(x.dtype, x.weak_type) for x in jax.tree.leaves(expected[1])]
+    batch["ids"][:] = 7
+    assert_close(seen["ids"], np.arange(16))
+
+
+@OF_ALL_FORMS
+def test_results_that_are_state_outlive_it(options):
+    def evaluate(state, batch):  # of one layer, which makes one stage
+        return {"n": state["n"], "a": state["a"], "mean": jnp.mean(batch["x"] @ state["b"])}
+
+    train = parallel(updated, options)
+    evaluation = autopar.parallelize(
+        evaluate, num_microbatches=2, donate_argnums=(), cache_dir=None, show_progress=False
+    )
+    state, _ = train(new_state(), new_batch())
+    seen = []
+    for _ in range(3):
+        seen.append(evaluation(state, new_batch()))
+        state, _ = train(state, new_batch())
+    assert [int(each["n"]) for each in seen] == [1, 2, 3]
+    assert not any(each["a"].is_deleted() for each in seen)
+
+
+@OF_ALL_FORMS
+def test_an_argument_of_which_only_the_type_matters(options):
+    def step(state, batch):
+        half = jnp.float32(batch["like"].dtype == jnp.bfloat16)
+        new, loss = updated(state, batch, 1 / batch["window"].shape[0])
+        return new, {"loss": loss, "half": half}
+
+    one, jitted, state, plain = parallel(step, options), jax.jit(step), new_state(), new_state()
+    first = new_batch() | {"window": jnp.zeros(4), "like": jnp.zeros(16)}
+    other = new_batch() | {"window": jnp.zeros(64), "like": jnp.zeros(16, jnp.bfloat16)}
+    for batch in (first, first, other, first):
+        (state, seen), (plain, expected) = one(state, batch), jitted(plain, batch)
+        assert_close((state, seen), (plain, expected))
+
+
+@OF_ALL_FORMS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rate: jax.device_put(rate, jax.devices()[1]),
+        lambda rate: np.float64(0.2),
+        lambda rate: rate.astype(jnp.bfloat16),
+        lambda rate: jnp.full(16, rate),
+    ],
+    ids=["another device", "a number", "another type", "another shape"],
+)
+def test_a_leaf_of_the_state_that_was_changed_by_hand(options, change):
+    """The last task reads it, when the first ones have taken over the rest of the state."""
+    one, jitted = parallel(updated, options), jax.jit(updated)
+    state, expected = new_state(), new_state()
+    for _ in range(2):
+        (state, _), (expected, _) = one(state, new_batch()), jitted(expected, new_batch())
+    state, expected = ({**each, "rate": change(each["rate"])} for each in (state, expected))
+    for _ in range(2):
+        (state, _), (expected, _) = one(state, new_batch()), jitted(expected, new_batch())
+    assert_close(state, expected)
+
+
+@OF_ALL_FORMS
+def test_a_compiled_step_names_what_it_does_not_accept(options):
+    state = new_state()
+    compiled = parallel(updated, options).compile(state, new_batch())
+    placed = jax.device_put((state, new_batch()), compiled.shardings)
+    wrong = {**placed[0], "rate": jnp.full(16, 0.1)}
+    with pytest.raises(TypeError, match=r"state\['rate'\]: expected float32\[\] .* got float32\[16\]"):
+        compiled(wrong, placed[1])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
+    assert_close(compiled(*placed), jax.jit(updated)(new_state(), new_batch()))
+
+
+@OF_ALL_FORMS
+def test_types_of_64_bits_in_the_code_of_a_step(options):
+    def step(state, batch):
+        with jax.enable_x64(True):
+            tokens = jnp.sum(batch["tokens"].astype(jnp.int64) * 1_000_000_000)
+        return *updated(state, batch), tokens
+
+    batch = new_batch() | {"tokens": np.full(16, 7, np.int32)}
+    expected = jax.jit(step)(new_state(), batch)
+    seen = parallel(step, options)(new_state(), batch)
+    assert (seen[2].dtype, int(seen[2])) == (expected[2].dtype, 112_000_000_000)
+    assert_close(seen, expected)
