@@ -23,6 +23,8 @@ from autopar.frontend.tracing import IMPURE, checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.kernels.known import entries
+from autopar.microbatch.smaller_step import num_examples
+from autopar.passes.split_scan import divisors
 from autopar.plan.cache import DiskCache, plan_key
 from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
@@ -46,19 +48,32 @@ class PlanSources:
         self._kept: dict[int, dict[str, PlanRecord]] = {}
         self._impurities: dict[int, str] = {}
 
-    def plan(self, traced: TracedStep, trees: Trees, progress: Progress) -> Plan:
+    def plan(self, traced: TracedStep, trees: Trees, progress: Progress, *, is_shorter: bool = False) -> Plan:
         """The plan for a traced step; in a program of several processes that of process 0.
 
-        Raises: the errors of the search; ProcessMismatchError for different steps; ProcessLostError.
+        `is_shorter`: the step has a plan for more examples, so that these are cut into as many of the micro-batches
+        that are requested as divide them. Raises: the errors of the search; ProcessMismatchError for different steps;
+        ProcessLostError.
         """
         given = self._given_plan(traced, trees)
+
+        def made() -> Plan:
+            return given or self._searched(traced, trees, progress, self._divided(traced) if is_shorter else None)
+
         if jax.process_count() == 1:
-            return given or self._searched(traced, trees, progress)
+            return made()
         inputs = encode(given.record) if given is not None else None
-        agreed = self._of_process_0(
-            traced, trees, progress, inputs, lambda: given or self._searched(traced, trees, progress)
-        )
+        agreed = self._of_process_0(traced, trees, progress, inputs, made)
         return given or agreed
+
+    def _divided(self, traced: TracedStep) -> tuple[Cluster, PlanRequest]:
+        """What is requested, with as many of the micro-batches as divide the examples."""
+        cluster, request = self.request(traced)
+        wanted = request.num_microbatches
+        if wanted is None:
+            return cluster, request
+        number = max(n for n in divisors(num_examples(traced)) if n <= wanted)
+        return cluster, dataclasses.replace(request, num_microbatches=number)
 
     def again(
         self, traced: TracedStep, trees: Trees, progress: Progress, effort: Effort, time_limit_s: float | None

@@ -12,7 +12,7 @@ from autopar.common import jax_compat
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
-from autopar.executables.short_batches import for_short_batch
+from autopar.executables.short_batches import fewer_examples, for_short_batch
 from autopar.frontend.drop_shardings import placement_note
 from autopar.ir.traced_step import TracedStep, is_same_step
 from autopar.plan.options import Effort, PlanRequest
@@ -72,7 +72,9 @@ class StepPlans:
                     return self._short_batches[key]
                 if self._by_key:
                     logger.warning("%s: arguments of new shapes or types: planning again", self._name)
-                plan = self._sources.plan(traced, trees, progress)
+                earlier = (before for before, _ in self._under_these_flags())
+                is_shorter = any(fewer_examples(before, traced) is not None for before in earlier)
+                plan = self._sources.plan(traced, trees, progress, is_shorter=is_shorter)
             if traced.placements:
                 note = placement_note(traced, self._sources.constraints)
                 if not self._by_key:

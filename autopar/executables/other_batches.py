@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
+from autopar.compiler.materialize import recorded_stages, with_options_of
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
-from autopar.executables.short_batches import fitted, has_same_operations, same_stages, stages_of
+from autopar.executables.short_batches import on_other_sizes, stages_of, stages_on_other_sizes
 from autopar.frontend.build_graph import build_graph
 from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
@@ -29,11 +29,11 @@ def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rul
     if plan.record.pipeline is not None:
         return _of_stages(plan, plan.record.pipeline, planned, traced, rules)
     planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
-    if not has_same_operations(planned_graph, graph):
-        return None
     model = cost_model(plan.cluster, plan.mesh)
-    decisions = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
-    sharding = fitted(decisions, graph)
+    decided = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, planned_graph)
+    sharding = on_other_sizes(decided, planned_graph, graph)
+    if sharding is None:
+        return None
     lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
     return memory_of(graph, lowered, model).estimate.peak_bytes
 
@@ -45,12 +45,9 @@ def _of_stages(
         own, other = (stages_of(t, record, rules, plan.record.sliced) for t in (planned, traced))
     except AutoparError:
         return None  # the batch cannot be cut into these micro-batches
-    if own is None or other is None or not same_stages(own[1], other[1]):
+    shardings = stages_on_other_sizes(record, own[1], other[1]) if own is not None and other is not None else None
+    if other is None or shardings is None:
         return None
     microbatched, graphs = other
-    shardings = [
-        fitted(sharding, stage.graph)
-        for sharding, stage in zip(stage_shardings(record, graphs.stages), graphs.stages, strict=True)
-    ]
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     return joined_as_named(staged, record.joined, traced.name).peak_of_smallest_bytes

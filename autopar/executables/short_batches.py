@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
@@ -21,7 +21,8 @@ from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.frontend.build_graph import build_graph
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
-from autopar.ir.graph import Block, Op, OpGraph, OpKind
+from autopar.inter_op.isomorphism import CanonicalGraph, carried_over
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
@@ -42,7 +43,7 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
 
     `planned` is the step for which the plan was made, `traced` the step on the short batch.
     """
-    examples = _fewer_examples(planned, traced)
+    examples = fewer_examples(planned, traced)
     if examples is None:
         return None
     planned, traced = (with_options_of(plan, t) for t in (planned, traced))
@@ -59,7 +60,7 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     return Plan(dataclasses.replace(record, fingerprint=traced.fingerprint), plan.trees).with_note(note)
 
 
-def _fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] | None:
+def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] | None:
     """(examples of the plan, examples of the trace) where arguments differ only in that, and 0 < traced < planned."""
     fields = ("in_tree", "out_tree", "tied", "donated", "batch", "argument_of")
     if any(getattr(planned, name) != getattr(traced, name) for name in fields):
@@ -79,10 +80,11 @@ def _fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] 
 
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
     planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
-    if not has_same_operations(planned_graph, graph):
-        return None
     record = plan.record
-    sharding = fitted(sharding_plan_of(record.decisions, record.solver, plan.mesh, graph), graph)
+    decided = sharding_plan_of(record.decisions, record.solver, plan.mesh, planned_graph)
+    sharding = on_other_sizes(decided, planned_graph, graph)
+    if sharding is None:
+        return None
     links = cost_model(plan.cluster, plan.mesh).links
     lowered = with_host_copies(graph, lower(graph, sharding, links), sharding)
     arguments, results = planned_values(traced, graph, lowered)
@@ -109,8 +111,9 @@ def _in_micro_batches(
             stages = stages_of(traced, shorter, rules, sliced)
         except AutoparError:
             continue
-        if stages is not None and same_stages(planned_stages[1], stages[1]):
-            return _staged(plan, shorter, traced, *stages)
+        shardings = stages_on_other_sizes(record, planned_stages[1], stages[1]) if stages is not None else None
+        if stages is not None and shardings is not None:
+            return _staged(plan, shorter, traced, *stages, shardings)
     return None
 
 
@@ -134,19 +137,29 @@ def stages_of(
     return microbatched, stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
 
 
-def same_stages(first: StageGraphs, second: StageGraphs) -> bool:
-    """Whether stages hold the same operations and send the same values."""
-    pairs = zip(first.stages, second.stages, strict=True)
-    return all(a.sends == b.sends and has_same_operations(a.graph, b.graph) for a, b in pairs)
+def stages_on_other_sizes(
+    record: PipelineRecord, planned: StageGraphs, graphs: StageGraphs
+) -> list[ShardingPlan] | None:
+    """The recorded decisions of the planned stages for stages of other sizes; None where they hold other operations, or
+    send other values.
+    """
+    found = []
+    for sharding, a, b in zip(stage_shardings(record, planned.stages), planned.stages, graphs.stages, strict=True):
+        fitting = on_other_sizes(sharding, a.graph, b.graph) if a.sends == b.sends else None
+        if fitting is None:
+            return None
+        found.append(fitting)
+    return found
 
 
 def _staged(
-    plan: Plan, record: PipelineRecord, traced: TracedStep, microbatched: MicrobatchedStep, graphs: StageGraphs
+    plan: Plan,
+    record: PipelineRecord,
+    traced: TracedStep,
+    microbatched: MicrobatchedStep,
+    graphs: StageGraphs,
+    shardings: Sequence[ShardingPlan],
 ) -> PlanRecord:
-    shardings = [
-        fitted(sharding, stage.graph)
-        for sharding, stage in zip(stage_shardings(record, graphs.stages), graphs.stages, strict=True)
-    ]
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     arguments, results = staged_values(traced, staged, plan.record.leaves)
     decided = tuple(
@@ -161,23 +174,38 @@ def _staged(
     )
 
 
-def has_same_operations(first: OpGraph, second: OpGraph) -> bool:
-    """Whether two graphs hold the same operations under the same numbers, for any sizes."""
-    values = zip(first.values, second.values, strict=False)
-    same_ranks = len(first.values) == len(second.values) and all(len(a.shape) == len(b.shape) for a, b in values)
-    return same_ranks and list(_skeleton(first.block)) == list(_skeleton(second.block))
+def on_other_sizes(sharding: ShardingPlan, planned: OpGraph, graph: OpGraph) -> ShardingPlan | None:
+    """The decisions of a planned graph for one that holds the same operations on other sizes, as far as these divide;
+    None where it holds others.
+
+    Values may have other numbers: what is the same in all micro-batches depends on the sizes.
+    """
+    source, target = _skeleton(planned), _skeleton(graph)
+    if source.key != target.key:
+        return None
+    return fitted(carried_over(sharding, source, target, graph), graph)
 
 
-def _skeleton(block: Block) -> Iterator[object]:
-    def numbers(atoms: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(a if isinstance(a, int) else None for a in atoms)
+def _skeleton(graph: OpGraph) -> CanonicalGraph:
+    """The operations of a graph, whatever the sizes; values are known by their first occurrence, and by their ranks."""
+    number: dict[int, int] = {}
 
-    yield block.inputs, numbers(block.outputs)
-    for op in block.ops:
-        yield op.id, op.kind, op.primitive, numbers(op.inputs), op.outputs, op.section, op.dim, len(op.blocks)
-        yield op.num_consts, op.num_carry, op.num_condition_consts, op.trips
-        for inner in op.blocks:
-            yield from _skeleton(inner)
+    def known(atom: object) -> object:
+        if not isinstance(atom, int):
+            return None
+        return number.setdefault(atom, len(number)), len(graph.values[atom].shape)
+
+    def of(block: Block) -> tuple[object, ...]:
+        inputs = tuple(map(known, block.inputs))
+        return inputs, tuple(map(of_op, block.ops)), tuple(map(known, block.outputs))
+
+    def of_op(op: Op) -> tuple[object, ...]:
+        operands, blocks = tuple(map(known, op.inputs)), tuple(map(of, op.blocks))
+        counts = op.num_consts, op.num_carry, op.num_condition_consts, op.trips
+        return op.kind, op.primitive, op.section, op.dim, counts, operands, blocks, tuple(map(known, op.outputs))
+
+    key = of(graph.block)
+    return CanonicalGraph(key=key, ops=tuple(op.id for op in walk(graph.block)), values=tuple(number))
 
 
 def fitted(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:

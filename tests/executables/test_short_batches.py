@@ -65,6 +65,31 @@ def test_other_steps_are_planned_anew(examples, caplog):
     assert len(step._plans) == 2
 
 
+@pytest.mark.parametrize("recipe", WAYS.values(), ids=WAYS)
+def test_a_last_batch_of_one_example(recipe):
+    """JAX traces other operations, so that it is planned anew, in as many micro-batches as divide it."""
+    step, plain = parallel(steps.mlp_step, recipe), jax.jit(steps.mlp_step)
+    state, expected = steps.new_mlp_state(), steps.new_mlp_state()
+    for examples in (16, 1, 16):
+        batch = steps.mlp_batch(examples, seed=examples)
+        state, metrics = step(state, batch)
+        expected, expected_metrics = plain(expected, batch)
+        steps.assert_close((state, metrics), (expected, expected_metrics))
+
+
+def test_values_may_have_other_numbers_on_other_sizes(caplog):
+    """With one example, what multiplies each micro-batch is the same array for all of them."""
+    step, plain = parallel(steps.chain_step, autopar.recipes.combine(num_microbatches=2)), jax.jit(steps.chain_step)
+    caplog.set_level(logging.WARNING, "autopar")
+    random = np.random.default_rng(0)
+    state = [random.normal(size=(8, 8)).astype(np.float32) for _ in range(2)]
+    for n in (16, 1):
+        batch = {name: random.normal(size=(n, 8)).astype(np.float32) for name in "xy"}
+        steps.assert_close(step([*state], batch), plain(state, batch))
+    assert len(step._plans) == 1
+    assert not caplog.records
+
+
 def test_axes_that_divide_into_the_most_parts_are_kept():
     mesh = LogicalMesh(axis_sizes=(4, 2))
     assert fit(Layout(((0, 1), ())), (16, 3), mesh) == Layout(((0, 1), ()))
