@@ -56,6 +56,11 @@ class Signature:
         """The most arguments that a call may pass, at least `num_args`."""
         return num_args if self._any_number else max(num_args, len(self.names))
 
+    def from_first(self, number: int) -> int:
+        """The number of a positional argument, of one that counts from the last as in `jax.jit`; others as they are."""
+        most = len(self._positional)
+        return number + most if not self._any_number and -most <= number < 0 else number
+
     def places(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in their places. Raises: TypeError as the function would, InvalidArgumentError."""
         if not kwargs:

@@ -35,10 +35,15 @@ class StepOptions:
     show_progress: bool
 
     def with_numbers(self, signature: Signature) -> StepOptions:
-        """The options with argument numbers in place of names. Raises: InvalidArgumentError for an unknown name."""
+        """The options with argument numbers in place of names, and counted from 0 in place of those that count from the
+        last argument. Raises: InvalidArgumentError for an unknown name.
+        """
         numbers: dict[str, Any] = {}
         for kind in ("batch", "donate", "static"):
             names, argnums = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
+            if any(number < 0 for number in argnums):
+                argnums = tuple(map(signature.from_first, argnums))
+                numbers[f"{kind}_argnums"] = argnums
             if names:
                 explicit = () if argnums == DEFAULT_ARGNUMS[f"{kind}_argnums"] else argnums
                 named = signature.numbers(f"{kind}_argnames", names)

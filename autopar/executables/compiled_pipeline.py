@@ -19,7 +19,15 @@ from autopar.executables.compile_all import compile_all
 from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
-from autopar.executables.step_leaves import LeafwiseStep, check_widths, copied, is_as_compiled, put, result_like
+from autopar.executables.step_leaves import (
+    LeafwiseStep,
+    check_widths,
+    copied,
+    is_as_compiled,
+    put,
+    result_like,
+    text_of_leaf,
+)
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
 from autopar.ir.jax_sharding import submesh
@@ -91,6 +99,26 @@ class CompiledPipeline(LeafwiseStep):
             return True  # it brings the leaves to their layouts
         avals, shardings = self.traced.in_avals, self.leaf_shardings
         return all(is_as_compiled(leaves[i], avals[i], shardings[i]) for i in positions)
+
+    def placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves in their layouts, as `jax.jit` has them: arrays that are committed to others are refused.
+
+        Raises: TypeError.
+        """
+        out = list(leaves)
+        traced = self.traced
+        of_leaves = zip(traced.in_avals, self.leaf_shardings, traced.in_paths, strict=True)
+        for i, (aval, sharding, path) in enumerate(of_leaves):
+            if is_as_compiled(out[i], aval, sharding):
+                continue
+            at = getattr(out[i], "sharding", sharding)
+            if not is_as_compiled(out[i], aval, at) or getattr(out[i], "committed", False):
+                raise TypeError(
+                    f"compiled {traced.name}, {path}: expected {aval.dtype}{list(aval.shape)} in {sharding}, got "
+                    f"{text_of_leaf(out[i])}"
+                )
+            out[i] = jax.device_put(out[i], sharding)
+        return out
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         if self.stage_sharded is None:

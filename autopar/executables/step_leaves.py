@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,14 @@ def is_as_compiled(leaf: Any, aval: Any, sharding: NamedSharding) -> bool:
     return own.dtype == aval.dtype and own.shape == tuple(aval.shape)
 
 
+def text_of_leaf(leaf: Any) -> str:
+    """A leaf in an error: its dtype, its shape and where it is."""
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        return type(leaf).__name__
+    at = f" in {leaf.sharding}" if isinstance(leaf, jax.Array) else ""
+    return f"{leaf.dtype}{list(leaf.shape)}{at}"
+
+
 def check_widths(traced: TracedStep) -> None:
     """Raises: UnsupportedError for arguments of less than 8 bits, which jax's compiled programs refuse where their
     layouts are given: they take them for arrays with a byte an element.
@@ -68,6 +77,7 @@ class LeafwiseStep:
     plan: Plan
     traced: TracedStep
     leaf_shardings: tuple[NamedSharding, ...]
+    donated: frozenset[int]
     across: GlobalStep | None
 
     @property
@@ -79,33 +89,20 @@ class LeafwiseStep:
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
-        leaves = self.stored(leaves_of(self.traced, args))
-        if not self.accepts(leaves, range(len(leaves))):
-            raise self.refusal(leaves)
+        leaves: Sequence[Any] = self.stored(leaves_of(self.traced, args))
+        if self.across is None:
+            leaves = self.placed(_apart(leaves, self.donated))
         return self.results_of(self.run(leaves))
+
+    def placed(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves as the program takes them. Raises: TypeError, also by the program itself."""
+        return leaves
 
     def accepts(self, leaves: Sequence[Any], positions: Sequence[int]) -> bool:
         """Whether the leaves at these positions have the shapes, dtypes and layouts of the program; of a program that
         refuses others by itself, before it runs anything, always.
         """
         return True
-
-    def refusal(self, leaves: Sequence[Any]) -> TypeError:
-        """The error for leaves that are not accepted, which names the first."""
-        traced = self.traced
-        for leaf, aval, sharding, path in zip(
-            leaves, traced.in_avals, self.leaf_shardings, traced.in_paths, strict=True
-        ):
-            if not is_as_compiled(leaf, aval, sharding):
-                got = f"{type(leaf).__name__}"
-                if isinstance(leaf, (jax.Array, np.ndarray)):
-                    got = f"{leaf.dtype}{list(leaf.shape)}"
-                if isinstance(leaf, jax.Array):
-                    got += f" in {leaf.sharding}"
-                return TypeError(
-                    f"compiled {traced.name}, {path}: expected {aval.dtype}{list(aval.shape)} in {sharding}, got {got}"
-                )
-        raise AssertionError("all leaves are accepted")
 
     def stored(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of the arguments as they are stored; those that come in another form are moved."""
@@ -142,6 +139,17 @@ class LeafwiseStep:
         raise NotImplementedError
 
 
+def _apart(leaves: Sequence[Any], donated: frozenset[int]) -> list[Any]:
+    """The leaves, with copies of donated arrays that are other leaves too: jaxlib ends the process for these."""
+    out = list(leaves)
+    if len(set(map(id, leaves))) < len(leaves):
+        times = collections.Counter(map(id, leaves))
+        for i in donated:
+            if times[id(leaves[i])] > 1:
+                out[i] = copied(leaves[i])
+    return out
+
+
 @jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
     """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
@@ -151,10 +159,23 @@ def copied(leaf: Any) -> Any:
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any, ...]:
-    """Places arrays that every process has on the devices."""
+    """Places arrays that every process has on the devices, where they share no memory with those given: the program
+    may delete or donate these.
+    """
     if jax.process_count() == 1:
-        return tuple(jax.device_put(list(arrays), list(shardings)))
+        placed = jax.device_put(list(arrays), list(shardings))
+        return tuple(
+            jax.device_put(copied(array), sharding) if _share_memory(array, on_devices) else on_devices
+            for array, on_devices, sharding in zip(arrays, placed, shardings, strict=True)
+        )
     return tuple(from_whole(a, aval_of(a), s) for a, s in zip(arrays, shardings, strict=True))
+
+
+def _share_memory(array: Any, other: jax.Array) -> bool:
+    """Whether arrays have a buffer in common."""
+    if not isinstance(array, jax.Array):
+        return False
+    return not set(jax_compat.buffer_addresses(array)).isdisjoint(jax_compat.buffer_addresses(other))
 
 
 def result_like(value: Any, aval: jax.ShapeDtypeStruct) -> Any:

@@ -113,15 +113,41 @@ def test_a_leaf_of_the_state_that_was_changed_by_hand(options, change):
 
 
 @OF_ALL_FORMS
-def test_a_compiled_step_names_what_it_does_not_accept(options):
-    state = new_state()
-    compiled = parallel(updated, options).compile(state, new_batch())
-    placed = jax.device_put((state, new_batch()), compiled.shardings)
-    wrong = {**placed[0], "rate": jnp.full(16, 0.1)}
-    with pytest.raises(TypeError, match=r"state\['rate'\]: expected float32\[\] .* got float32\[16\]"):
-        compiled(wrong, placed[1])
+def test_a_compiled_step_takes_arrays_as_those_of_jit_do(options):
+    """On no device in particular it places them; those on another one it refuses before the first task runs."""
+    compiled = parallel(updated, options).compile(new_state(), new_batch())
+    expected = jax.jit(updated)(new_state(), new_batch())
+    assert_close(compiled(new_state(), new_batch()), expected)
+    placed = jax.device_put((new_state(), new_batch()), compiled.shardings)
+    elsewhere = jax.device_put(jnp.float32(0.1), jax.devices()[1])
+    for wrong, got in (jnp.full(16, 0.1), r"float32\[16\]"), (elsewhere, r"float32\[\] in Single"):
+        with pytest.raises(TypeError, match=rf"state\['rate'\]: expected float32\[\] .* got {got}"):
+            compiled({**placed[0], "rate": wrong}, placed[1])
     assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
-    assert_close(compiled(*placed), jax.jit(updated)(new_state(), new_batch()))
+    assert_close(compiled(*placed), expected)
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS.values()], ids=["one program", *FORMS])
+def test_an_array_in_two_places_of_a_compiled_step(options):
+    array = np.asarray(jnp.eye(16) * 0.5)
+    compiled = parallel(updated, options).compile(new_state(), new_batch())
+    expected = jax.jit(updated)({**new_state(), "a": array, "b": array}, {"x": array})
+    shared = jnp.array(array)
+    assert_close(compiled({**new_state(), "a": shared, "b": shared}, {"x": shared}), expected)
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS.values()], ids=["one program", *FORMS])
+def test_an_array_of_the_code_that_is_deleted_later(options):
+    scale = jnp.full((16, 16), 0.5)
+
+    def step(state, batch):
+        return updated(state, {"x": batch["x"] * scale})
+
+    one = parallel(step, options)
+    state, expected = one(new_state(), new_batch())[0], jax.jit(step)(new_state(), new_batch())[0]
+    expected = jax.jit(step)(expected, new_batch())
+    scale.delete()
+    assert_close(one(state, new_batch()), expected)
 
 
 @OF_ALL_FORMS

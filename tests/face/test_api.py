@@ -204,6 +204,18 @@ def test_static_argument_each_value_is_a_step_of_its_own():
     assert float(again) == float(single)
 
 
+def test_argument_numbers_count_from_the_last_as_in_jit():
+    def step(state, batch, mode):
+        assert mode in ("train", "test")
+        new, metrics = mlp_step(state, batch)
+        return (new if mode == "train" else state), metrics
+
+    parallel = split(step, static_argnums=-1, batch_argnums=-2, donate_argnums=(-3,))
+    assert_close(parallel(new_mlp_state(), mlp_batch(), "train"), mlp_step(new_mlp_state(), mlp_batch()))
+    state, _ = parallel(new_mlp_state(), mlp_batch(), "test")
+    assert_close(state, new_mlp_state())
+
+
 def test_static_argument_in_front():
     def step(kind, state, batch):
         assert kind == "train"
