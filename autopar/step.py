@@ -297,6 +297,9 @@ class Step:
         )
         return BoundStep(step, instance)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        return self  # as of any function
+
     def __repr__(self) -> str:
         plan = self._plans.latest()
         return f"<Step {self.__name__}{self._signature}, {'not planned yet' if plan is None else repr(plan)}>"

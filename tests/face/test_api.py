@@ -1,5 +1,6 @@
 """The decorator: planning, compiling, running, and using a plan by hand."""
 
+import copy
 import functools
 import logging
 
@@ -66,6 +67,12 @@ def test_the_step_looks_like_its_function():
         return mlp_step(state, batch)
 
     assert (train.__name__, train.__doc__) == ("train", "Trains.")
+
+
+def test_a_copy_of_a_step_is_the_step_as_of_any_function():
+    step = split_mlp()
+    step(new_mlp_state(), mlp_batch())
+    assert copy.deepcopy({"step": step})["step"] is step
 
 
 def test_a_partial_can_be_parallelized():
