@@ -11,7 +11,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
-from autopar.calls.aliasing import without_shared_memory
 from autopar.calls.batches import StepBatches
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.fast_path import FastPath
@@ -27,7 +26,8 @@ from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
-from autopar.executables.compiled_spmd import Compiled, lower_whole
+from autopar.executables.aliasing import without_shared_memory
+from autopar.executables.compiled_spmd import lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
 from autopar.executables.padded_arrays import stored_as_they_are
@@ -128,8 +128,8 @@ class Step:
         with turn:
             compiled, leaves = self._compiled_for(args)
             self._fast = fast = FastPath(compiled, leaves)
-            constants = compiled.constants if isinstance(compiled, Compiled) else [c for _, c in compiled.fixed]
-            results = fast.run(without_shared_memory(put_leaves(leaves, compiled), compiled.donated, constants))
+            placed = put_leaves(leaves, compiled)
+            results = fast.run(without_shared_memory(placed, compiled.donated, compiled.own_constants))
         return compiled.results_of(results)
 
     def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from autopar.calls.aliasing import share_memory
 from autopar.common import jax_compat
+from autopar.executables.aliasing import share_memory
 from autopar.executables.compiled_step import CompiledStep
 from autopar.frontend.tracing import is_weak
 
@@ -53,6 +53,7 @@ class FastPath:
         # References to what is known to share no memory: what replaced the donated leaves, and what was kept beside it.
         self._new: list[Any] = []
         self._beside: list[Any] = []
+        self._others_before: list[Any] = []  # references to what was not replaced, of a program that refuses late
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these leaves may run the program at once; the program may still refuse it."""
@@ -65,13 +66,22 @@ class FastPath:
                 return False
         elif self._weak != _weak_types(leaves):
             return False
-        if not self.compiled.accepts(leaves, self._others if is_new else range(len(leaves))):
+        if self.compiled.refuses_late and not self._are_accepted(leaves, is_new):
             return False
         if len(set(map(id, leaves))) != len(leaves):
             ids = set(map(id, donated))
             if len(ids) != len(donated) or any(id(leaves[i]) in ids for i in self._others):
                 return False
         return self._share_no_memory(leaves, donated, is_new)
+
+    def _are_accepted(self, leaves: Sequence[Any], is_new: bool) -> bool:
+        """Whether the program accepts the leaves, of which those of the last call, and its results, are known."""
+        if not is_new:
+            return self.compiled.accepts(leaves, range(len(leaves)))
+        known = map(operator.call, self._others_before) if self._others_before else [None] * len(self._others)
+        return self.compiled.accepts(
+            leaves, [i for i, before in zip(self._others, known, strict=True) if before is not leaves[i]]
+        )
 
     def _share_no_memory(self, leaves: Sequence[Any], donated: Sequence[Any], is_new: bool) -> bool:
         """Whether donated leaves share no memory with other leaves."""
@@ -89,6 +99,8 @@ class FastPath:
         results = self.compiled.run(leaves)
         self._new = _references(self._replaced(results))
         self._beside = _references(beside)
+        if self.compiled.refuses_late:
+            self._others_before = _references([leaves[i] for i in self._others])
         return results
 
 

@@ -62,7 +62,7 @@ class PlanSources:
 
         if jax.process_count() == 1:
             return made()
-        inputs = encode(given.record) if given is not None else None
+        inputs = (encode(given.record) if given is not None else None), is_shorter
         agreed = self._of_process_0(traced, trees, progress, inputs, made)
         return given or agreed
 
@@ -76,10 +76,20 @@ class PlanSources:
         return cluster, dataclasses.replace(request, num_microbatches=number)
 
     def again(
-        self, traced: TracedStep, trees: Trees, progress: Progress, effort: Effort, time_limit_s: float | None
+        self,
+        traced: TracedStep,
+        trees: Trees,
+        progress: Progress,
+        effort: Effort,
+        time_limit_s: float | None,
+        *,
+        is_shorter: bool = False,
     ) -> Plan:
-        """The plan of another search with more effort or time; in a program of several processes that of process 0."""
-        cluster, request = self.request(traced)
+        """The plan of another search with more effort or time; in a program of several processes that of process 0.
+
+        `is_shorter`: as of `plan`.
+        """
+        cluster, request = self._divided(traced) if is_shorter else self.request(traced)
         requested = cluster, dataclasses.replace(request, effort=effort, time_limit_s=time_limit_s)
         if jax.process_count() == 1:
             return self._searched(traced, trees, progress, requested)

@@ -32,6 +32,7 @@ class StepPlans:
         self._name, self._sources, self._show_progress = name, sources, show_progress
         self._by_key: dict[Any, tuple[TracedStep, Plan]] = {}
         self._short_batches: dict[Any, tuple[TracedStep, Plan]] = {}
+        self._shorter: set[Any] = set()  # the keys of shorter batches that got a plan of their own
         self._flags: dict[Any, Any] = {}  # by key: JAX's configuration, as far as sharding rules depend on it
         self.last_progress: Progress | None = None
 
@@ -73,8 +74,9 @@ class StepPlans:
                 if self._by_key:
                     logger.warning("%s: arguments of new shapes or types: planning again", self._name)
                 earlier = (before for before, _ in self._under_these_flags())
-                is_shorter = any(fewer_examples(before, traced) is not None for before in earlier)
-                plan = self._sources.plan(traced, trees, progress, is_shorter=is_shorter)
+                if any(fewer_examples(before, traced) is not None for before in earlier):
+                    self._shorter.add(key)
+                plan = self._sources.plan(traced, trees, progress, is_shorter=key in self._shorter)
             if traced.placements:
                 note = placement_note(traced, self._sources.constraints)
                 if not self._by_key:
@@ -101,7 +103,8 @@ class StepPlans:
         assert plan.trees is not None, "the plan of a step knows its arguments"
         progress = Progress(f"autopar {self._name}, again", show=self._show_progress)
         with collected_seldom():
-            other = self._sources.again(traced, plan.trees, progress, effort, time_limit_s)
+            shorter = key in self._shorter
+            other = self._sources.again(traced, plan.trees, progress, effort, time_limit_s, is_shorter=shorter)
         self.last_progress = progress
         if other.predicted.step_time_s >= plan.predicted.step_time_s:
             return False

@@ -41,11 +41,12 @@ class StepOptions:
         numbers: dict[str, Any] = {}
         for kind in ("batch", "donate", "static"):
             names, argnums = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
+            are_given = argnums != DEFAULT_ARGNUMS[f"{kind}_argnums"]
             if any(number < 0 for number in argnums):
                 argnums = tuple(map(signature.from_first, argnums))
                 numbers[f"{kind}_argnums"] = argnums
             if names:
-                explicit = () if argnums == DEFAULT_ARGNUMS[f"{kind}_argnums"] else argnums
+                explicit = argnums if are_given else ()
                 named = signature.numbers(f"{kind}_argnames", names)
                 numbers |= {f"{kind}_argnums": tuple(dict.fromkeys((*explicit, *named))), f"{kind}_argnames": ()}
         return dataclasses.replace(self, **numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from autopar.executables.step_leaves import (
     LeafwiseStep,
     check_widths,
     copied,
+    has_aval,
     is_as_compiled,
     put,
     result_like,
@@ -57,7 +58,7 @@ class PassedOn:
     replaces: bool
 
     def of(self, value: Any) -> Any:
-        """The result, of what the input is; None where that is on devices of other processes."""
+        """The result, of what the input is; that itself where it is the new state or on devices of other processes."""
         if value is None or not is_here(self.sharding) or (self.replaces and isinstance(value, jax.Array)):
             return value
         return jax_compat.with_weak_type(jax.device_put(copied(value), self.sharding), self.weak)
@@ -75,6 +76,7 @@ class CompiledPipeline(LeafwiseStep):
     are numbered in place of leaves.
     """
 
+    refuses_late: ClassVar[bool] = True
     plan: Plan
     traced: TracedStep
     staged: StagedStep
@@ -90,6 +92,10 @@ class CompiledPipeline(LeafwiseStep):
     passed_on: tuple[PassedOn, ...]
     stage_sharded: tuple[StageShardedLeaves, StageShardedLeaves] | None = None
     across: GlobalStep | None = None
+
+    @property
+    def own_constants(self) -> Sequence[Any]:
+        return [constant for _, constant in self.fixed]
 
     def accepts(self, leaves: Sequence[Any], positions: Sequence[int]) -> bool:
         """As of `LeafwiseStep`: the first tasks take over the state before the last ones see their arguments, and some
@@ -111,8 +117,7 @@ class CompiledPipeline(LeafwiseStep):
         for i, (aval, sharding, path) in enumerate(of_leaves):
             if is_as_compiled(out[i], aval, sharding):
                 continue
-            at = getattr(out[i], "sharding", sharding)
-            if not is_as_compiled(out[i], aval, at) or getattr(out[i], "committed", False):
+            if not has_aval(out[i], aval) or getattr(out[i], "committed", False):
                 raise TypeError(
                     f"compiled {traced.name}, {path}: expected {aval.dtype}{list(aval.shape)} in {sharding}, got "
                     f"{text_of_leaf(out[i])}"

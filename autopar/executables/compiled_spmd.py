@@ -45,6 +45,10 @@ class Compiled(LeafwiseStep):
     noted: int | None = None
     failures: list[BaseException] | None = None
 
+    @property
+    def own_constants(self) -> Sequence[Any]:
+        return self.constants
+
     def _run_across(self, leaves: Sequence[Any]) -> Any:
         assert self.across is not None, "for programs of several processes"
         results = self._run(self.across.arguments(leaves))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
+from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.executables.padded_arrays import PaddedArray, padded_results, stored_leaves
 from autopar.frontend.callback_results import call_with_results
@@ -30,16 +30,23 @@ def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:
     return leaves
 
 
-def is_as_compiled(leaf: Any, aval: Any, sharding: NamedSharding) -> bool:
-    """Whether a leaf has the shape and dtype of an argument of a program, and where it is on devices, its layout."""
-    if isinstance(leaf, jax.Array):
-        if leaf.dtype != aval.dtype or leaf.shape != tuple(aval.shape):
-            return False
-        return leaf.sharding is sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+def has_aval(leaf: Any, aval: Any) -> bool:
+    """Whether a leaf is an array or a number of this shape and dtype, 64 bits being cut as JAX does."""
+    if isinstance(leaf, (jax.Array, np.ndarray)) and leaf.dtype == aval.dtype:
+        return leaf.shape == aval.shape
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return False
     own = aval_of(leaf)
-    return own.dtype == aval.dtype and own.shape == tuple(aval.shape)
+    return own.dtype == aval.dtype and own.shape == aval.shape
+
+
+def is_as_compiled(leaf: Any, aval: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf has the shape and dtype of an argument of a program, and where it is on devices, its layout."""
+    if not has_aval(leaf, aval):
+        return False
+    if not isinstance(leaf, jax.Array):
+        return True
+    return leaf.sharding is sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def text_of_leaf(leaf: Any) -> str:
@@ -79,6 +86,8 @@ class LeafwiseStep:
     leaf_shardings: tuple[NamedSharding, ...]
     donated: frozenset[int]
     across: GlobalStep | None
+    # Whether a program may run in part before it refuses an argument, so that all are compared before (`accepts`).
+    refuses_late: ClassVar[bool] = False
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -91,8 +100,13 @@ class LeafwiseStep:
     def __call__(self, *args: Any) -> Any:
         leaves: Sequence[Any] = self.stored(leaves_of(self.traced, args))
         if self.across is None:
-            leaves = self.placed(_apart(leaves, self.donated))
-        return self.results_of(self.run(leaves))
+            leaves = self.placed(leaves)
+        return self.results_of(self.run(without_shared_memory(leaves, self.donated, self.own_constants)))
+
+    @property
+    def own_constants(self) -> Sequence[Any]:
+        """The constants of the program, on the devices."""
+        raise NotImplementedError
 
     def placed(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves as the program takes them. Raises: TypeError, also by the program itself."""
@@ -139,17 +153,6 @@ class LeafwiseStep:
         raise NotImplementedError
 
 
-def _apart(leaves: Sequence[Any], donated: frozenset[int]) -> list[Any]:
-    """The leaves, with copies of donated arrays that are other leaves too: jaxlib ends the process for these."""
-    out = list(leaves)
-    if len(set(map(id, leaves))) < len(leaves):
-        times = collections.Counter(map(id, leaves))
-        for i in donated:
-            if times[id(leaves[i])] > 1:
-                out[i] = copied(leaves[i])
-    return out
-
-
 @jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
     """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
@@ -164,11 +167,12 @@ def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> tuple[Any,
     """
     if jax.process_count() == 1:
         placed = jax.device_put(list(arrays), list(shardings))
-        return tuple(
-            jax.device_put(copied(array), sharding) if _share_memory(array, on_devices) else on_devices
-            for array, on_devices, sharding in zip(arrays, placed, shardings, strict=True)
-        )
-    return tuple(from_whole(a, aval_of(a), s) for a, s in zip(arrays, shardings, strict=True))
+    else:
+        placed = [from_whole(a, aval_of(a), s) for a, s in zip(arrays, shardings, strict=True)]
+    return tuple(
+        jax.device_put(copied(array), sharding) if _share_memory(array, on_devices) else on_devices
+        for array, on_devices, sharding in zip(arrays, placed, shardings, strict=True)
+    )
 
 
 def _share_memory(array: Any, other: jax.Array) -> bool:

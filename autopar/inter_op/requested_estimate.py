@@ -40,7 +40,7 @@ def estimated_one_stage(context: PlanningContext, *, keeps: bool = False) -> Pip
     found: PipelineEstimate | None = None
     for hoist_casts in (True, False):
         again, copied_bytes = _estimated(context, hoist_casts, keeps=keeps)
-        if again is None or (found is not None and again.peak_bytes >= found.peak_bytes):
+        if again is None or (found is not None and _rank(again, context) >= _rank(found, context)):
             break
         found = again
         if found.peak_bytes <= context.limit_bytes or not 0 < copied_bytes >= found.peak_bytes - context.limit_bytes:
@@ -77,11 +77,17 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
                 )
             )  # fmt: skip
         one.short.forget_stages()
-        return min(found, key=lambda at: at.rank(context.limit_bytes)) if len(found) == len(one.choices) else None
+        return min(found, key=lambda at: _rank(at, context)) if len(found) == len(one.choices) else None
 
     with context.progress.pass_("estimate stages"):
         found = graphs.of(traced, ("estimate", *at, request.recompute, context.limit_bytes), estimated)
     return found, one.copied_bytes
+
+
+def _rank(estimate: PipelineEstimate, context: PlanningContext) -> tuple[bool, float]:
+    """Smaller is better: what fits first, then what is faster; of what does not fit, the smaller."""
+    fits = estimate.fits(context.limit_bytes)
+    return not fits, estimate.step_time_s if fits else float(estimate.peak_bytes)
 
 
 def _short_request(context: PlanningContext, hoist_casts: bool, keeps: bool) -> _ShortRequest:

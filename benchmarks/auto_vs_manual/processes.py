@@ -1,6 +1,7 @@
 """Rows that other processes make: planned ones by several processes at once, those that are run by one."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -59,7 +60,8 @@ def lines_of(
                 else:
                     print(line, file=process.stdin, flush=True)
             except BrokenPipeError:  # it is gone, as its status tells
-                pass
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
 
         reader.start()
         timer = started()
@@ -68,6 +70,8 @@ def lines_of(
             for line in process.stdout:
                 if each(line) is True:
                     timer.cancel()
+                    if late.is_set():
+                        break
                     timer = started()
                     give()
             process.wait()
@@ -146,9 +150,10 @@ class _Process:
         if line.strip() == ROW_IS_MADE:
             self.end("")
             return True
-        self.row = row_of(json.loads(line))
-        with self.lock:
-            self.told(self.row)
+        if line.startswith("{"):
+            self.row = row_of(json.loads(line))
+            with self.lock:
+                self.told(self.row)
         return False
 
     def end(self, wrong: str) -> None:

@@ -162,3 +162,14 @@ def test_types_of_64_bits_in_the_code_of_a_step(options):
     seen = parallel(step, options)(new_state(), batch)
     assert (seen[2].dtype, int(seen[2])) == (expected[2].dtype, 112_000_000_000)
     assert_close(seen, expected)
+
+
+@pytest.mark.parametrize("options", [{}, *FORMS.values()], ids=["one program", *FORMS])
+def test_arrays_that_share_a_buffer_in_a_compiled_step(options):
+    compiled = parallel(updated, options).compile(new_state(), new_batch())
+    state, batch = jax.device_put((new_state(), new_batch()), compiled.shardings)
+    expected = jax.jit(updated)({**new_state(), "b": new_state()["a"]}, new_batch())
+    shards = [shard.data for shard in state["a"].addressable_shards]
+    if state["a"].sharding.is_equivalent_to(state["b"].sharding, 2):  # stages hold them on other devices
+        state["b"] = jax.make_array_from_single_device_arrays((16, 16), state["a"].sharding, shards)
+        assert_close(compiled(state, batch), expected)

@@ -18,18 +18,21 @@ from autopar.common.jax_compat import buffer_addresses
 def without_shared_memory(leaves: Sequence[Any], donated: Iterable[int], constants: Sequence[Any] = ()) -> list[Any]:
     """Leaves whose donated ones share no memory with other leaves, with constants, or with each other.
 
-    A donated leaf that shares memory is replaced by a copy.
+    A donated leaf that shares memory is replaced by a copy. Random keys do not tell where they are: they are compared
+    as objects.
     """
     out, donated_positions = list(leaves), set(donated)
     other_leaves = [leaf for i, leaf in enumerate(leaves) if i not in donated_positions]
+    held = set(map(id, other_leaves))
     addresses_held = {
         a for array in (*other_leaves, *constants) if isinstance(array, jax.Array) for a in buffer_addresses(array)
     }
     for i in sorted(donated_positions):
         if isinstance(out[i], jax.Array):
             addresses = buffer_addresses(out[i])
-            if not addresses_held.isdisjoint(addresses):
+            if id(leaves[i]) in held or not addresses_held.isdisjoint(addresses):
                 out[i] = out[i].copy()
+            held.add(id(leaves[i]))
             addresses_held.update(addresses)
     return out
 
