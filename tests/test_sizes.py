@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.test_imports import package_files, relative
 
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 900
 MAX_FUNCTION_LINES = 60  # with its docstring
 MAX_PARAMETERS = 8  # without self
 
