@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from importlib import metadata
 
 # Python imports this package before `python -m autopar.launch`, which starts processes and needs neither the compiler
 # nor JAX. While Python looks for a module that it is to run, argv[0] is "-m".
@@ -22,6 +23,11 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.step import Step
     from autopar.tuning import Timed, Tuning, tune
     from autopar.verification import Verification, verify
+
+try:
+    __version__ = metadata.version("autopar")
+except metadata.PackageNotFoundError:  # a checkout on the path that is not installed
+    __version__ = "0+checkout"
 
 __all__ = [
     "Cluster",

@@ -54,18 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _version() -> str:
-    try:
-        return metadata.version("autopar")
-    except metadata.PackageNotFoundError:
-        return "from a checkout"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autopar", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"autopar {_version()}")
+    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     add = _adding_to(verbs)
     _add_planning(add)

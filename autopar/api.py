@@ -19,6 +19,7 @@ from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat, checked_time_limit_s
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe
+from autopar.recipes.parse import as_recipe
 from autopar.recipes.recipe import plan_request
 from autopar.step import Step
 from autopar.step_views import followed, function_of
@@ -33,7 +34,7 @@ _SEARCHED = (
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    plan: Plan | Recipe | None = None,
+    plan: Plan | Recipe | str | None = None,
     cluster: Cluster | str | None = None,
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
@@ -62,8 +63,8 @@ def parallelize(
         fun: The step, any pure function of arrays in pytrees, or a step made before, to be planned anew: of its options
             it keeps which arguments hold examples, are donated and are static, unless they are named here. Without it,
             a decorator is returned. NNX objects among its arguments may be changed in place, as under `nnx.jit`.
-        plan: A plan to run unchanged, or a recipe (`autopar.recipes`, `autopar.constrain`) that constrains the search;
-            None searches freely.
+        plan: A plan to run unchanged, or a recipe (`autopar.recipes`, `autopar.constrain`) that constrains the search,
+            also as text (`"fsdp"`, `"tensor_parallel(size=8)"`); None searches freely.
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
         num_microbatches: The number of equal parts of the batch; "auto" leaves it to the search.
@@ -108,13 +109,19 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
+    plan = as_recipe(plan)
     if isinstance(cluster, str):
         # Without a number of devices it is what None means: jax's devices are not asked for before the first call.
         cluster = None if cluster == "local" else Cluster.parse(cluster)
     if isinstance(memory_limit_bytes, str):
         memory_limit_bytes = _size("parallelize(memory_limit_bytes=...)", memory_limit_bytes)
     kinds: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
-        ("plan", plan, (Plan, Recipe), "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes"),
+        (
+            "plan",
+            plan,
+            (Plan, Recipe),
+            "load one with autopar.Plan.load(path), or take a recipe of autopar.recipes, such as 'fsdp'",
+        ),
         ("cluster", cluster, (Cluster,), "make one with autopar.Cluster.local(), .preset(...) or .parse(text)"),
         ("follow", follow, (Step,), "name a step that parallelize made"),
         (
@@ -247,7 +254,7 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
     for those named here.
     """
     if isinstance(fun, Step):
-        options = _own_wishes(fun, options.get("plan")) | options
+        options = _own_wishes(fun, as_recipe(options.get("plan"))) | options
     given = parallelize(function_of(fun) if isinstance(fun, Step) else fun, cluster=cluster, **options)
     assert isinstance(given, Step), "given a function, it makes a step"
     return (_with_options(fun, given, options) if isinstance(fun, Step) else given).plan(*args)

@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,6 +31,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
 from autopar.recipes import Recipe, data_parallel, zero
+from autopar.recipes.parse import as_recipe
 from autopar.runtime.execution.dispatch import drain
 from autopar.step import Step
 from autopar.step_views import check_is_step, planning_problem_of, save_rules
@@ -104,7 +105,7 @@ class Tuning:
 def tune(
     step: Step,
     *args: Any,
-    beside: Mapping[str, Recipe] | None = None,
+    beside: Mapping[str, Recipe | str] | Iterable[Recipe | str] | None = None,
     within: float = 1.25,
     most: int = 8,
     seconds: float = 20.0,
@@ -118,15 +119,16 @@ def tune(
     Args:
         step: A step of `autopar.parallelize` without a plan, a recipe or a step to follow.
         args: Its arguments, arrays. They survive.
-        beside: Recipes to time as well, by their names in the table; None: data parallelism and ZeRO.
+        beside: Recipes to time as well, by their names in the table, also as text (`["fsdp", "tensor_parallel"]`): all
+            that fit are timed. None: data parallelism and ZeRO, as far as `within` and `most` allow.
         within: The largest ratio of a plan's predicted time to the shortest predicted time.
-        most: The largest number of plans to time.
+        most: The largest number of plans to time, without those of `beside`.
         seconds: Approximate duration of the timed steps, without compilation. Each plan has at least a few turns.
 
     Raises: InvalidArgumentError; UnsupportedError in a program of several processes; what planning, compiling and
     running raise, where no plan could be timed.
     """
-    return tuned_by(alternate, step, args, dict(BESIDE) if beside is None else beside, within, most, seconds)
+    return tuned_by(alternate, step, args, beside, within, most, seconds)
 
 
 # Runs one plan a few steps; returns what each of them took, in seconds.
@@ -139,24 +141,27 @@ def tuned_by(
     clock: Clock,
     step: Step,
     args: Sequence[Any],
-    beside: Mapping[str, Recipe],
+    beside: Mapping[str, Recipe | str] | Iterable[Recipe | str] | None,
     within: float,
     most: int,
     seconds: float,
 ) -> Tuning:
     """`tune` with a given clock."""
-    _check(step, beside, within, most, seconds)
+    _check(step, within, most, seconds)
+    named = _recipes_by_name(beside)
+    recipes = dict(BESIDE) if named is None else named
     problem = planning_problem_of(step, *args)
     progress = Progress(f"autopar tune {step.__name__}", show=problem.show_progress)
     with collected_seldom():
-        planned = list(_planned(problem, beside, within, progress))
+        planned = list(_planned(problem, recipes, within, progress))
     save_rules(step)
     refused = [_FailedPlan(name, result) for name, result in planned if isinstance(result, Exception)]
     plans = [(name, result) for name, result in planned if isinstance(result, Plan)]
     fitting = [(name, plan) for name, plan in plans if not _memory_excess(plan)]
     # The search's own comes first, which takes a plan that is easier to read before one that is hardly faster.
     slower = sorted(fitting[1:], key=lambda named: step_s(named[1]))
-    running, failed, rows = _compiled(problem, [*fitting[:1], *slower], within, most, progress)
+    asked = {*(named or ()), *(name for name, _ in fitting[:1])}
+    running, failed, rows = _compiled(problem, [*fitting[:1], *slower], asked, within, most, progress)
     rows += [_row(name, plan, why=_memory_excess(plan)) for name, plan in plans if _memory_excess(plan)]
     with progress.pass_(f"time {len(running)} plans"):
         durations_s = clock([candidate.turn for candidate in running], seconds)
@@ -221,16 +226,26 @@ def step_s(plan: Plan) -> float:
     return plan.predicted.step_time_s
 
 
-def _check(step: Any, beside: Any, within: float, most: int, seconds: float) -> None:
-    """Raises: InvalidArgumentError, UnsupportedError in a program of several processes."""
-    check_is_step("autopar.tune", step)
-    if not isinstance(beside, Mapping) or not all(isinstance(recipe, Recipe) for recipe in beside.values()):
+def _recipes_by_name(beside: Mapping[str, Recipe | str] | Iterable[Recipe | str] | None) -> dict[str, Recipe] | None:
+    """The recipes that the user names, or None. Raises: InvalidArgumentError."""
+    if beside is None:
+        return None
+    if not isinstance(beside, Mapping) and not isinstance(beside, str) and isinstance(beside, Iterable):
+        beside = {one.request.recipe if isinstance(one, Recipe) else str(one): one for one in beside}
+    found = {name: as_recipe(recipe) for name, recipe in beside.items()} if isinstance(beside, Mapping) else None
+    if found is None or not all(isinstance(recipe, Recipe) for recipe in found.values()):
         raise InvalidArgumentError(
             where="autopar.tune(beside=...)",
-            expected="recipes by name",
+            expected="recipes by name, or a list of recipes",
             got=repr(beside)[:60],
-            hint="such as {'tensor': autopar.recipes.tensor_parallel()}, {} for none",
+            hint="such as {'tensor': autopar.recipes.tensor_parallel()}, ['fsdp'], or {} for none",
         )
+    return found
+
+
+def _check(step: Any, within: float, most: int, seconds: float) -> None:
+    """Raises: InvalidArgumentError, UnsupportedError in a program of several processes."""
+    check_is_step("autopar.tune", step)
     numbers = (("within", within, 1, (int, float)), ("most", most, 1, (int,)), ("seconds", seconds, 0, (int, float)))
     for name, value, least, kinds in numbers:
         if not isinstance(value, kinds) or not value >= least:
@@ -272,18 +287,24 @@ def _planned(
 
 
 def _compiled(
-    problem: PlanningProblem, plans: Sequence[tuple[str, Plan]], within: float, most: int, progress: Progress
+    problem: PlanningProblem,
+    plans: Sequence[tuple[str, Plan]],
+    asked: Collection[str],
+    within: float,
+    most: int,
+    progress: Progress,
 ) -> tuple[list[_CompiledPlan], list[_FailedPlan], list[Timed]]:
-    """(plans to time, those that do not compile, those that need no timing). The first is always timed."""
+    """(plans to time, those that do not compile, those that need no timing). Those `asked` for are always timed."""
     running: dict[str, _CompiledPlan] = {}  # by program
     failed: list[_FailedPlan] = []
     rows: list[Timed] = []
     best_s = min((step_s(plan) for _, plan in plans), default=0.0)
-    for number, (name, plan) in enumerate(plans):
-        if number and step_s(plan) > within * best_s:
+    for name, plan in plans:
+        unasked = [candidate for candidate in running.values() if candidate.name not in asked]
+        if name not in asked and step_s(plan) > within * best_s:
             rows.append(_row(name, plan, why=f"predicted to take more than {within:g} times the best"))
             continue
-        if len(running) >= most:
+        if name not in asked and len(unasked) + 1 >= most:
             rows.append(_row(name, plan, why=f"not among the {most} predicted to be the fastest"))
             continue
         try:

@@ -23,6 +23,7 @@ from jax.extend.mlir import ir, passmanager
 
 _OURS = str(Path(__file__).parents[1])
 source_info_util.register_exclusion(_OURS)  # lines of kernels and of their errors are the user's
+_TRACING = str(Path(_OURS, "frontend", "tracing.py"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar
@@ -98,9 +99,44 @@ def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def source_line(eqn: Any) -> str:
-    """`file:line (function)` of the user's code that made an equation, or an empty string."""
-    return source_info_util.summarize(eqn.source_info)
+def source_line(eqn: Any, inside: tuple[str, str] | None = None) -> str:
+    """`file:line (function)` of the user's code that made an equation, or an empty string.
+
+    The step's own code rather than that of installed packages it calls, where both are on the way to the equation.
+    `inside` is a function, by file and name: only code that it calls counts.
+    """
+    return _line_in_step(eqn.source_info.traceback, inside)
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_in_step(made_at: Any, inside: tuple[str, str] | None) -> str:
+    codes, positions = made_at.raw_frames() if made_at else ([], [])
+    installed = None
+    for i, code in enumerate(codes):  # the innermost first
+        if code.co_filename == _TRACING or (code.co_filename, code.co_name) == inside:
+            break  # frames from here on call the step, or the function
+        if is_user_filename(code.co_filename):
+            if not code.co_filename.startswith(_INSTALLED):
+                return _text_of_frame(code, positions[i])
+            installed = installed or (code, positions[i])
+    return _text_of_frame(*installed) if installed else ""
+
+
+def _text_of_frame(code: Any, position: int) -> str:
+    line, column, *_ = xla_client.Traceback.code_addr2location(code, position)
+    return f"{code.co_filename}:{line}{f':{column}' if column else ''} ({code.co_qualname})"
+
+
+def library_function(jaxpr: Any) -> tuple[str, str] | None:
+    """File and name of the traced function, where it is one of jax or of an installed package.
+
+    JAX keeps the traces of such functions: their equations have the line of the first call.
+    """
+    traced = open_jaxpr(jaxpr).debug_info
+    path = getattr(traced, "func_filename", None)
+    if path is None or (is_user_filename(path) and not path.startswith(_INSTALLED)):
+        return None
+    return path, traced.func_name
 
 
 def present_line() -> str:

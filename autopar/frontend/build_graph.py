@@ -94,6 +94,7 @@ class _Builder:
         self._constant_ids: dict[int, int] = {}
         self._num_ops = 0
         self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
+        self._library_function: tuple[str, str] | None = None  # the function whose trace is inlined, if not the user's
 
     def value(self, var: Any, name: str = "") -> int:
         aval = var.aval
@@ -165,7 +166,7 @@ class _Builder:
         self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **details: Any
     ) -> Op:
         self._num_ops += 1
-        if self._calls and not jax_compat.source_line(eqn):  # inside of one of jax's own functions
+        if self._calls and not jax_compat.source_line(eqn, self._library_function):
             eqn = jax_compat.at_line_of(self._calls[-1], eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
@@ -175,10 +176,13 @@ class _Builder:
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
-        has_line = bool(jax_compat.source_line(eqn))
+        around = self._library_function
+        has_line = bool(jax_compat.source_line(eqn, around))
         if has_line:
             self._calls.append(eqn)
+        self._library_function = jax_compat.library_function(closed)
         outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+        self._library_function = around
         if has_line:
             self._calls.pop()
         return outs

@@ -1,4 +1,4 @@
-"""Recipes as text, as the command line takes them: `tensor_parallel(size=8)`, `cut(zero(1), stages=2)`."""
+"""Recipes as text: `tensor_parallel(size=8)`, `cut(zero(1), stages=2)`, or by the names of other systems: `fsdp`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ from autopar.errors import InvalidArgumentError
 from autopar.recipes.recipe import Recipe
 
 NAMES = tuple(name for name in recipes.__all__ if name != "Recipe")
+# The names that PyTorch, DeepSpeed and Megatron have for recipes, each with its first arguments here.
+ALIASES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "dp": ("data_parallel", ()),
+    "ddp": ("data_parallel", ()),
+    "fsdp": ("zero", (3,)),
+    "zero1": ("zero", (1,)),
+    "zero2": ("zero", (2,)),
+    "zero3": ("zero", (3,)),
+    "tp": ("tensor_parallel", ()),
+    "sp": ("sequence_parallel", ()),
+    "ep": ("expert_parallel", ()),
+    "pp": ("pipeline", ()),
+}
 
 
 def recipe_of(text: str) -> Recipe:
-    """The recipe of a call of a function of `autopar.recipes`, with literal arguments and recipes among them.
+    """The recipe of a call of a function of `autopar.recipes` or of an alias, with literal arguments and recipes.
 
-    Nothing else in the text is run. Raises: InvalidArgumentError.
+    A name alone is a call without arguments. Nothing else in the text is run. Raises: InvalidArgumentError.
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
@@ -28,23 +41,33 @@ def recipe_of(text: str) -> Recipe:
     return value
 
 
+def as_recipe(value: Any) -> Any:
+    """A text as the recipe that it names, any other value as it is. Raises: InvalidArgumentError."""
+    return recipe_of(value) if isinstance(value, str) else value
+
+
 def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in NAMES:
-        return getattr(recipes, node.id)()
+    if isinstance(node, ast.Name) and (node.id in NAMES or node.id in ALIASES):
+        return _called(node.id, (), {})
     if isinstance(node, ast.Call):
-        if not isinstance(node.func, ast.Name) or node.func.id not in NAMES:
+        if not isinstance(node.func, ast.Name) or node.func.id not in (*NAMES, *ALIASES):
             raise ValueError(f"no recipe {ast.unparse(node.func)!r}")
         if any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("** is not taken")
         named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-        return getattr(recipes, node.func.id)(*map(_value, node.args), **named)
+        return _called(node.func.id, tuple(map(_value, node.args)), named)
     return ast.literal_eval(node)
+
+
+def _called(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    function, first = ALIASES.get(name, (name, ()))
+    return getattr(recipes, function)(*first, *args, **named)
 
 
 def _refused(text: str, got: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         where=f"recipe {text!r}",
-        expected=f"a call of {', '.join(NAMES)}",
+        expected=f"a call of {', '.join(NAMES)}, or {', '.join(ALIASES)}",
         got=got,
-        hint="such as 'tensor_parallel(size=8)' or 'cut(zero(1), stages=2, num_microbatches=8)'",
+        hint="such as 'fsdp', 'tensor_parallel(size=8)' or 'cut(zero(1), stages=2, num_microbatches=8)'",
     )

@@ -30,3 +30,27 @@ def test_names_decide_nothing():
     assert recipes.zero(0) == recipes.data_parallel()
     assert autopar.constrain({"w": P("x")}, recipe=recipes.zero(1)).request.recipe == "zero(1)"
     assert autopar.constrain({"w": P("x")}).request.recipe == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("ddp", recipes.data_parallel()),
+        ("fsdp", recipes.zero(3)),
+        ("fsdp(size=4)", recipes.zero(3, size=4)),
+        ("zero2", recipes.zero(2)),
+        ("tp(size=2)", recipes.tensor_parallel(size=2)),
+        ("pp(2, num_microbatches=4)", recipes.pipeline(2, num_microbatches=4)),
+        ("cut(fsdp, num_microbatches=2)", recipes.cut(recipes.zero(3), num_microbatches=2)),
+    ],
+)
+def test_the_names_of_other_systems_are_recipes(text, recipe):
+    assert recipe_of(text) == recipe
+    assert autopar.parallelize(lambda state, batch: state, plan=text)._options.request == (
+        autopar.parallelize(lambda state, batch: state, plan=recipe)._options.request
+    )
+
+
+def test_a_text_that_is_no_recipe_is_refused_by_parallelize():
+    with pytest.raises(autopar.errors.InvalidArgumentError, match=r"(?s)got no recipe.*such as 'fsdp'"):
+        autopar.parallelize(lambda state, batch: state, plan="deepspeed()")

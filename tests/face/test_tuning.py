@@ -354,8 +354,9 @@ def test_refused_recipes_are_listed_with_the_reason():
     assert found.rows[2:] == tuple(refused.values())
 
 
-def test_what_is_predicted_to_take_too_long_is_listed_untimed():
-    found = by([1.0, 2.0], within=1.2)
+def test_what_is_predicted_to_take_too_long_is_listed_untimed(monkeypatch):
+    monkeypatch.setattr(tuning, "BESIDE", tuple(ZERO.items()))
+    found = by([1.0, 2.0], beside=None, within=1.2)
     beyond = {row.name: row for row in found.rows if row.measured_s is None}
     assert beyond.keys() == {"zero(1)", "zero(2)"}
     assert all(row.why == "predicted to take more than 1.2 times the best" for row in beyond.values())
@@ -366,6 +367,12 @@ def test_no_more_are_timed_than_are_asked_for():
     found = by([1.0], beside={}, most=1, within=1.2)
     assert found.rows[1].name == "near: mesh x=2 x y=4"
     assert found.rows[1].why == "not among the 1 predicted to be the fastest"
+
+
+def test_recipes_that_are_named_are_timed_however_slow_they_are_predicted():
+    found = by([1.0, 2.0], beside=[ZERO["zero(1)"]], most=1, within=1.0)
+    assert [row.name for row in found.rows if row.measured_s] == ["search: mesh x=8", "zero(1)"]
+    assert found.rows[1].plan.record.recipe == "zero(1)"
 
 
 # Turns
@@ -455,8 +462,9 @@ def test_shapes_are_refused():
         ({"most": 0}, "most=.*expected 1 or more, a whole number, got 0"),
         ({"most": 2.5}, "most=.*expected 1 or more, a whole number, got 2.5"),
         ({"seconds": -1.0}, "seconds=.*expected 0 or more, got -1.0"),
-        ({"beside": [autopar.recipes.zero(1)]}, "expected recipes by name"),
-        ({"beside": {"zero": "zero"}}, "expected recipes by name"),
+        ({"beside": [1]}, "expected recipes by name"),
+        ({"beside": "fsdp"}, "expected recipes by name"),
+        ({"beside": {"zero": "zero"}}, "recipe 'zero': expected a call of"),
     ],
 )
 def test_wrong_wishes_are_refused(options, expected):
@@ -506,6 +514,7 @@ def test_the_search_s_own_plan_is_timed_though_a_recipe_is_predicted_to_be_faste
         return dataclasses.replace(plan, record=dataclasses.replace(plan.record, predicted=predicted))
 
     monkeypatch.setattr(tuning, "make_plan", faster)
-    found = by([1.0], beside={"zero(1)": ZERO["zero(1)"]}, most=1)
+    monkeypatch.setattr(tuning, "BESIDE", [("zero(1)", ZERO["zero(1)"])])
+    found = by([1.0], beside=None, most=1)
     assert [row.name for row in found.rows if row.measured_s] == ["search: mesh x=8"]
     assert {row.name: row.why for row in found.rows}["zero(1)"] == "not among the 1 predicted to be the fastest"
