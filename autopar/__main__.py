@@ -28,9 +28,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
+import autopar
 from autopar.command_line import commands
 from autopar.command_line.kept_files import Kind
 from autopar.common.text_console import TextFormat

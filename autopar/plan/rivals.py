@@ -21,11 +21,15 @@ MEGATRON_GROUP = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A recipe that was weighed beside the plan. `step_time_s` is None where it has none, for the reason in `why`."""
+    """A recipe that was weighed beside the plan. `step_time_s` is None where it has none, for the reason in `why`.
+
+    `excess`: what it needs and what a device has, as text, where it does not fit.
+    """
 
     name: str
     step_time_s: float | None
     why: str
+    excess: str = ""
 
     @property
     def has_own_line(self) -> bool:
@@ -36,11 +40,22 @@ class Rival:
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     """The recipes that were weighed beside the plan, by name: data, tensor parallelism, stages of ZeRO."""
     lost = [r for r in record.rejected if r.source == BASELINES and r.text]
-    found = {r.text.rpartition(", ")[2]: (r.step_time_s, r.why) for r in lost}  # without the mesh of a candidate
-    for trial in record.tried:
-        if trial.name:
-            found.setdefault(trial.name, (trial.step_time_s, trial.status))
-    return tuple(Rival(name=name, step_time_s=s, why=why) for name, (s, why) in found.items())
+    ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
+    ways += [(trial.name, trial, trial.status) for trial in record.tried if trial.name]
+    limit_bytes = fullest(record).limit_bytes
+    found: dict[str, Rival] = {}
+    for name, way, why in ways:
+        rival = Rival(name=name, step_time_s=way.step_time_s, why=why, excess=_excess(way.peak_bytes, limit_bytes))
+        # Of a recipe on several meshes the first one that fits is meant.
+        if name not in found or (found[name].excess and not rival.excess):
+            found[name] = rival
+    return tuple(found.values())
+
+
+def _excess(peak_bytes: int | None, limit_bytes: int | None) -> str:
+    if peak_bytes is None or limit_bytes is None or peak_bytes <= limit_bytes:
+        return ""
+    return f"{text_of_bytes(peak_bytes)} a device, of {text_of_bytes(limit_bytes)}"
 
 
 def chosen_recipe(record: PlanRecord) -> str:
@@ -61,7 +76,7 @@ def advantage(record: PlanRecord) -> str:
     parts = [f"The fastest found is a standard plan: {own}"] if own else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
-    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and not r.has_own_line]
+    timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and not r.has_own_line and not r.excess]
     if timed:
         best = min(timed, key=lambda item: item[0])[1]
         parts.append(f"{_against(best, step_s)}, the next best without tensor parallelism")
@@ -72,6 +87,8 @@ def advantage(record: PlanRecord) -> str:
 
 
 def _against(rival: Rival, step_s: float) -> str:
+    if rival.excess:
+        return f"{rival.name} does not fit ({rival.excess})"
     if rival.step_time_s is None:
         return f"not compared with {rival.name} ({rival.why})"
     if rival.step_time_s < step_s:
@@ -91,10 +108,15 @@ def tensor_parallelism(record: PlanRecord) -> str:
         where = "" if min(own) > 1 else f", in {summary.stages_text([s for s in stages if own[s] > 1])}"
         return f"Tensor parallelism is part of the plan{where}{_waits_of_tensor(record)}."
     ways = [trial for trial in record.tried if trial.step_time_s is not None and _ways_of(trial) > 1]
-    best = min(ways, key=lambda trial: trial.step_time_s or 0.0, default=None)
+    limit_bytes = fullest(record).limit_bytes
+    fitting = [trial for trial in ways if not _excess(trial.peak_bytes, limit_bytes)]
+    best = min(fitting or ways, key=lambda trial: trial.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
         call = f"plan.why_not(autopar.recipes.tensor_parallel(size={tensor_group(record.cluster)}))"
         return f"No way with tensor parallelism was weighed: {call} plans one."
+    if excess := _excess(best.peak_bytes, limit_bytes):
+        splits = summary.splits_text(best.axis_sizes, best.axis_roles)
+        return f"With tensor parallelism, {splits}, the step does not fit ({excess})."
     step_s, peak_bytes = record.predicted.step_time_s, fullest(record).peak_bytes
     peak = f", peak {text_of_bytes(best.peak_bytes)} ({text_of_bytes(peak_bytes)} here)" if best.peak_bytes else ""
     return (

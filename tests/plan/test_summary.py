@@ -224,6 +224,20 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     )
 
 
+def test_recipes_that_do_not_fit_are_not_said_to_be_slower():
+    over = {"why": "over the memory limit by 10 kB", "step_time_s": 15.0, "peak_bytes": 30_000}
+    lost = tuple(RejectionRecord(source="baselines", text=name, **over) for name in ("data parallelism", "ZeRO-1"))
+    fits = RejectionRecord(source="baselines", text="ZeRO-3", why="slower by 4 s", step_time_s=14.0, peak_bytes=9)
+    assert rivals.advantage(program(tried=(), rejected=(*lost, fits))) == (
+        "Data parallelism does not fit (30 kB a device, of 20 kB); 1.40x as fast as ZeRO-3 (14 s), the next best "
+        "without tensor parallelism."
+    )
+    (tensor,) = (MeshTrial(axis_sizes=(8,), step_time_s=9.0, peak_bytes=30_000, status="", axis_roles=("tensor",)),)
+    assert rivals.tensor_parallelism(program(axis_roles=(("data",),), tried=(tensor,))).endswith(
+        "the step does not fit (30 kB a device, of 20 kB)."
+    )
+
+
 def test_the_cost_of_tensor_parallelism():
     assert rivals.tensor_parallelism(program()) == (
         "Tensor parallelism is part of the plan: its collectives take 4 s, and the step waits 4 s for them (40%)."
@@ -238,13 +252,13 @@ def test_the_cost_of_tensor_parallelism():
         "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
     )
     trials = [
-        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=30_000, status="optimal", axis_roles=("data", "tensor"))
+        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=15_000, status="optimal", axis_roles=("data", "tensor"))
         for s in (40.0, 20.0)
     ]
     weighed = dataclasses.replace(data, tried=(*data.tried, *trials))
     assert rivals.tensor_parallelism(weighed) == (
         "With tensor parallelism, the batch split over 2, the matrices split over 4: 20 s a step (10 s here), peak "
-        "30 kB (10 kB here)."
+        "15 kB (10 kB here)."
     )
     assert "matrices split over 4: 20 s a step (10 s here)" in " ".join(str(autopar.Plan(weighed)).split())
     assert rivals.tensor_parallelism(program(axis_sizes=(1,), axis_roles=(("x",),))) == ""
