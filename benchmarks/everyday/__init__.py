@@ -6,11 +6,32 @@ batch, which its parts do not have: micro-batches of them are rightly refused.
 
 from collections.abc import Callable
 
-from benchmarks.everyday import language
+from benchmarks.everyday import (
+    finetuning,
+    generative,
+    language,
+    libraries,
+    optimizers,
+    reinforcement,
+    scientific,
+    vision,
+)
 from benchmarks.zoo.case import Case
 
-STEPS: dict[str, Callable[[int], Case]] = {make.__name__: make for module in (language,) for make in module.STEPS}
+_MODULES = (language, vision, generative, scientific, reinforcement, finetuning, libraries, optimizers)
 
-MIXING: dict[str, str] = {}
+STEPS: dict[str, Callable[[int], Case]] = {make.__name__: make for module in _MODULES for make in module.STEPS}
+
+MIXING: dict[str, str] = {
+    "clip": "each pair is told from all others of the batch",
+    "resnet": "batch statistics",
+    "gan": "the generator's loss reads the discriminator after its update, which sums over all examples",
+    "wgan_gp": "later losses read parameters after earlier updates, which sum over all examples",
+    "gnn": "nodes and edges of all graphs lie in one list, and edges name nodes by their place in it",
+    "ppo": "advantages are normalised over the examples of a part, and parts are shuffled from all examples",
+    "dqn": "what is learnt from is drawn from the buffer after all new transitions are in it",
+    "fp8": "operands are scaled by the largest number of the whole batch",
+    "lbfgs": "the line search asks for the loss of the whole batch again and again",
+}
 
 __all__ = ["MIXING", "STEPS", "Case"]

@@ -38,10 +38,10 @@ def page(rows: Sequence[Row]) -> str:
         "# Training steps as people write them",
         "",
         f"`python -m benchmarks.everyday`: {len({row.job.step for row in run})} steps, {CALLS} calls each on virtual "
-        "CPU devices against plain `jax.jit`. Equal: whole numbers and NaNs the same, floats within 8 times what rounding "
-        "of the arguments makes of them and 32 units in the last place of the leaf's largest. Excused: refused, where the "
-        "result is one of the whole batch, which its parts do not have (below). Slow: equal, after more than "
-        f"{LIMIT_S:.0f} s of processor time for planning and calls. {description()}",
+        "CPU devices against plain `jax.jit`. Equal: whole numbers and NaNs the same, floats within 8 times what "
+        "rounding of the arguments makes of them and 32 units in the last place of the leaf's largest. Excused: "
+        "refused, where the result is one of the whole batch, which its parts do not have (below). Slow: equal, "
+        f"after more than {LIMIT_S:.0f} s of processor time for planning and calls. {description()}",
         "",
         *_runs(run),
     ]

@@ -92,11 +92,11 @@ class Bench:
         return self._init(jax.random.key(self._key))
 
     def _reference(self) -> tuple[list[Any], list[list[float]]]:
-        arrays, static = eqx.partition(self.state(), eqx.is_array)
+        arrays, static = eqx.partition(self.state(), eqx.is_array_like)
 
         def step(arrays: Any, batch: Any) -> Any:
             state, results = self.step(eqx.combine(arrays, static), batch)
-            return eqx.filter(state, eqx.is_array), results
+            return eqx.filter(state, eqx.is_array_like), results
 
         def run(seed: int | None) -> list[Any]:
             args = arrays, self.batches
@@ -110,7 +110,7 @@ class Bench:
 
     def worst(self, results: list[Any]) -> str:
         """The first leaf that differs; "" where none does."""
-        arrays = [(eqx.filter(state, eqx.is_array), found) for state, found in results]
+        arrays = [(eqx.filter(state, eqx.is_array_like), found) for state, found in results]
         return difference(self.expected, arrays, self.noise)
 
 
