@@ -147,7 +147,7 @@ def soap(batch: int = 8) -> Case:
 
 
 def schedule_free(batch: int = 8) -> Case:
-    """optax's schedule-free AdamW, with the loss of the averaged parameters beside that of the trained ones."""
+    """optax's schedule-free AdamW, and how far its averaged parameters are from those that are trained."""
     tx = optax.contrib.schedule_free_adamw(learning_rate=1e-2, warmup_steps=5)
 
     def init(key: jax.Array) -> PyTree:
@@ -159,8 +159,8 @@ def schedule_free(batch: int = 8) -> Case:
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         averaged = optax.contrib.schedule_free_eval_params(opt_state, params)
-        made = {"params": params, "opt_state": opt_state}
-        return made, {"loss": loss, "loss_of_average": _mlp_loss(averaged, batch)}
+        distance = optax.global_norm(jax.tree.map(jnp.subtract, averaged, params))
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, "distance": distance}
 
     return Case(name="schedule_free", step=step, init=init, batch=_classes(batch))
 
