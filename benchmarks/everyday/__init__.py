@@ -1,7 +1,8 @@
 """Fifty training steps as people write them, each small enough to compile in seconds on a CPU.
 
 `STEPS` has them by name; each is made for a batch of any size. `MIXING` names those whose result is one of the whole
-batch, which its parts do not have: micro-batches of them are rightly refused.
+batch, which its parts do not have: micro-batches of them are rightly refused. `ONE_LAYER` names those that have no two
+layers one after the other, each with parameters of its own: stages of them are rightly refused.
 """
 
 from collections.abc import Callable
@@ -34,4 +35,10 @@ MIXING: dict[str, str] = {
     "lbfgs": "the line search asks for the loss of the whole batch again and again",
 }
 
-__all__ = ["MIXING", "STEPS", "Case"]
+ONE_LAYER: dict[str, str] = {
+    "neural_ode": "each step of the loop over time needs all parameters",
+    "deq": "each iteration needs all parameters",
+    "lstm_lengths": "each step of the loop over time needs all parameters",
+}
+
+__all__ = ["MIXING", "ONE_LAYER", "STEPS", "Case"]

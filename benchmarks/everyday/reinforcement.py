@@ -201,7 +201,7 @@ def dqn(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c = jax.random.split(key, 3)
-        params = mlp(a, (observations, 32, 32, actions))
+        params = mlp(a, (observations, 32, 32, 32, actions))
         buffer = {
             "observation": jax.random.normal(b, (capacity, observations)),
             "action": jnp.zeros(capacity, jnp.int32),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.everyday import MIXING, STEPS
+from benchmarks.everyday import MIXING, ONE_LAYER, STEPS
 from benchmarks.everyday.running import CALLS, EQUAL, EXCUSED, FAILED, KINDS, LIMIT_S, WAYS, Job, Row
 from benchmarks.machine import description, markdown
 
@@ -49,7 +49,7 @@ def page(rows: Sequence[Row]) -> str:
         lines += ["", f"## Plans only: {len({row.job.step for row in planned})} steps", "", *_plans(planned)]
     failed = [row for row in rows if row.kind in FAILED]
     lines += ["", "## Failures", "", *(_grouped(failed) or ["None."])]
-    lines += ["", "## Excused", "", *(f"- {step}: {why}" for step, why in MIXING.items())]
+    lines += ["", "## Excused", "", *(f"- {step}: {why}" for step, why in (MIXING | ONE_LAYER).items())]
     lines += ["", *_grouped([row for row in rows if row.kind == EXCUSED])]
     near = [row for row in rows if row.kind == EQUAL and row.said]
     lines += ["", "## Equal from another random key", "", *(_grouped(near) or ["None."])]

@@ -13,7 +13,7 @@ import jax
 
 import autopar
 from autopar import errors, recipes
-from benchmarks.everyday import MIXING, STEPS
+from benchmarks.everyday import MIXING, ONE_LAYER, STEPS
 from benchmarks.machine import planning_processor_s, without_folders
 from benchmarks.random_programs.modes import slow_cluster
 from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of
@@ -155,12 +155,16 @@ def _outcome(job: Job, bench: Bench) -> tuple[str, str]:
     try:
         results = results_of(step, bench.state(), bench.batches)
     except errors.AutoparError as error:
-        excused = job.step in MIXING and job.way in (STAGES, MICROBATCHES)
-        return EXCUSED if excused else REFUSED, without_folders(_text(error))
+        return EXCUSED if _is_excused(job) else REFUSED, without_folders(_text(error))
     except Exception as error:
         return CRASH, without_folders(f"{_text(error)} ({_where(error)})")
     worst = bench.worst(results)
     return (WRONG, worst) if worst else (EQUAL, "")
+
+
+def _is_excused(job: Job) -> bool:
+    whole_only = job.step in MIXING and job.way in (STAGES, MICROBATCHES)
+    return whole_only or (job.step in ONE_LAYER and job.way in (STAGES, STAGES_WHOLE))
 
 
 def _text(error: BaseException) -> str:
