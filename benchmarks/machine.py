@@ -13,6 +13,11 @@ from autopar.common.worker_processes import worker_processes
 
 _FOLDERS = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+\.py)")  # all of a path but the last folder and the file
 
+# Of XLA. Programs this small spend more time in LLVM's optimiser than they could ever win by it; and a fusion may not
+# leave out a rounding to half precision that the program asks for, which another program then does not leave out.
+CHEAP_COMPILATION = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_allow_excess_precision=false"
+)
 PACKAGES = ("jax", "jaxlib", "numpy", "ortools")
 
 

@@ -5,13 +5,17 @@ A row is a JSON object under a name. A row that failed holds `failure`, why in a
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
+import queue
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
 Rows = dict[str, dict[str, Any]]
@@ -55,3 +59,71 @@ def in_fresh_process(
         said = [line for line in child.stderr.splitlines() if line and not line.startswith(" ")]
         return {"failure": (said or [f"died with status {child.returncode}"])[-1][:200]}
     return json.loads(child.stdout.splitlines()[-1])
+
+
+class JobProcess:
+    """A process `python -m module arguments` that reads `jobs` and gives each an `answer`; started where there is none.
+
+    A job that it does not survive, or that takes longer than `timeout_s`, is answered by {"failure": why}; the next one
+    finds a new process.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], timeout_s: float) -> None:
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._timeout_s = timeout_s
+        self._child: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def run(self, job: Any) -> dict[str, Any]:
+        child = self._child if self._child is not None else self._start()
+        assert child.stdin is not None
+        try:
+            child.stdin.write(base64.b64encode(pickle.dumps(job)).decode() + "\n")
+            child.stdin.flush()
+            line = self._lines.get(timeout=self._timeout_s)
+        except (queue.Empty, BrokenPipeError):
+            line = ""
+        if line:
+            return json.loads(line)
+        said = f"process ended with {child.wait()}" if _ends(child) else f"no result after {self._timeout_s:.0f} s"
+        self.close()
+        return {"failure": said}
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._child = subprocess.Popen(
+            self._command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self._lines = queue.Queue()
+        threading.Thread(target=_forward, args=(self._child.stdout, self._lines), daemon=True).start()
+        return self._child
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+
+
+def _ends(child: subprocess.Popen[str]) -> bool:
+    try:
+        child.wait(5)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _forward(lines: IO[str], to: queue.Queue[str]) -> None:
+    for line in lines:
+        if line.startswith("{"):
+            to.put(line)
+    to.put("")
+
+
+def jobs() -> Iterator[Any]:
+    """What `JobProcess.run` of the process that started this one is given."""
+    for line in sys.stdin:
+        yield pickle.loads(base64.b64decode(line))
+
+
+def answer(found: Mapping[str, Any]) -> None:
+    print(json.dumps(found), flush=True)

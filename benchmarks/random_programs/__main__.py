@@ -13,40 +13,30 @@ processes of their own, 20 in each, so that one that aborts or hangs is a row an
 from __future__ import annotations
 
 import argparse
-import base64
 import collections
 import dataclasses
-import json
 import math
 import os
-import pickle
 import queue
 import re
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs this small spend more time in LLVM's optimiser than they could ever win by it.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true "
-    # Else a fusion may leave out a rounding to half precision that the program asks for, and another program not.
-    "--xla_allow_excess_precision=false",
-)
 
 from autopar.sharding.rules import RuleBook  # noqa: E402
-from benchmarks.machine import description, markdown  # noqa: E402
+from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
 from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of  # noqa: E402
 from benchmarks.random_programs.program import Program  # noqa: E402
+from benchmarks.row_processes import JobProcess, answer, jobs  # noqa: E402
 
+os.environ.setdefault("XLA_FLAGS", f"{CHEAP_COMPILATION} --xla_force_host_platform_device_count={DEVICES}")
 RESULTS = Path(__file__).parent.parent / "results" / "random_programs.md"
 TIMEOUT_S = 240.0  # of one run of one program
 PROGRAMS_IN_A_PROCESS = 20
@@ -56,73 +46,34 @@ class Worker:
     """A process that runs programs, started again after one that it does not survive."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
+        self._process = JobProcess("benchmarks.random_programs", ["--worker"], TIMEOUT_S)
         self._done: set[int] = set()
 
     def run(self, program: Program, mode: Mode) -> Outcome:
-        self._done.add(program.seed)
-        if len(self._done) > PROGRAMS_IN_A_PROCESS:
+        if len(self._done | {program.seed}) > PROGRAMS_IN_A_PROCESS:
             self.close()
-        if self._child is None:
-            self._start()
-        assert self._child is not None
-        assert self._child.stdin is not None
+        self._done.add(program.seed)
         start_s = time.perf_counter()
-        job = base64.b64encode(pickle.dumps((program, mode))).decode()
-        try:
-            self._child.stdin.write(job + "\n")
-            self._child.stdin.flush()
-            line = self._lines.get(timeout=TIMEOUT_S)
-        except (queue.Empty, BrokenPipeError):
-            line = ""
-        if line:
-            return Outcome(**json.loads(line), seconds=time.perf_counter() - start_s)
-        said = f"process ended with {self._child.wait()}" if self._ended() else f"no result after {TIMEOUT_S:.0f} s"
-        self.close()
-        return Outcome(kind="crash", reason=said, seconds=time.perf_counter() - start_s)
-
-    def _ended(self) -> bool:
-        assert self._child is not None
-        try:
-            self._child.wait(5)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _start(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.random_programs", "--worker"]
-        self._child = subprocess.Popen(
-            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._lines = queue.Queue()
-        threading.Thread(target=_forward, args=(self._child.stdout, self._lines), daemon=True).start()
+        found = self._process.run((program, mode))
+        if "failure" in found:
+            self._done.clear()
+            found = {"kind": "crash", "reason": found["failure"]}
+        return Outcome(**found, seconds=time.perf_counter() - start_s)
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-        self._child = None
+        self._process.close()
         self._done.clear()
-
-
-def _forward(lines: IO[str], to: queue.Queue[str]) -> None:
-    for line in lines:
-        if line.startswith("{"):
-            to.put(line)
-    to.put("")
 
 
 def work() -> None:
     """Reads programs and modes, writes outcomes."""
     rules: dict[Any, RuleBook] = {}
     bench: Bench | None = None
-    for line in sys.stdin:
-        program, mode = pickle.loads(base64.b64decode(line))
+    for program, mode in jobs():
         if bench is None or bench.program != program:
             bench = Bench(program, rules)
         outcome = bench.run(mode)
-        print(json.dumps({"kind": outcome.kind, "reason": outcome.reason}), flush=True)
+        answer({"kind": outcome.kind, "reason": outcome.reason})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

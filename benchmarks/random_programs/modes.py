@@ -15,12 +15,11 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import errors, recipes
-from autopar.common import jax_compat
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.hardware import presets
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
+from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of
 
 STEPS = 2
 TIME_LIMIT_S = 5.0
@@ -220,20 +219,15 @@ class Bench:
         """Results of each step, and for each leaf how far rounding in the arguments moves it."""
         if x64 not in self._references:
             step = jax.jit(self.module.step)
-            runs = [_results(step, *self.arguments(x64, seed)) for seed in (None, 1, 2, 3)]
-            plain, others = runs[0], runs[1:]
-            noise = [
-                [max(_distance(a, b) for b in same) for a, *same in zip(*map(jax.tree.leaves, at), strict=True)]
-                for at in zip(plain, *others, strict=True)
-            ]
-            self._references[x64] = plain, noise
+            runs = [self._results(step, *self.arguments(x64, seed)) for seed in (None, 1, 2, 3)]
+            self._references[x64] = runs[0], noise_of(runs[0], runs[1:])
         return self._references[x64]
 
     def _exact(self) -> list[Any]:
         """What plain `jax.jit` makes of the program in float64."""
         with jax.enable_x64(True):
             state, batch = jax.tree.map(lambda x: _wide(np.asarray(x)), self.module.arguments())
-            return _results(jax.jit(self.module.step), state, batch)
+            return self._results(jax.jit(self.module.step), state, batch)
 
     def arguments(self, x64: bool, perturbed: int | None = None) -> tuple[Any, Any]:
         """State and batch; of seed `perturbed` each float is moved by some units in its last place."""
@@ -241,17 +235,12 @@ class Bench:
         if x64 and self.program.seed % 2:
             state, batch = jax.tree.map(lambda x: _wide(np.asarray(x)), (state, batch))
         if perturbed is not None:
-            unit = _unit_of_rounding(jax.make_jaxpr(self.module.step)(state, batch).jaxpr)
-            random = np.random.default_rng(perturbed)
-
-            def moved(x: Any) -> Any:
-                x = np.asarray(x)
-                if not jax.numpy.issubdtype(x.dtype, np.inexact):
-                    return x
-                return (x * (1 + unit * random.uniform(-1, 1, x.shape))).astype(x.dtype)
-
-            state, batch = jax.tree.map(moved, (state, batch))
+            state, batch = perturbed_arguments(self.module.step, (state, batch), perturbed)
         return state, batch
+
+    @staticmethod
+    def _results(step: Callable[..., Any], state: Any, batch: Any) -> list[Any]:
+        return results_of(step, state, [batch] * STEPS)
 
     def _step(self, mode: Mode, **options: Any) -> autopar.Step:
         plan = eval(mode.plan, {"recipes": recipes, "autopar": autopar, "P": PartitionSpec}) if mode.plan else None
@@ -273,7 +262,7 @@ class Bench:
         options = {}
         if mode.memory:
             options["memory_limit_bytes"] = int(mode.memory * self._peak(mode.devices))
-        return _results(self._step(mode, **options), *self.arguments(mode.x64))
+        return self._results(self._step(mode, **options), *self.arguments(mode.x64))
 
     def _peak(self, devices: int) -> int:
         if devices not in self._peaks:
@@ -282,96 +271,8 @@ class Bench:
         return self._peaks[devices]
 
 
-def _unit_of_rounding(jaxpr: Any) -> float:
-    """What one operation may round in the coarsest float type that a program computes in, sub-programs included.
-
-    Sums of many terms round more than once; those of half precision are kept in float32.
-    """
-    dtypes = {v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")}
-    infos = [jax.numpy.finfo(dtype) for dtype in dtypes if jax.numpy.issubdtype(dtype, np.inexact)]
-    own = [float(info.eps) * (0.5 if info.bits == 16 else 16) for info in infos]
-    inner = [_unit_of_rounding(found) for eqn in jaxpr.eqns for found in jax_compat.jaxprs_in(eqn)]
-    return max([*own, *inner], default=0.0)
-
-
 def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype({"float32": np.float64, "complex64": np.complex128}.get(str(x.dtype), x.dtype))
-
-
-def _results(step: Callable[..., Any], state: Any, batch: Any) -> list[Any]:
-    out = []
-    for _ in range(STEPS):
-        state, outputs = step(state, batch)
-        out.append(jax.block_until_ready(jax.tree.map(_kept, (state, outputs))))
-    return out
-
-
-def _kept(x: Any) -> Any:
-    """A copy, of a padded array without its padding: the next call takes the state over."""
-    if isinstance(x, PaddedArray):
-        x = x.unpadded()
-    return x.copy() if isinstance(x, jax.Array) else x
-
-
-def _numbers(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    if x.dtype.kind in "biu":
-        return x
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-
-
-def _distance(a: Any, b: Any) -> float:
-    """The largest difference; infinite where NaNs, infinities or whole numbers differ."""
-    x, y = _numbers(a), _numbers(b)
-    if x.dtype.kind in "biu":
-        return 0.0 if np.array_equal(x, y) else np.inf
-    finite = np.isfinite(x)
-    if not np.array_equal(finite, np.isfinite(y)) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return np.inf
-    return float(np.abs(x[finite] - y[finite]).max(initial=0.0))
-
-
-def difference(
-    expected: list[Any], got: list[Any], noise: list[list[float]], in_float64: Callable[[], list[Any]] | None = None
-) -> str:
-    """The first leaf that differs by more than reassociation explains; "" where none does.
-
-    A leaf may be off by 8 times what rounding in the arguments makes of it, and by some units in the last place of its
-    largest number; or be nearer to the result `in_float64` than the expected one is. Whole numbers that
-    rounding changes (a position of the largest) are not compared.
-    """
-    for i, (wanted, made, moved) in enumerate(zip(expected, got, noise, strict=True)):
-        if jax.tree.structure(wanted) != jax.tree.structure(made):
-            return f"step {i}: another tree, {jax.tree.structure(made)} where {jax.tree.structure(wanted)} is right"
-        leaves = jax.tree_util.tree_leaves_with_path(wanted)
-        for (path, a), b, rounding in zip(leaves, jax.tree.leaves(made), moved, strict=True):
-            where = f"step {i}, result{jax.tree_util.keystr(path)}"
-            x, y = jax.numpy.asarray(a), jax.numpy.asarray(b)
-            if (x.shape, x.dtype) != (y.shape, y.dtype):
-                return f"{where}: {y.dtype}{list(y.shape)} where {x.dtype}{list(x.shape)} is right"
-            if jax.typeof(x).weak_type != jax.typeof(b).weak_type:
-                return f"{where}: weak type {jax.typeof(b).weak_type}, not {jax.typeof(x).weak_type}"
-            off = _distance(a, b)
-            if np.isinf(rounding):
-                continue
-            exact = _numbers(a)
-            allowed = 8 * rounding
-            if exact.dtype.kind not in "biu":
-                largest = float(np.abs(exact[np.isfinite(exact)]).max(initial=0.0))
-                allowed += 32 * float(jax.numpy.finfo(x.dtype).eps) * largest + 1e-7
-            if off > allowed and not (in_float64 and _is_nearer(in_float64()[i], path, b, a)):
-                return f"{where}: off by {off:.2e}, {allowed:.0e} allowed; {_short(b)} where {_short(a)} is right"
-    return ""
-
-
-def _is_nearer(exact: Any, path: Any, got: Any, expected: Any) -> bool:
-    """Whether a leaf is nearer to the exact one than what was expected is."""
-    right = dict(jax.tree_util.tree_leaves_with_path(exact)).get(path)
-    return right is not None and _distance(right, got) < _distance(right, expected)
-
-
-def _short(x: Any) -> str:
-    return np.array2string(np.asarray(_numbers(x)).reshape(-1)[:4], precision=5, separator=",")
 
 
 _LINE = re.compile(r"program_\d+\.py:\d+")

@@ -1,0 +1,294 @@
+"""Graphs, recommendations, fields, differential equations, fixed points, and learning to learn."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.everyday.parts import apply_mlp, dense, float_batch, integers, joined, mlp, normal
+from benchmarks.zoo.case import Case, PyTree
+
+
+def gnn(batch: int = 8) -> Case:
+    """Graphs of a batch side by side in one list of nodes and one of edges, padded; messages are summed by segments."""
+    nodes, edges, width, layers = 6, 12, 16, 2
+    tx = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> PyTree:
+        k = jax.random.split(key, 2 * layers + 2)
+        params = {
+            "embed": dense(k[0], 8, width),
+            "layers": [
+                {"message": mlp(a, (2 * width, width, width)), "update": mlp(b, (2 * width, width, width))}
+                for a, b in zip(k[2::2], k[3::2], strict=True)
+            ],
+            "readout": mlp(k[1], (width, width, 1)),
+        }
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def loss_fn(params: PyTree, g: PyTree) -> jax.Array:
+        x = g["nodes"] @ params["embed"]["w"] + params["embed"]["b"]
+        for p in params["layers"]:
+            pairs = jnp.concatenate([x[g["senders"]], x[g["receivers"]]], axis=-1)
+            messages = apply_mlp(p["message"], pairs) * g["edge_mask"][:, None]
+            summed = jax.ops.segment_sum(messages, g["receivers"], num_segments=x.shape[0])
+            x = x + apply_mlp(p["update"], jnp.concatenate([x, summed], axis=-1))
+        graphs = g["targets"].shape[0]
+        owner = jnp.repeat(jnp.arange(graphs), nodes, total_repeat_length=x.shape[0])
+        pooled = jax.ops.segment_sum(x, owner, num_segments=graphs) / nodes
+        return jnp.mean((apply_mlp(params["readout"], pooled)[:, 0] - g["targets"]) ** 2)
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+
+    def make(seed: int) -> PyTree:
+        random = np.random.default_rng(seed)
+        first = np.repeat(np.arange(batch) * nodes, edges)
+        return {
+            "nodes": random.standard_normal((batch * nodes, 8), dtype=np.float32),
+            "senders": (first + random.integers(0, nodes, batch * edges)).astype(np.int32),
+            "receivers": (first + random.integers(0, nodes, batch * edges)).astype(np.int32),
+            "edge_mask": (random.random(batch * edges) < 0.8).astype(np.float32),
+            "targets": random.standard_normal(batch, dtype=np.float32),
+        }
+
+    return Case(name="gnn", step=step, init=init, batch=make)
+
+
+def dlrm(batch: int = 8) -> Case:
+    """Bags of table rows and dense features, products of all pairs, Adagrad for tables and Adam for networks."""
+    tables, rows, width, bag, features = 4, 64, 16, 3, 13
+    labels = {"tables": "sparse", "bottom": "dense", "top": "dense"}
+    tx = optax.multi_transform({"sparse": optax.adagrad(0.05), "dense": optax.adam(1e-3)}, labels)
+    pairs = np.tril_indices(tables + 1, -1)
+
+    def init(key: jax.Array) -> PyTree:
+        a, b, c = jax.random.split(key, 3)
+        params = {
+            "tables": [normal(k, rows, width) for k in jax.random.split(a, tables)],
+            "bottom": mlp(b, (features, 32, width)),
+            "top": mlp(c, (len(pairs[0]) + width, 32, 1)),
+        }
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        x = apply_mlp(params["bottom"], jnp.log1p(jnp.abs(batch["dense"])))
+        bags = [table[batch["sparse"][:, i]].sum(1) for i, table in enumerate(params["tables"])]
+        z = jnp.stack([x, *bags], axis=1)
+        products = jnp.einsum("bid,bjd->bij", z, z)[:, pairs[0], pairs[1]]
+        logits = apply_mlp(params["top"], jnp.concatenate([x, products], axis=-1))[:, 0]
+        clicks = (batch["clicks"] > 0).astype(jnp.float32)
+        loss = optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
+        return loss, jnp.mean((logits > 0) == (clicks > 0.5))
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, "accuracy": accuracy}
+
+    make = joined(float_batch(dense=(batch, features), clicks=(batch,)), integers(rows, sparse=(batch, tables, bag)))
+    return Case(name="dlrm", step=step, init=init, batch=make)
+
+
+def nerf(batch: int = 8) -> Case:
+    """Rays: stratified samples, frequencies of positions, densities composed along a ray by a cumulated product."""
+    samples, frequencies, width = 16, 4, 32
+    tx = optax.adam(optax.exponential_decay(5e-4, 1000, 0.1))
+
+    def init(key: jax.Array) -> PyTree:
+        a, b, c = jax.random.split(key, 3)
+        params = {"trunk": mlp(a, (6 * frequencies, width, width, width + 1)), "color": mlp(b, (width + 3, width, 3))}
+        return {"params": params, "opt_state": tx.init(params), "key": c}
+
+    def encode(x: jax.Array) -> jax.Array:
+        scaled = (x[..., None, :] * 2.0 ** jnp.arange(frequencies)[:, None]).reshape(*x.shape[:-1], -1)
+        return jnp.concatenate([jnp.sin(scaled), jnp.cos(scaled)], axis=-1)
+
+    def render(params: PyTree, rays: PyTree, key: jax.Array) -> jax.Array:
+        origins = rays["origins"]
+        directions = rays["directions"] / jnp.linalg.norm(rays["directions"], axis=-1, keepdims=True)
+        edges = jnp.linspace(2.0, 6.0, samples + 1)
+        t = edges[:-1] + (edges[1:] - edges[:-1]) * jax.random.uniform(key, (origins.shape[0], samples))
+        points = origins[:, None] + t[..., None] * directions[:, None]
+        h = apply_mlp(params["trunk"], encode(points))
+        density, features = jax.nn.relu(h[..., 0]), h[..., 1:]
+        seen_from = jnp.broadcast_to(directions[:, None], points.shape)
+        color = jax.nn.sigmoid(apply_mlp(params["color"], jnp.concatenate([features, seen_from], axis=-1)))
+        steps = jnp.concatenate([t[:, 1:] - t[:, :-1], jnp.full_like(t[:, :1], 1e10)], axis=-1)
+        alpha = 1 - jnp.exp(-density * steps)
+        through = jnp.cumprod(1 - alpha + 1e-10, axis=-1)
+        through = jnp.concatenate([jnp.ones_like(through[:, :1]), through[:, :-1]], axis=-1)
+        return jnp.sum((alpha * through)[..., None] * color, axis=1)
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        key, ray_key = jax.random.split(state["key"])
+
+        def loss_fn(params: PyTree) -> jax.Array:
+            return jnp.mean(jnp.square(render(params, batch, ray_key) - jax.nn.sigmoid(batch["colors"])))
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        params = optax.apply_updates(state["params"], updates)
+        psnr = -10 * jnp.log10(loss)
+        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss, "psnr": psnr}
+
+    shape = (batch, 3)
+    return Case(name="nerf", step=step, init=init, batch=float_batch(origins=shape, directions=shape, colors=shape))
+
+
+def pinn(batch: int = 8) -> Case:
+    """Burgers' equation: residuals by derivatives of the network at points of the batch, and fixed boundary points."""
+    tx = optax.adam(1e-3)
+    boundary = jnp.linspace(-1.0, 1.0, 16)
+
+    def init(key: jax.Array) -> PyTree:
+        params = mlp(key, (2, 32, 32, 1))
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def u(params: PyTree, t: jax.Array, x: jax.Array) -> jax.Array:
+        return apply_mlp(params, jnp.stack([t, x]), jnp.tanh)[0]
+
+    def residual(params: PyTree, t: jax.Array, x: jax.Array) -> jax.Array:
+        u_t = jax.grad(u, argnums=1)(params, t, x)
+        u_x = jax.grad(u, argnums=2)(params, t, x)
+        u_xx = jax.grad(jax.grad(u, argnums=2), argnums=2)(params, t, x)
+        return u_t + u(params, t, x) * u_x - (0.01 / jnp.pi) * u_xx
+
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        t, x = jax.nn.sigmoid(batch["t"]), jnp.tanh(batch["x"])
+        inside = jnp.mean(jax.vmap(partial(residual, params))(t, x) ** 2)
+        at_start = jax.vmap(lambda x: u(params, jnp.zeros(()), x))(boundary)
+        initial = jnp.mean((at_start + jnp.sin(jnp.pi * boundary)) ** 2)
+        return inside + initial, {"inside": inside, "initial": initial}
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, **parts}
+
+    return Case(name="pinn", step=step, init=init, batch=float_batch(t=(batch,), x=(batch,)))
+
+
+def deq(batch: int = 8) -> Case:
+    """A layer that is a fixed point, found in a fixed number of iterations; its gradient solves the adjoint's."""
+    features, width, classes, iterations = 16, 32, 10, 20
+    tx = optax.sgd(0.05, momentum=0.9)
+
+    def init(key: jax.Array) -> PyTree:
+        a, b, c = jax.random.split(key, 3)
+        params = {"in": dense(a, features, width), "w": 0.3 * normal(b, width, width), "out": dense(c, width, classes)}
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def cell(w: jax.Array, x: jax.Array, z: jax.Array) -> jax.Array:
+        return jnp.tanh(z @ w + x)
+
+    @jax.custom_vjp
+    def fixed_point(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, iterations, lambda _, z: cell(w, x, z), jnp.zeros_like(x))
+
+    def forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple]:
+        z = fixed_point(w, x)
+        return z, (w, x, z)
+
+    def backward(saved: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w, x, z = saved
+        _, vjp_z = jax.vjp(lambda z: cell(w, x, z), z)
+        adjoint = jax.lax.fori_loop(0, iterations, lambda _, u: g + vjp_z(u)[0], g)
+        return jax.vjp(lambda w, x: cell(w, x, z), w, x)[1](adjoint)
+
+    fixed_point.defvjp(forward, backward)
+
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        x = batch["x"] @ params["in"]["w"] + params["in"]["b"]
+        logits = fixed_point(params["w"], x) @ params["out"]["w"] + params["out"]["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+
+    make = joined(float_batch(x=(batch, features)), integers(classes, labels=(batch,)))
+    return Case(name="deq", step=step, init=init, batch=make)
+
+
+def neural_ode(batch: int = 8) -> Case:
+    """Trajectories from first points by Runge and Kutta's fourth-order method, each step computed again backwards."""
+    width, dims, times, substeps = 32, 3, 6, 4
+    tx = optax.adabelief(1e-3)
+
+    def init(key: jax.Array) -> PyTree:
+        params = mlp(key, (dims + 1, width, width, dims))
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def field(params: PyTree, t: jax.Array, y: jax.Array) -> jax.Array:
+        return apply_mlp(params, jnp.concatenate([y, t[None]]), jax.nn.softplus)
+
+    def solve(params: PyTree, y0: jax.Array) -> jax.Array:
+        """One trajectory, (time, dimension)."""
+        h = 1.0 / (times * substeps)
+
+        @jax.checkpoint
+        def rk4(y: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            k1 = field(params, t, y)
+            k2 = field(params, t + h / 2, y + h / 2 * k1)
+            k3 = field(params, t + h / 2, y + h / 2 * k2)
+            k4 = field(params, t + h, y + h * k3)
+            y = y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+            return y, y
+
+        _, ys = jax.lax.scan(rk4, y0, h * jnp.arange(times * substeps))
+        return ys[substeps - 1 :: substeps]
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        def loss_fn(params: PyTree) -> jax.Array:
+            predicted = jax.vmap(solve, in_axes=(None, 0))(params, batch["trajectories"][:, 0])
+            return jnp.mean((predicted - batch["trajectories"][:, 1:]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+
+    return Case(name="neural_ode", step=step, init=init, batch=float_batch(trajectories=(batch, times + 1, dims)))
+
+
+def maml(batch: int = 8) -> Case:
+    """Regression tasks: some gradient steps on each task's support, the loss on its query, through them."""
+    shots, inner_steps, inner_rate = 5, 2, 0.05
+    tx = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> PyTree:
+        params = mlp(key, (2, 32, 32, 1))
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def mse(params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((apply_mlp(params, x, jnp.tanh) - y) ** 2)
+
+    def task_loss(params: PyTree, task: PyTree) -> jax.Array:
+        def adapt(p: PyTree, _: None) -> tuple[PyTree, jax.Array]:
+            loss, grads = jax.value_and_grad(mse)(p, task["support_x"], task["support_y"])
+            return jax.tree.map(lambda p, g: p - inner_rate * g, p, grads), loss
+
+        adapted, _ = jax.lax.scan(adapt, params, None, length=inner_steps)
+        return mse(adapted, task["query_x"], task["query_y"])
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        def loss_fn(params: PyTree) -> jax.Array:
+            return jax.vmap(partial(task_loss, params))(batch).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+
+    x, y = (batch, shots, 2), (batch, shots, 1)
+    make = float_batch(support_x=x, support_y=y, query_x=x, query_y=y)
+    return Case(name="maml", step=step, init=init, batch=make)
+
+
+STEPS = (gnn, dlrm, nerf, pinn, deq, neural_ode, maml)
