@@ -134,7 +134,7 @@ def _positions_in_pieces(graph: OpGraph, followed: FollowedNames[Dimension]) -> 
 
 
 def _arrays_in_pieces(op: Op) -> list[int]:
-    """The arrays that an operation takes pieces of, or puts together: not the number that pads, nor where pieces lie."""
+    """The arrays that an operation takes pieces of, or puts together: not padding's number, nor where pieces lie."""
     several = {"concatenate": len(op.inputs), "dynamic_update_slice": 2}
     return [atom for atom in op.inputs[: several.get(op.primitive, 1)] if isinstance(atom, int)]
 
