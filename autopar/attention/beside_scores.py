@@ -25,6 +25,10 @@ class ArrayReader:
         self.makers = {**around.makers, **{v: op for op in block.ops for v in op.outputs}}
         self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
         self.constants = dict(zip(named.block.inputs, named.constants, strict=False))
+        self.equals = around.equals.within(block, around.outside)
+        self.first_here: dict[int, int] = {}
+        for v in (*block.inputs, *(v for op in block.ops for v in op.outputs)):
+            self.first_here.setdefault(self.equals.number(v), v)
         self._labels = DisjointSet()
         self._representative: list[Label] = []  # of the set that a root leads: the oldest of its labels
         self._steady: dict[int, bool] = {}
@@ -69,7 +73,7 @@ class ArrayReader:
 
     def filled(self, value: int) -> float | None:
         """The number that an array is filled with."""
-        op = self.makers.get(self.outside.get(value, value))
+        op = self.maker(value)
         if op is None or op.kind is not OpKind.EQUATION:
             return None
         if op.primitive in ("broadcast_in_dim", "reshape", "convert_element_type", "copy"):
@@ -89,6 +93,7 @@ class ArrayReader:
         if not isinstance(atom, int):
             number = _number(atom)
             return None if number is None else ("const", number, str(atom.literal.aval.dtype))
+        atom = self.first(atom)
         value = self.named.values[atom]
         labels = labels if value.shape else ()
         if (number := self.filled(atom)) is not None:
@@ -107,12 +112,22 @@ class ArrayReader:
 
     def array(self, value: int, labels: Labels) -> Expression:
         """An array as it was before its dimensions were moved: one of segments, say, that meets scores twice."""
+        value = self.first(value)
         op = self.makers.get(value)
         if op is not None and op.kind is OpKind.EQUATION and op.primitive in MOVES:
             source, before = op.inputs[0], self.moved_back(op, labels)
             if isinstance(source, int) and before is not None:
                 return self.array(source, before)
         return self.counted_out(value, labels) or ("array", value, labels)
+
+    def first(self, value: int) -> int:
+        """The first array of the block that is computed as one of its values is."""
+        return self.first_here[self.equals.number(value)] if value in self.own else value
+
+    def maker(self, value: int) -> Op | None:
+        """The operation that computes a value first, of this block or of one around it."""
+        value = self.first(value)
+        return self.makers.get(self.outside.get(value, value))
 
     def counted_out(self, value: int, labels: Labels) -> Expression | None:
         """A constant of the step that counts positions, or says of each two by their distance whether one sees the
@@ -180,7 +195,7 @@ class ArrayReader:
     def is_steady(self, value: int) -> bool:
         """Whether an array is made of positions and numbers alone."""
         if value not in self._steady:
-            op = self.makers.get(self.outside.get(value, value))
+            op = self.maker(value)
             counts = self.counted_out(value, tuple(range(len(self.shape(value))))) is not None
             simple = op is not None and op.kind is OpKind.EQUATION and not op.blocks
             self._steady[value] = counts or (

@@ -24,7 +24,7 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
-from autopar.ir.rewrite import Fresh, reading, renumbered
+from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
 from autopar.sharding.semantics import annotate_semantics
 
 
@@ -42,7 +42,7 @@ def blockwise(graph: OpGraph) -> OpGraph:
         left = wanted & {op.id for op in walk(block)}
         if not left:
             values = tuple(replaced(v, dimensions=(), purpose=None) for v in fresh.values)
-            return renumbered(dataclasses.replace(graph, values=values, block=block))
+            return renumbered(dataclasses.replace(graph, values=values, block=remove_dead(block)))
         wanted -= left
     return graph
 
@@ -96,7 +96,7 @@ def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fr
         for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
             elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
             elsewhere |= {a for a in block.outputs if isinstance(a, int)}
-            inner = around.inside(block, ops[first])
+            inner = around.inside(block, ops[first], op)
             ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, named, wanted, fresh, inner)
     return dataclasses.replace(block, ops=tuple(ops))
 

@@ -114,13 +114,14 @@ class PassWriter:
 
     def write(self, found: _Found) -> None:
         forward: dict[int, tuple[Op, AttentionForm]] = {}  # by the values that are weighed
+        same = self.reader.equals.number
         for use in found.values:
-            if use.other not in forward:
+            if same(use.other) not in forward:
                 made = self.forward(found, use.other, use.at, use.out, use.op)
                 if made is None:
                     return
-                forward[use.other] = made
-            op, form = forward[use.other]
+                forward[same(use.other)] = made
+            op, form = forward[same(use.other)]
             if self.letters(found, use.out, use.at) == form.out:
                 self.replaced[use.op.outputs[0]] = op.outputs[0]
         for number in dict.fromkeys(number for _, number in found.of_products):
@@ -133,20 +134,21 @@ class PassWriter:
         if sides is None:
             return
         (value, value_at), (change, change_at) = sides
-        if value not in forward:
+        same = self.reader.equals.number
+        if same(value) not in forward:
             # The scores are computed again: the result, which nobody asks for, is laid out as its gradient.
             made = self.forward(found, value, value_at, change_at, product.op)
             if made is None:
                 return
-            forward[value] = made
-        op, form = forward[value]
+            forward[same(value)] = made
+        op, form = forward[same(value)]
         # What the change is computed of is no gradient: a softmax over queries weighs its result as it does these.
         last = max(self.made_at.get(v, -1) for v in (value, change))
         of_product = [u for u, n in found.of_products if n == number and self.position[u.op.id] > last]
-        of_value = [u for u in found.of_values if u.other == change and self.position[u.op.id] > last]
+        of_value = [u for u in found.of_values if same(u.other) == same(change) and self.position[u.op.id] > last]
         groups = {
-            "query": (form.query, found.key_at, [u for u in of_product if u.other == found.key]),
-            "key": (form.key, found.query_at, [u for u in of_product if u.other == found.query]),
+            "query": (form.query, found.key_at, [u for u in of_product if same(u.other) == same(found.key)]),
+            "key": (form.key, found.query_at, [u for u in of_product if same(u.other) == same(found.query)]),
             "value": (form.value, change_at, of_value),
         }
         out = self.letters(found, change_at, value_at)
@@ -166,10 +168,18 @@ class PassWriter:
         uses = [use for _, _, uses in groups.values() for use in uses]
         if not uses:
             return
-        first = min((use.op for use in uses), key=lambda o: self.position[o.id])
-        operands = (*op.inputs[:3], *op.outputs, change, *op.inputs[3:])
-        results = dict(zip(order, self.operation(form, gradients, operands, first).outputs, strict=True))
+        like = min((use.op for use in uses), key=lambda o: self.position[o.id])
+        read = [[use.other for use in groups["key"][2]], [use.other for use in groups["query"][2]], [value]]
+        arrays = [self.as_read(atom, others) for atom, others in zip(op.inputs, read, strict=False)]
+        operands = (*arrays, *op.outputs, change, *op.inputs[3:])
+        results = dict(zip(order, self.operation(form, gradients, operands, like).outputs, strict=True))
         self.replaced.update({v: results[name] for v, name in replaced.items()})
+
+    def as_read(self, forward: Atom, backward: Sequence[int]) -> Atom:
+        """An array of the forward pass, or what the backward pass computes again for it rather than keep it."""
+        again = backward[0] if backward else forward
+        is_kept = self.behind.get(again, again) == self.behind.get(forward, forward)
+        return forward if is_kept else again
 
     def as_known(self, found: _Found, use: Use, at: Labels) -> Labels:
         """The labels of a use's result, those of its own dimensions by the labels that the array is known to have."""

@@ -51,16 +51,49 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Equals:
+    """Values that are equal since equal equations make them of equal values: under `jax.checkpoint` some are computed
+    again, or handed on by a barrier. `numbers` of values that have an earlier equal: that one.
+    """
+
+    numbers: Mapping[int, int]
+    made: Mapping[tuple[object, ...], tuple[int, ...]]  # results by equations and the numbers of what they read
+
+    def number(self, value: int) -> int:
+        return self.numbers.get(value, value)
+
+    def within(self, block: Block, outside: Mapping[int, int]) -> Equals:
+        """With the values of a block, some of whose inputs are values of those around it."""
+        numbers, made = dict(self.numbers), dict(self.made)
+        numbers.update({v: numbers.get(outer, outer) for v, outer in outside.items()})
+        for op in block.ops:
+            if op.kind is OpKind.BARRIER:
+                pairs = zip(op.inputs, op.outputs, strict=True)
+                numbers.update({v: numbers.get(a, a) for a, v in pairs if isinstance(a, int)})
+            elif op.kind is OpKind.EQUATION and op.key:
+                operands = (numbers.get(a, a) if isinstance(a, int) else a.content for a in op.inputs)
+                earlier = made.setdefault((op.key, *operands), op.outputs)
+                if earlier is not op.outputs:
+                    numbers.update(zip(op.outputs, earlier, strict=True))
+        return Equals(numbers, made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Around:
-    """What a block sees of those around it: what made their values, and which of them its own inputs are."""
+    """What a block sees of those around it: what made their values, which of them its own inputs are, and which values
+    are equal.
+    """
 
     makers: Mapping[int, Op]
     outside: Mapping[int, int]
+    equals: Equals = Equals({}, {})
 
-    def inside(self, block: Block, op: Op) -> Around:
-        """What the body of a scan sees: what does not change from one round to the next."""
+    def inside(self, block: Block, *ops: Op) -> Around:
+        """What the bodies of scans see: what does not change from one round to the next."""
         outside = dict(self.outside)
-        if op.kind is OpKind.SCAN:
-            pairs = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
-            outside.update({inner: outer for outer, inner in pairs if isinstance(outer, int)})
-        return Around({**self.makers, **{v: made for made in block.ops for v in made.outputs}}, outside)
+        for op in ops:
+            if op.kind is OpKind.SCAN:
+                pairs = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
+                outside.update({inner: outer for outer, inner in pairs if isinstance(outer, int)})
+        makers = {**self.makers, **{v: made for made in block.ops for v in made.outputs}}
+        return Around(makers, outside, self.equals.within(block, self.outside))

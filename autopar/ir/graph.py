@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from autopar.common.records import HashedById, made_often
 from autopar.ir.traced_step import WrittenLayout
@@ -177,6 +178,12 @@ class Constant:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.literal.aval.shape)
+
+    @property
+    def content(self) -> tuple[str, bytes]:
+        """Equal for literals of one type that are equal to the last bit."""
+        dtype = self.literal.aval.dtype
+        return str(dtype), np.asarray(self.literal.val, dtype).tobytes()
 
 
 Atom = int | Constant

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, Value, free_values, has_effects, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
 
 
 class Fresh:
@@ -32,7 +32,9 @@ class Fresh:
 
 
 def remove_dead(block: Block) -> Block:
-    """The block without operations of which no result is used and that have no effect. Loops keep all they carry."""
+    """The block without operations of which no result is used and that have no effect. Loops keep all they carry,
+    scans the constants that they read, barriers what is read behind them.
+    """
     live = {a for a in block.outputs if isinstance(a, int)}
     live_ops: list[Op] = []
     for op in reversed(block.ops):
@@ -40,10 +42,28 @@ def remove_dead(block: Block) -> Block:
             continue
         if op.blocks:
             op = replaced(op, blocks=tuple(remove_dead(b) for b in op.blocks))
+            op = _without_unread_constants(op) if op.kind is OpKind.SCAN else op
             live |= {i for inner in op.blocks for i in free_values(inner)}
+        elif op.kind is OpKind.BARRIER and not live.issuperset(op.outputs):
+            pairs = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in live]
+            op = replaced(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
         live |= {a for a in op.inputs if isinstance(a, int)}
         live_ops.append(op)
     return dataclasses.replace(block, ops=tuple(reversed(live_ops)))
+
+
+def _without_unread_constants(op: Op) -> Op:
+    (body,) = op.blocks
+    read = {a for a in body.outputs if isinstance(a, int)}.union(*map(read_by, body.ops))
+    kept = [i for i in range(len(op.inputs)) if i >= op.num_consts or body.inputs[i] in read]
+    if len(kept) == len(op.inputs):
+        return op
+    return replaced(
+        op,
+        inputs=tuple(op.inputs[i] for i in kept),
+        blocks=(dataclasses.replace(body, inputs=tuple(body.inputs[i] for i in kept)),),
+        num_consts=op.num_consts - (len(op.inputs) - len(kept)),
+    )
 
 
 def reading(op: Op, names: Mapping[int, int]) -> Op:

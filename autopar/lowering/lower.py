@@ -290,7 +290,8 @@ class _Lowering:
         reads = []
         for source, target in zip(op.inputs, op.outputs, strict=True):
             assert isinstance(source, int), "a barrier passes values only"
-            place = self.read(scope, source, None, op.role, op.module, op.count)
+            # Decided alike, but where layers are decided as their counterparts are, which read what others made.
+            place = self.read(scope, source, self.home(target), op.role, op.module, op.count)
             assert place is not None, "a value lies somewhere"
             reads.append(place)
             scope.add(target, (place[0], UNREDUCED), scope.section)

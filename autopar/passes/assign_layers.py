@@ -184,8 +184,8 @@ class _Backward:
 
     def number(self, op: Op) -> tuple:
         """Equal for equations that compute the same."""
-        operands = (self.of.root(a) if isinstance(a, int) else None for a in op.inputs)
-        return op.key, *(self.same_as.get(v, v) if v is not None else None for v in operands)
+        operands = (self.of.root(a) if isinstance(a, int) else a.content for a in op.inputs)
+        return op.key, *(self.same_as.get(v, v) if isinstance(v, int) else v for v in operands)
 
     def layer_of(self, op: Op) -> int:
         bound = math.inf

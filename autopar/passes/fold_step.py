@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import replaced
-from autopar.ir.graph import Block, Op, OpGraph, Role, Section, walk
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
@@ -75,10 +75,12 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     """The step with its repeated layers taken out; None where nothing is repeated, or where an operation or value would
     have no counterpart in the folded graph. `flops(op)` is the arithmetic of one run of an equation.
 
-    Layers are found as for pipelines, by the passes in which operations stand.
+    Layers are found as for pipelines, by the passes in which operations stand: what is made of weights alone (casts of
+    all layers, say) belongs to the layer that reads it, wherever it is written.
     """
     sections = _SECTION if graph.forward_role is Role.FORWARD else dict.fromkeys(Role, Section.FORWARD)
-    cut = _with_sections(graph, lambda op: sections[op.role])
+    before = _before_the_batch(graph)
+    cut = _with_sections(graph, lambda op: Section.BEFORE if op.id in before else sections[op.role])
     layers = find_layers(cut, flops)
     assignment = assign_layers(cut, layers)
     folded = fold_layers(cut, assignment, len(layers), ends_apart=True, ends_free_up_to=THIN_LAYER_OPS)
@@ -179,6 +181,26 @@ def _with_inner(op: Op) -> Iterable[Op]:
     yield op
     for block in op.blocks:
         yield from walk(block)
+
+
+def _before_the_batch(graph: OpGraph) -> set[int]:
+    """The operations outside of the backward pass that read no examples, and that what reads some needs."""
+    examples = {graph.block.inputs[i] for i in graph.batch}
+    for op in graph.block.ops:
+        if op.kind is OpKind.BARRIER:
+            examples.update(out for a, out in zip(op.inputs, op.outputs, strict=True) if a in examples)
+        elif not examples.isdisjoint(read_by(op)):
+            examples.update(op.outputs)
+    before: set[int] = set()
+    needed: set[int] = set()
+    for op in reversed(graph.block.ops):
+        if op.role is not Role.BACKWARD and op.kind is OpKind.EQUATION and examples.isdisjoint(op.outputs):
+            if not needed.isdisjoint(op.outputs):
+                before.add(op.id)
+                needed.update(read_by(op))
+        elif op.role is not Role.UPDATE or graph.forward_role is Role.UPDATE:
+            needed.update(read_by(op))
+    return before
 
 
 def _made_by(op: Op) -> tuple[int, ...]:

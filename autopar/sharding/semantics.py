@@ -23,7 +23,7 @@ from autopar.sharding.follow_dimensions import DimensionOf, FollowedNames, Parts
 # Values that are or belong to weights, without examples.
 _OF_WEIGHTS = frozenset(Purpose) - {Purpose.BATCH, Purpose.ACTIVATION}
 # Operations between whole dimensions and pieces of them.
-_IN_PIECES = frozenset({"concatenate", "slice", "split"})
+_IN_PIECES = frozenset({"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "slice", "split"})
 # Operations that change the shape or the type of one array and none of its numbers.
 _OF_ONE_ARRAY = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"})
 
@@ -49,9 +49,9 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
             elif whole_numbers or d < len(value.shape) - 1:
                 followed.name(value.id, d, Dimension.SEQUENCE)
     followed.settle()
-    while joined := list(_examples_in_blocks(graph, followed)):
-        for value_id, d in joined:
-            followed.name(value_id, d, Dimension.EXAMPLE)
+    while found := [*_examples_in_blocks(graph, followed), *_positions_in_pieces(graph, followed)]:
+        for value_id, d, what in found:
+            followed.name(value_id, d, what)
         followed.settle()
     dependent = _dependent(graph, [graph.block.inputs[i] for i in graph.batch])
     for value_id, d in _expert_dimensions(graph, followed, dependent):
@@ -94,7 +94,7 @@ def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:
     return found
 
 
-def _examples_in_blocks(graph: OpGraph, followed: FollowedNames[Dimension]) -> Iterator[tuple[int, int]]:
+def _examples_in_blocks(graph: OpGraph, followed: FollowedNames[Dimension]) -> Iterator[tuple[int, int, Dimension]]:
     """Dimensions in which arrays of examples are joined, and those of parts of them, where these are not named yet:
     leaves of a batch that pass a model together count examples there too.
     """
@@ -106,7 +106,7 @@ def _examples_in_blocks(graph: OpGraph, followed: FollowedNames[Dimension]) -> I
         if op.primitive == "concatenate":
             d = int(op.eqn.params["dimension"])
             if all(counts(atom, d) for atom in op.inputs) and not counts(op.outputs[0], d):
-                yield op.outputs[0], d
+                yield op.outputs[0], d, Dimension.EXAMPLE
         elif op.primitive in ("slice", "split", "pad") and isinstance(op.inputs[0], int):
             before = graph.values[op.inputs[0]].shape
             for out in op.outputs:
@@ -114,7 +114,29 @@ def _examples_in_blocks(graph: OpGraph, followed: FollowedNames[Dimension]) -> I
                     fewer, more = sorted((n, size))
                     are_blocks = 1 < fewer < more and more % fewer == 0
                     if are_blocks and counts(op.inputs[0], d) and not counts(out, d):
-                        yield out, d
+                        yield out, d, Dimension.EXAMPLE
+
+
+def _positions_in_pieces(graph: OpGraph, followed: FollowedNames[Dimension]) -> Iterator[tuple[int, int, Dimension]]:
+    """Dimensions whose pieces, or of which a whole, count positions, where these are not named yet.
+
+    A piece of any length counts what the whole does: the tokens before the last one, a shift by one, padding. No factor
+    says so, for devices cannot hand on such a dimension in equal parts.
+    """
+    for op in graph.ops():
+        if op.primitive not in _IN_PIECES:
+            continue
+        for d in range(len(graph.values[op.outputs[0]].shape)):
+            pieces = [v for v in (*_arrays_in_pieces(op), *op.outputs) if graph.values[v].shape[d] > 1]
+            named = [v for v in pieces if all(names == {Dimension.SEQUENCE} for _, names in followed.of(v, d))]
+            if named and len({graph.values[v].shape[d] for v in pieces}) > 1:
+                yield from ((v, d, Dimension.SEQUENCE) for v in pieces if v not in named)
+
+
+def _arrays_in_pieces(op: Op) -> list[int]:
+    """The arrays that an operation takes pieces of, or puts together: not padding's number, nor where pieces lie."""
+    several = {"concatenate": len(op.inputs), "dynamic_update_slice": 2}
+    return [atom for atom in op.inputs[: several.get(op.primitive, 1)] if isinstance(atom, int)]
 
 
 def _expert_dimensions(
@@ -280,7 +302,7 @@ def _widths(graph: OpGraph, forward: Sequence[Op], unnamed: Callable[[int, int],
                 for f in factors:
                     merge(at_factor.setdefault(f, (atom, d)), (atom, d))
         if op.primitive in _IN_PIECES:
-            for v, out in itertools.product(read_by(op), op.outputs):
+            for v, out in itertools.product(_arrays_in_pieces(op), op.outputs):
                 for d in range(len(graph.values[out].shape)):
                     if unnamed(v, d) and unnamed(out, d):
                         merge((v, d), (out, d))

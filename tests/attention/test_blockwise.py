@@ -10,6 +10,7 @@ from autopar import recipes
 from autopar.attention import query_blocks
 from autopar.errors import InvalidArgumentError
 from tests.attention.test_match import BATCH, causal, dropped, numbers, trained
+from tests.programs.test_found_at_random import same_as_jit
 
 B, L, H, D, W = 8, 16, 4, 4, 16
 
@@ -176,3 +177,80 @@ def test_layers_in_a_scan_that_carries_a_number():
     layers, batch = arguments()
     state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     assert_blockwise_equals_jit(step, state, batch)
+
+
+POLICIES = jax.checkpoint_policies
+
+
+def decoder_step(policy):
+    """Layers under a policy, weights cast before all of them, and tokens that are shifted in the step.
+
+    Packed sequences: a position sees those before it of its own segment.
+    """
+
+    def one_layer(x, p, segments):
+        q, k, v = (jnp.einsum("blw,whd->blhd", x, p[name]) for name in "qkv")
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+        seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+        scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2, -1e30)
+        made = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)
+        x = x + jnp.einsum("bqhd,hdw->bqw", made, p["o"])
+        return x + jnp.tanh(x @ p["w"])
+
+    def step(state, batch):
+        def loss(state):
+            tokens, segments, targets = batch["tokens"][:, :-1], batch["segments"][:, :-1], batch["tokens"][:, 1:]
+            layers = jax.tree.map(lambda a: a.astype(policy["dtype"]), state["layers"])
+            x = (state["table"][tokens] + state["places"][: tokens.shape[1]]).astype(policy["dtype"])
+            for p in layers:
+                x = jax.checkpoint(one_layer, policy=policy["saved"])(x, p, segments)
+            logits = (x @ state["table"].T.astype(x.dtype)).astype(jnp.float32)
+            of_targets = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+            return -jnp.sum(of_targets * (segments > 0)) / jnp.sum(segments > 0)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    return step
+
+
+def decoder_arguments(layers, examples, length, width):
+    def normal(key, *sizes):
+        return 0.3 * jax.random.normal(key, sizes)
+
+    keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 4))
+    sizes = {"q": (width, H, D), "k": (width, H // 2, D), "v": (width, H // 2, D), "o": (H, D, width)} | {
+        "w": (width, width)
+    }
+    state = {
+        "table": normal(next(keys), 32, width),
+        "places": normal(next(keys), length, width),
+        "layers": [{name: normal(next(keys), *size) for name, size in sizes.items()} for _ in range(layers)],
+    }
+    tokens = jax.random.randint(next(keys), (examples, length + 1), 0, 32)
+    segments = jnp.broadcast_to(jnp.arange(length + 1) // (length // 2) + 1, tokens.shape)
+    return state, {"tokens": tokens, "segments": segments}
+
+
+@pytest.mark.parametrize("saved", [POLICIES.dots_with_no_batch_dims_saveable, POLICIES.dots_saveable])
+def test_many_layers_under_a_policy_are_planned(saved):
+    args = jax.eval_shape(lambda: decoder_arguments(layers=8, examples=8, length=1024, width=256))
+    step = decoder_step({"saved": saved, "dtype": jnp.bfloat16})
+    plan = autopar.plan(step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False, attention="blockwise")
+    assert plan.predicted.step_time_s < 1e-2
+    assert not any("attention" in note for note in plan.record.notes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": recipes.sequence_parallel("ring")},
+        pytest.param({"plan": recipes.sequence_parallel("ulysses")}, marks=pytest.mark.slow),
+        pytest.param({"plan": recipes.sequence_parallel("megatron")}, marks=pytest.mark.slow),
+        pytest.param({"plan": recipes.sequence_parallel("ring", size=2)}, marks=pytest.mark.slow),
+        pytest.param({"attention": "blockwise"}, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_that_are_shifted_in_the_step_are_shared(options):
+    step = decoder_step({"saved": POLICIES.dots_saveable, "dtype": jnp.float32})
+    same_as_jit(step, *decoder_arguments(layers=1, examples=4, length=8, width=16), devices=4, **options)

@@ -1,6 +1,7 @@
 """Attention is found however it is written, and what cannot be done in blocks is named."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from autopar.attention.match import check_blockwise
 from autopar.errors import UnsupportedError
@@ -172,6 +174,64 @@ def test_scans_over_layers_stack_no_scores():
     assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
     scans = [op for op in graph.block.ops if op.primitive == "scan"]
     assert not any(graph.values[v].shape == (2, B, H, L, L) for scan in scans for v in scan.outputs)
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+POLICIES = {
+    "everything": (jax.checkpoint_policies.everything_saveable, 1),
+    "products": (jax.checkpoint_policies.dots_saveable, 1),
+    "all but names": (jax.checkpoint_policies.save_anything_except_these_names("turned"), 1),
+    "products of weights": (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, 2),
+    "names": (jax.checkpoint_policies.save_only_these_names("turned"), 2),
+    "nothing": (jax.checkpoint_policies.nothing_saveable, 2),
+    "default": (None, 2),
+}
+
+
+def turned(x):
+    """Queries or keys by their positions: what a policy that saves products computes again."""
+    angle = jnp.arange(L)[:, None, None] * 0.3
+    return checkpoint_name(x * jnp.cos(angle) + jnp.roll(x, 1, axis=-1) * jnp.sin(angle), "turned")
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attention_is_found_under_every_policy_of_checkpoint(policy, is_scanned):
+    saved, passes = POLICIES[policy]
+
+    @functools.partial(jax.checkpoint, policy=saved)
+    def layer(x, weights):
+        q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+        q, k = turned(q), turned(k)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -1e30))
+        return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+
+    def step(state, batch):
+        def loss(state):
+            x = batch["x"]
+            if is_scanned:
+                return jnp.sum(jnp.sin(jax.lax.scan(lambda x, w: (layer(x, w), None), x, state)[0]))
+            for i in range(3):
+                x = layer(x, [w[i] for w in state])
+            return jnp.sum(jnp.sin(x))
+
+        return jax.grad(loss)(state)
+
+    state, batch = numbers()
+    state = tuple(jnp.stack([state[name], -state[name], state[name]]) for name in "qkv")
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    check_blockwise(graph)
+    layers = 1 if is_scanned else 3
+    found = [primitive for primitive, _ in operations(graph)]
+    assert found.count("attention") == passes * layers
+    assert found.count("attention_backward") == layers
+    is_scores = ((B, H, L, L), "float32")
+    assert not any((v.shape, v.dtype) == is_scores for op in graph.ops() for v in made(graph, op))
     env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
     run_ops(graph.block.ops, env, graph)
     for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):

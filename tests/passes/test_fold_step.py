@@ -1,13 +1,14 @@
 """Repeated layers taken out of a step that is not cut, and what each operation and value of it is like."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.ir.graph import OpKind, Section
+from autopar.ir.graph import OpKind, Role, Section
 from autopar.passes.fold_step import fold_step
 from autopar.passes.graph_views import GraphViews
 from autopar.sharding.semantics import annotate_semantics
@@ -65,6 +66,29 @@ def test_what_is_taken_out_is_like_an_operation_of_the_same_kind_and_shapes():
     for v, like in step.value_of.items():
         assert graph.values[v].shape == graph.values[like].shape
     assert flops(step.graph) == flops(graph)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_casts_of_all_layers_at_once_belong_to_the_layers_that_read_them(is_recomputed):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight)
+
+    def train(params, batch):
+        def loss(params):
+            x, apply = batch["x"].astype(jnp.bfloat16), jax.checkpoint(layer) if is_recomputed else layer
+            for weight in jax.tree.map(lambda p: p.astype(jnp.bfloat16), params):
+                x = apply(x, weight)
+            return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    examples = jax.ShapeDtypeStruct((4, 8), np.float32)
+    arguments = [jax.ShapeDtypeStruct((8, 8), np.float32)] * 9, {"x": examples, "y": examples}
+    graph = build_graph(trace(train, arguments, names=("params", "batch"), donate=(0,), batch=(1,)), BOOK)
+    step = fold_step(graph, flops_of)
+    products = sum(op.primitive == "dot_general" and op.role is Role.FORWARD for op in step.graph.ops())
+    casts = [op for op in step.graph.ops() if op.primitive == "convert_element_type" and op.role is Role.FORWARD]
+    assert sum(graph.values[op.inputs[0]].shape == (8, 8) for op in casts) == products < 9
 
 
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 5])

@@ -91,6 +91,41 @@ def test_of_what_is_joined_to_examples_nothing_is_known():
     assert of(graph, "exp")[0] == [set(), set()]
 
 
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda t: t[:, :-1],
+        lambda t: t[:, 1:],
+        lambda t: t[:, :20],
+        lambda t: jnp.roll(t, 1, axis=1),
+        lambda t: jnp.pad(t, ((0, 0), (1, 0)))[:, :-1],
+        lambda t: jnp.pad(t, ((0, 0), (0, 7))),
+        lambda t: jnp.concatenate([jnp.ones((16, 1), t.dtype), t[:, :-1]], axis=1),
+        lambda t: jnp.roll(t, 1, axis=1).at[:, 0].set(1),
+        lambda t: jax.lax.dynamic_slice_in_dim(t, 1, 32, axis=1),
+        lambda t: jax.lax.dynamic_update_slice_in_dim(jnp.zeros((16, 40), t.dtype), t, 4, axis=1),
+    ],
+)
+def test_pieces_of_sequences_count_positions(taken):
+    graph = graph_of(
+        lambda w, t: (w, jnp.sin(jnp.take(w, taken(t), axis=0))), shape(64, 8), shape(16, 33, dtype=np.int32)
+    )
+    assert of(graph, "sin")[0] == [{EXAMPLE}, {SEQUENCE}, set()]
+
+
+def test_the_whole_of_which_pieces_are_positions_counts_positions():
+    def step(w, x):
+        first = jnp.broadcast_to(jnp.sin(w), (16, 1, 8))  # the class of an image, in front of its patches
+        return w, jnp.cos(jnp.concatenate([first, x], axis=1))
+
+    assert of(graph_of(step, shape(8), shape(16, 32, 8)), "cos")[0] == [{EXAMPLE}, {SEQUENCE}, set()]
+
+
+def test_pieces_of_what_counts_more_than_positions_have_no_name():
+    graph = graph_of(lambda w, x: (w, jnp.sin(x.reshape(-1, 8)[:7])), shape(4), shape(16, 32, 8))
+    assert of(graph, "sin")[0] == [set(), set()]
+
+
 def test_experts_are_what_a_product_of_weights_keeps_apart():
     case = CASES["moe"]()
     graph = graph_of(case.step, jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
