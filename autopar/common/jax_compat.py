@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.experimental
+from jax._src import api_util, config, debugging, sharding_impls
 from jax._src import array as jax_array
-from jax._src import config, debugging, sharding_impls
 from jax._src.lib import _jax, xla_client
 from jax._src.source_info_util import is_user_filename
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -96,6 +97,31 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
+
+
+def traced_as(flat: Callable[..., Any], function: Callable[..., Any], paths: Sequence[str]) -> Callable[..., Any]:
+    """A new function that calls `flat`; jax's errors name another one and the paths of its leaves in place of it."""
+
+    def called(*leaves: Any) -> Any:
+        return flat(*leaves)
+
+    info = api_util.debug_info("jit", _unwrapped(function), (), {})
+    api_util.save_wrapped_fun_debug_info(called, info._replace(arg_names=tuple(paths)))
+    return called
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function that decorators and partial calls are of; of an object its method `__call__`."""
+    while True:
+        inner = inspect.unwrap(function)
+        if isinstance(inner, functools.partial):
+            function = inner.func
+        elif inner is not function:
+            function = inner
+        elif inspect.isroutine(inner) or isinstance(inner, type) or not inspect.isroutine(type(inner).__call__):
+            return inner
+        else:
+            function = type(inner).__call__
 
 
 def source_line(eqn: Any) -> str:

@@ -132,14 +132,18 @@ def trace(
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
-    original = jax.make_jaxpr(flat)(*in_avals)
+
+    def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        # A fresh function object, so that jax does not answer from its cache of traces.
+        return jax.make_jaxpr(jax_compat.traced_as(flat, function, in_paths))(*avals)
+
+    original = traced_on(in_avals)
     closed, removed = _as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
     check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
-    # A fresh function object, so that jax does not answer from its cache of traces.
-    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(jax.make_jaxpr(lambda *a: flat(*a))(*avals)))
+    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(
