@@ -15,8 +15,11 @@ import jax
 import jax.experimental
 from jax._src import api_util, config, debugging, sharding_impls
 from jax._src import array as jax_array
+from jax._src.core import InternalMutableArrayEffect, Ref
+from jax._src.interpreters import partial_eval
 from jax._src.lib import _jax, xla_client
 from jax._src.source_info_util import is_user_filename
+from jax._src.state import AbstractRef, discharge
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
@@ -97,6 +100,22 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
+
+
+def lowered_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr of plain equations: what `jax.checkpoint`, `jax.custom_vjp` and others trace to as high-level
+    primitives (`jax_remat3`, `jax_custom_vjp3`) is expanded, and references that it makes itself are values.
+    """
+    if open_jaxpr(closed).is_high:
+        closed = partial_eval.lower_jaxpr2(closed)
+    if any(isinstance(effect, InternalMutableArrayEffect) for effect in closed.effects):
+        closed = discharge.discharge_state(closed, should_discharge=False)
+    return closed
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value, or the type of a variable, is a reference to an array (`jax.new_ref`)."""
+    return isinstance(value, (Ref, AbstractRef))
 
 
 def traced_as(flat: Callable[..., Any], function: Callable[..., Any], paths: Sequence[str]) -> Callable[..., Any]:

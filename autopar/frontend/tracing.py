@@ -32,6 +32,13 @@ def abstract(leaf: Any, path: str, hint: str = STATIC) -> jax.ShapeDtypeStruct:
 
     Raises: InvalidArgumentError when the leaf is not an array, or has symbolic dimensions.
     """
+    if jax_compat.is_reference(leaf):
+        raise InvalidArgumentError(
+            where=path,
+            expected="an array",
+            got="a reference to one (jax.new_ref)",
+            hint="pass its value, ref[...], and return the new one; inside of the step it may be a reference",
+        )
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         if isinstance(leaf, jax.ShapeDtypeStruct) and variables_of(leaf.shape):
             raise InvalidArgumentError(
@@ -135,12 +142,13 @@ def trace(
 
     def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # A fresh function object, so that jax does not answer from its cache of traces.
-        return jax.make_jaxpr(jax_compat.traced_as(flat, function, in_paths))(*avals)
+        closed = jax.make_jaxpr(jax_compat.traced_as(flat, function, in_paths))(*avals)
+        return jax_compat.lowered_jaxpr(closed)
 
     original = traced_on(in_avals)
+    check_effects(original, name)
     closed, removed = _as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
-    check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
     trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals)))
