@@ -9,6 +9,7 @@ import jax
 
 from autopar.common.jax_symbolic import evaluated, variables_of
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.static_leaves import set_apart
 
 HINT = (
     "name the arguments with examples (batch_argnums of parallelize), put the examples first, give dimensions of "
@@ -31,7 +32,7 @@ def resized(args: Sequence[Any], argnums: Sequence[int], examples: int) -> list[
             return _shapes_of(arg, examples)
         if names:
             return jax.tree.map(at_size, arg) if variables([arg]) else arg
-        return jax.tree.map(with_examples, arg) if number in argnums else arg
+        return jax.tree.map(with_examples, set_apart(arg)) if number in argnums else arg
 
     def with_examples(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
@@ -56,7 +57,7 @@ def resized(args: Sequence[Any], argnums: Sequence[int], examples: int) -> list[
 
 def variables(args: Sequence[Any]) -> set[str]:
     """The variables of symbolic dimensions in arguments."""
-    leaves = [leaf for arg in args if not callable(arg) for leaf in jax.tree.leaves(arg)]
+    leaves = [leaf for arg in args for leaf in jax.tree.leaves(arg)]
     return {name for leaf in leaves for name in variables_of(getattr(leaf, "shape", ()))}
 
 
@@ -75,7 +76,7 @@ def check_batch(name: str, args: Sequence[Any], argnums: Sequence[int]) -> None:
     given = [args[i] for i in argnums if i < len(args)]
     if names or (given and all(map(callable, given))):
         return
-    leaves = [leaf for arg in given if not callable(arg) for leaf in jax.tree.leaves(arg)]
+    leaves = [leaf for arg in given if not callable(arg) for leaf in jax.tree.leaves(set_apart(arg))]
     sizes = {getattr(leaf, "shape", ())[:1] for leaf in leaves}
     if len(sizes) != 1 or sizes == {()}:
         raise InvalidArgumentError(
@@ -95,7 +96,7 @@ def _shapes_of(function: Callable[[int], Any], examples: int) -> Any:
     made: list[Any] = []
 
     def arrays() -> list[Any]:
-        made.append(function(examples))
+        made.append(set_apart(function(examples)))
         return [None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in jax.tree.leaves(made[-1])]
 
     shapes = jax.eval_shape(arrays)

@@ -31,6 +31,7 @@ from autopar.executables.compiled_spmd import lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
 from autopar.executables.padded_arrays import stored_as_they_are
+from autopar.frontend.static_leaves import RawLeaves, set_apart
 from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
 from autopar.monitoring.step_profile import StepProfile, profiled
@@ -103,8 +104,9 @@ class Step:
         fast = self._fast
         if fast is None or self._options.static_argnums:
             return self._run_slowly(args)
-        leaves, tree = jax.tree.flatten(args)
-        if tree != fast.tree:
+        raw_leaves, structure = jax.tree.flatten(args)
+        leaves = fast.raw.dynamic(raw_leaves) if structure == fast.raw.structure else None
+        if leaves is None:
             return self._run_slowly(args)
         with turn:
             stored = stored_as_they_are(leaves, fast.compiled.traced.padded)
@@ -127,7 +129,7 @@ class Step:
             return self(*args)
         with turn:
             compiled, leaves = self._compiled_for(args)
-            self._fast = fast = FastPath(compiled, leaves)
+            self._fast = fast = FastPath(compiled, leaves, RawLeaves.of(args))
             placed = put_leaves(leaves, compiled)
             results = fast.run(without_shared_memory(placed, compiled.donated, compiled.own_constants))
         return compiled.results_of(results)
@@ -277,11 +279,12 @@ class Step:
         static, args = self._options.static_argnums, on_one_device(args)
         names = self._arguments.names(len(args))
         function = self._signature.caller(self._function)
-        return jax.jit(lambda *a: nnx_objects.pure(function, a, names), static_argnums=static)(*args)
+        plain = jax.jit(lambda *a: set_apart(nnx_objects.pure(function, a, names)), static_argnums=static)
+        return plain(*self._arguments.with_dynamic(args, self._arguments.dynamic(args)))
 
     def plain_leaves(self, *args: Any) -> list[Any]:
         """The leaves of the arguments that are not static, on one device."""
-        return jax.tree.leaves(on_one_device(tuple(self._arguments.dynamic(self._signature.places(args, {})))))
+        return jax.tree.leaves(tuple(self._arguments.dynamic(on_one_device(self._signature.places(args, {})))))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step of an instance, where the function is a method: `self` is bound, static, and not counted by argnums.

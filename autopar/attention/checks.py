@@ -90,4 +90,4 @@ def check_rings(graph: OpGraph, parts: int) -> None:
 
 def _place(op: Op) -> str:
     line = jax_compat.source_line(op.eqn) if op.eqn is not None else ""
-    return f"attention in {op.module or 'the step'}" + (f" at {line}" if line else "")
+    return f"attention in {op.place or 'the step'}" + (f" at {line}" if line else "")

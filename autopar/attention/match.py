@@ -54,7 +54,7 @@ def attention_left(graph: OpGraph) -> tuple[str, ...]:
     left = [op for op in score_products(annotate_semantics(graph)) if op.role is graph.forward_role]
     if not left:
         return ()
-    places = ", ".join(dict.fromkeys(op.module or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))
+    places = ", ".join(dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))
     return (f"attention='blockwise': {len(left)} products of scores stay as they are written ({places})",)
 
 
@@ -62,7 +62,7 @@ def check_blockwise(graph: OpGraph) -> None:
     """Raises: UnsupportedError where a graph of `blockwise` has scores left, which no ring can have."""
     for op in score_products(annotate_semantics(graph)):
         raise UnsupportedError(
-            where=f"{op.module or 'the step'} at {jax_compat.source_line(op.eqn)}",
+            where=f"{op.place or 'the step'} at {jax_compat.source_line(op.eqn)}",
             expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
             "positions of queries as of keys",
             got=f"scores of shape {list(graph.values[op.outputs[0]].shape)} that are used in another way",

@@ -20,6 +20,7 @@ from autopar.calls.step_options import StepOptions
 from autopar.errors import BatchMismatchError
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
+from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import abstract
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
@@ -53,6 +54,7 @@ class StepBatches:
     def put(self, data: Any, batch: str | None) -> Any:
         """As `Step.put_batch`."""
         mode = None if batch is None else checked_mode(batch, f"{self._name}.put_batch(batch=...)")
+        data = set_apart(data)
         if (latest := self._plans.latest()) is not None:
             self._check_structure(data, latest)
         for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
@@ -62,10 +64,10 @@ class StepBatches:
             placed = with_process_lost_errors(lambda: self._of_processes.put(mode, leaves, tree, self._planned))
             return jax.tree.unflatten(tree, placed)
         if latest is None:
-            return data
+            return jax.tree.unflatten(tree, leaves)
         shapes, shardings = self._planned()[-1]
         if [tuple(np.shape(leaf)) for leaf in leaves] != shapes:
-            return data  # another shape has another plan: the call makes it and puts the batch itself
+            return jax.tree.unflatten(tree, leaves)  # the call makes the plan of another shape, and puts it itself
         return jax.tree.unflatten(tree, put(leaves, shardings()))
 
     def shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:

@@ -13,6 +13,7 @@ from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
 from autopar.executables.padded_arrays import PaddedArray
+from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import abstract, flatten_arguments
 
 
@@ -35,7 +36,11 @@ class CallArguments:
         return in_parts and jax.process_count() == 1
 
     def dynamic(self, args: Sequence[Any]) -> list[Any]:
-        return [a for i, a in enumerate(args) if i not in self._options.static_argnums]
+        """The dynamic arguments, with their static leaves set apart."""
+        return [set_apart(arg) for arg in self._not_static(args)]
+
+    def _not_static(self, items: Sequence[Any]) -> list[Any]:
+        return [item for i, item in enumerate(items) if i not in self._options.static_argnums]
 
     def static(self, args: Sequence[Any]) -> dict[int, Any]:
         """The static arguments by number."""
@@ -51,7 +56,7 @@ class CallArguments:
         return [known[i] if i < len(known) else f"argument {i}" for i in range(num_args)]
 
     def dynamic_names(self, num_args: int) -> list[str]:
-        return self.dynamic(self.names(num_args))
+        return self._not_static(self.names(num_args))
 
     def batch_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the dynamic arguments that hold examples."""
@@ -64,7 +69,7 @@ class CallArguments:
         return self._dynamic_numbers(numbers if self._options.follow is None else (), len(args))
 
     def _dynamic_numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
-        dynamic = self.dynamic(range(num_args))
+        dynamic = self._not_static(range(num_args))
         return tuple(dynamic.index(i) for i in argnums if i in dynamic)
 
     def key(self, args: Sequence[Any]) -> Any:
@@ -73,7 +78,7 @@ class CallArguments:
         Raises: InvalidArgumentError for leaves that are not arrays, and for a static argument without a hash.
         """
         names = self.names(len(args))
-        leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self.dynamic(names))
+        leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self._not_static(names))
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         static = tuple(_with_types(_hashable(a, names[i])) for i, a in self.static(args).items())
         types = tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)

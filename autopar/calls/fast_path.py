@@ -19,19 +19,21 @@ import jax
 from autopar.common import jax_compat
 from autopar.executables.aliasing import share_memory
 from autopar.executables.compiled_step import CompiledStep
+from autopar.frontend.static_leaves import RawLeaves
 from autopar.frontend.tracing import is_weak
 
 
 class FastPath:
-    """A compiled step, and the properties that a call must share with the last one, whose leaves were `leaves`.
+    """A compiled step, and the properties that a call must share with the last one, whose leaves were `leaves`, `raw`
+    with its static ones.
 
     The results that replaced the donated leaves in the last call are new memory of known types, and most calls pass
     them on. All checks take a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
     """
 
-    def __init__(self, compiled: CompiledStep, leaves: Sequence[Any]) -> None:
+    def __init__(self, compiled: CompiledStep, leaves: Sequence[Any], raw: RawLeaves) -> None:
         traced = compiled.traced
-        self.compiled, self.tree = compiled, traced.in_tree
+        self.compiled, self.raw = compiled, raw
         self._context = jax_compat.trace_context()
         self._weak = _weak_types(leaves)
         donated, donates = sorted(compiled.donated), compiled.donated

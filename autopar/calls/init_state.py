@@ -14,6 +14,7 @@ from autopar.calls.step_options import StepOptions
 from autopar.executables.multiprocess import make_state
 from autopar.executables.padded_arrays import PaddedArray
 from autopar.frontend.pad_state import store
+from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import concrete_mesh, named_sharding
 from autopar.ir.layout import even_layout
@@ -30,9 +31,10 @@ def init_state(
 ) -> Any:
     """The result of `function(*args)`, its leaves in the places that `places_of` gives for their shapes."""
     trees: list[Any] = []
+    args = set_apart(tuple(args))
 
     def flat(*values: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(*nnx_objects.split((function(*values),)))
+        leaves, tree = jax.tree.flatten(set_apart(*nnx_objects.split((function(*values),))))
         trees.append(tree)
         return leaves
 

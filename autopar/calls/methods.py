@@ -47,7 +47,6 @@ def without_self(function: Callable[..., Any], instance: Callable[[], Any]) -> C
 
     signature = inspect.signature(function)
     bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
-    del bound.__wrapped__
     return bound
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,7 +84,12 @@ class Signature:
 
     def caller(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be called with arguments in their places."""
-        return lambda *places: self._call(function, places)
+
+        @functools.wraps(function)
+        def called(*places: Any) -> Any:
+            return self._call(function, places)
+
+        return called
 
     def _call(self, function: Callable[..., Any], places: Sequence[Any]) -> Any:
         if self._any_number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def trace_call(
     dynamic, static = arguments.dynamic(args), arguments.static(args)
     names = arguments.dynamic_names(len(args))
 
+    @functools.wraps(function)
     def bound(*values: Any) -> Any:
         remaining = iter(values)
         all_arguments = [static[i] if i in static else next(remaining) for i in range(len(args))]

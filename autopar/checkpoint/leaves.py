@@ -14,7 +14,9 @@ from typing import Any
 import jax
 
 from autopar.calls import nnx_objects
+from autopar.checkpoint.leaf_types import NUMBERS
 from autopar.errors import UnsupportedError
+from autopar.frontend.static_leaves import set_apart
 
 # The name of the one leaf of a state that is an array itself.
 WHOLE = "(state)"
@@ -22,17 +24,25 @@ WHOLE = "(state)"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLeaf:
-    """A leaf: its name in a checkpoint, its path as Python writes it, and its value."""
+    """A leaf: its name in a checkpoint, its path as Python writes it, and its value.
+
+    `is_static`: steps take it as a part of the structure, so that plans do not have it.
+    """
 
     name: str
     path: str
     value: Any
+    is_static: bool
 
 
 def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
-    """(leaves, structure) of a tree, with NNX objects split. No two names are equal."""
+    """(leaves, structure) of a tree, with NNX objects split. No two names are equal.
+
+    What is neither an array nor a number or text (a function) is part of the structure.
+    """
     (split,) = nnx_objects.split((tree,))
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(split)
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(set_apart(split, kept=NUMBERS))
+    arrays = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(set_apart(split))[0]}
     leaves, taken = [], set[str]()
     for path, value in with_paths:
         name = plain = "/".join(_parts(path)) or WHOLE
@@ -41,7 +51,8 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
             copies += 1
             name = f"{plain}~{copies}"
         taken.add(name)
-        leaves.append(NamedLeaf(name=name, path=jax.tree_util.keystr(path), value=value))
+        text = jax.tree_util.keystr(path)
+        leaves.append(NamedLeaf(name=name, path=text, value=value, is_static=text not in arrays))
     return leaves, structure
 
 

@@ -17,6 +17,7 @@ from autopar.checkpoint.manifest import LeafRecord, Manifest
 from autopar.common import jax_compat
 from autopar.errors import CheckpointMismatchError, InvalidArgumentError
 from autopar.executables.padded_arrays import PaddedArray
+from autopar.frontend.static_leaves import set_apart
 from autopar.ir.padded import PaddedForm
 from autopar.plan.plan import Plan
 from autopar.plan.sharding_trees import shardings_in
@@ -87,7 +88,7 @@ def like_created(create: Callable[..., Any], args: Sequence[Any], *, in_jit: boo
         nonlocal structure
         (tree,) = nnx_objects.split((create(*args),))
         if in_jit:
-            return tree
+            return set_apart(tree)
         leaves, structure = jax.tree.flatten(tree)
         others.update((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array))
         return {i: leaf for i, leaf in enumerate(leaves) if i not in others}
@@ -107,15 +108,17 @@ def places_for(
     Raises: CheckpointMismatchError where the plan is of another state; NotEnoughDevicesError.
     """
     planned: Sequence[tuple[Any, PaddedForm | None]]
+    arrays = [leaf for leaf in leaves if not leaf.is_static]
     if shardings is not None:
-        planned = [(s, None) for s in _given(shardings, structure)]
+        planned = [(s, None) for s in _given(shardings, arrays, structure)]
     elif step is not None:
-        planned = step.state_places([aval_of(leaf.value) for leaf in leaves])
+        planned = step.state_places([aval_of(leaf.value) for leaf in arrays])
     elif plan is not None:
-        planned = _of_plan(plan, leaves)
+        planned = _of_plan(plan, arrays)
     else:
         return [_own_place(leaf.value) for leaf in leaves]
-    return [p if hasattr(leaf.value, "shape") else (None, None) for leaf, p in zip(leaves, planned, strict=True)]
+    place_of = {leaf.name: p for leaf, p in zip(arrays, planned, strict=True) if hasattr(leaf.value, "shape")}
+    return [place_of.get(leaf.name, (None, None)) for leaf in leaves]
 
 
 def _own_place(value: Any) -> tuple[Any, PaddedForm | None]:
@@ -161,9 +164,9 @@ def targets_of_all(manifest: Manifest, where: str) -> list[Target]:
     return targets
 
 
-def _given(shardings: Any, structure: Any) -> list[Any]:
+def _given(shardings: Any, arrays: Sequence[NamedLeaf], structure: Any) -> list[Any]:
     if isinstance(shardings, Sharding):
-        return [shardings] * structure.num_leaves
+        return [shardings] * len(arrays)
     given, own = named_leaves(shardings)
     if own != structure:
         raise InvalidArgumentError(
@@ -172,7 +175,7 @@ def _given(shardings: Any, structure: Any) -> list[Any]:
             got=f"{len(given)}, in the structure {own}"[:500],
             hint="give a tree of the structure of like, such as plan.state_shardings",
         )
-    return [leaf.value for leaf in given]
+    return [leaf.value for leaf in given if not leaf.is_static]
 
 
 def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Place]:

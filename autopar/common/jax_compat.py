@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,13 @@ from typing import Any
 
 import jax
 import jax.experimental
+from jax._src import api_util, config, debugging, sharding_impls
 from jax._src import array as jax_array
-from jax._src import config, debugging, sharding_impls
+from jax._src.core import InternalMutableArrayEffect, Ref
+from jax._src.interpreters import partial_eval
 from jax._src.lib import _jax, xla_client
 from jax._src.source_info_util import is_user_filename
+from jax._src.state import AbstractRef, discharge
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jax_core
 from jax.extend import source_info_util
@@ -103,6 +107,47 @@ def carried_avals(params: dict[str, Any]) -> list[Any]:
 
 def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
+
+
+def lowered_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr of plain equations: what `jax.checkpoint`, `jax.custom_vjp` and others trace to as high-level
+    primitives (`jax_remat3`, `jax_custom_vjp3`) is expanded, and references that it makes itself are values.
+    """
+    if open_jaxpr(closed).is_high:
+        closed = partial_eval.lower_jaxpr2(closed)
+    if any(isinstance(effect, InternalMutableArrayEffect) for effect in closed.effects):
+        closed = discharge.discharge_state(closed, should_discharge=False)
+    return closed
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value, or the type of a variable, is a reference to an array (`jax.new_ref`)."""
+    return isinstance(value, (Ref, AbstractRef))
+
+
+def traced_as(flat: Callable[..., Any], function: Callable[..., Any], paths: Sequence[str]) -> Callable[..., Any]:
+    """A new function that calls `flat`; jax's errors name another one and the paths of its leaves in place of it."""
+
+    def called(*leaves: Any) -> Any:
+        return flat(*leaves)
+
+    info = api_util.debug_info("jit", _unwrapped(function), (), {})
+    api_util.save_wrapped_fun_debug_info(called, info._replace(arg_names=tuple(paths)))
+    return called
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function that decorators and partial calls are of; of an object its method `__call__`."""
+    while True:
+        inner = inspect.unwrap(function)
+        if isinstance(inner, functools.partial):
+            function = inner.func
+        elif inner is not function:
+            function = inner
+        elif inspect.isroutine(inner) or isinstance(inner, type) or not inspect.isroutine(type(inner).__call__):
+            return inner
+        else:
+            function = type(inner).__call__
 
 
 def source_line(eqn: Any, inside: tuple[str, str] | None = None) -> str:

@@ -39,7 +39,7 @@ def check_decisions(plan: ShardingPlan, graph: OpGraph, place: str, step: str) -
 def check_operations(decisions: Decisions, graph: OpGraph, place: str, step: str) -> None:
     """Checks that decisions are for the operations that have their numbers in the graph. Raises: PlanMismatchError."""
     for number, op in differing(decisions, graph):
-        where = f"{op.module or op.primitive} at {jax_compat.source_line(op.eqn)}" if op is not None and op.eqn else ""
+        where = f"{op.place or op.primitive} at {jax_compat.source_line(op.eqn)}" if op is not None and op.eqn else ""
         is_now = "no operation" if op is None else f"another one: {op.primitive} in {where or 'the step'}"
         expected = f"operation {number} of the graph as it was when the plan was made"
         raise mismatch(step, Fault(place=f"{place}.of_op.{number}", expected=expected, got=is_now))
@@ -249,7 +249,7 @@ class _Checker:
                 yield from self.lies_as(v, replicated(len(self.graph.values[v].shape)))
             return
         if not is_strategy(strategy, signature_of(op, self.graph, self.plan), self.mesh):
-            where = f" in {op.module}" if op.module else ""
+            where = f" in {op.place}" if op.place else ""
             reads = ", ".join(layout.text(self.mesh) for layout in strategy.operands)
             makes = ", ".join(layout.text(self.mesh) for layout in strategy.results)
             yield Fault(place=place, expected=f"a way to split {op.primitive}{where}", got=f"{reads} -> {makes}")

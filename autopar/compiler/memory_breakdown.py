@@ -46,7 +46,7 @@ def saved_for_backward(graph: OpGraph, instructions: Sequence[Instruction]) -> d
             continue  # of what only the update reads
         role = instruction.role if isinstance(instruction, Move) else instruction.op.role
         if role is Role.BACKWARD:
-            module = instruction.module if isinstance(instruction, Move) else instruction.op.module
+            module = instruction.module if isinstance(instruction, Move) else instruction.op.place
             for key in instruction.keys_read:
                 if key in forward_keys or key[0] in received:
                     module_of.setdefault(key, module)
@@ -220,7 +220,7 @@ class _Names:
 
     def __init__(self, graph: OpGraph, mesh: LogicalMesh) -> None:
         self.graph, self.mesh = graph, mesh
-        self.makers = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+        self.makers = {v: f"{op.place}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
 
     def of(self, key: Key) -> str:
         value = self.graph.values[key[0]]

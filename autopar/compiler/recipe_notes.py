@@ -121,7 +121,7 @@ def _given_up(bound: Bound) -> Iterator[_Note]:
     relaxed, values = bound.sharding.relaxation, bound.graph.values
     if relaxed is None:
         return
-    makers = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in bound.graph.ops() for v in op.outputs}
+    makers = {v: f"{op.place}/{op.primitive}".lstrip("/") for op in bound.graph.ops() for v in op.outputs}
     names = [
         f"{u.name} axis of {n} devices"
         for u, n in zip(bound.constraints.axes, bound.sharding.mesh.axis_sizes, strict=True)

@@ -24,7 +24,7 @@ def sends_of_stages(staged: StagedStep) -> tuple[Sends, ...]:
     known: dict[Hashable, tuple[Sequence[str], Sends]] = {}
     found = []
     for planned, tasks in zip(staged.stages, numbers, strict=True):
-        modules = tuple(dict.fromkeys(op.module for op in planned.stage.graph.ops()))
+        modules = tuple(dict.fromkeys(op.place for op in planned.stage.graph.ops()))
         chains = [joined.parts for joined in staged.joined if joined.parts[0][0] in tasks]
         key = (
             planned.like,

@@ -213,9 +213,9 @@ def module_rows(
     count: dict[str, int] = {}
     time: dict[str, float] = {}
     for op, compute in _computes(lowered):
-        count[op.module] = count.get(op.module, 0) + 1
-        time[op.module] = time.get(op.module, 0.0) + seconds.get(op.id, 0.0)
-        products = splits.setdefault(op.module, {})
+        count[op.place] = count.get(op.place, 0) + 1
+        time[op.place] = time.get(op.place, 0.0) + seconds.get(op.id, 0.0)
+        products = splits.setdefault(op.place, {})
         if op.primitive in MATRIX_PRODUCTS:
             replicated_operands = [
                 replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs
@@ -226,7 +226,7 @@ def module_rows(
             products[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
     for instruction in _crossings(lowered):
         op = instruction.op
-        time[op.module] = time.get(op.module, 0.0) + seconds[op.id]
+        time[op.place] = time.get(op.place, 0.0) + seconds[op.id]
     by_module: dict[str, list[PredictedCollective]] = {}
     for c in collectives:
         by_module.setdefault(c.module, []).append(c)

@@ -123,7 +123,7 @@ def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[C
             sent_bytes=nbytes,
             count=count,
             time_s=time_s * count,
-            module=op.module,
+            module=op.place,
             value=value.name or f"{value.dtype}{list(value.shape)}",
         )
     ]
@@ -145,7 +145,7 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
                 sent_bytes=float(sent_bytes(CollectiveKind.ALL_REDUCE, nbytes, mesh.size(compute.reduced))),
                 count=op.count,
                 time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
-                module=op.module,
+                module=op.place,
                 value=value.name or f"{value.dtype}{list(value.shape)}",
             )
         )
@@ -164,7 +164,7 @@ def uses_of_island(op: Op, strategy: Strategy, model: CostModel) -> list[Collect
                 sent_bytes=float(sent_bytes(sent.kind, nbytes, mesh.size(sent.axes))),
                 count=op.count * sent.count,
                 time_s=op.count * sent.count * model.links.time_s(sent.kind, nbytes, sent.axes),
-                module=op.module,
+                module=op.place,
                 value=f"{sent.dtype} in shard_map",
             )
         )
@@ -189,7 +189,7 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, Colle
                 sent_bytes=permute.sent_bytes,
                 count=op.count * permute.count,
                 time_s=op.count * permute.time_s,
-                module=op.module,
+                module=op.place,
                 value=permute.array,
             ),
         )

@@ -194,7 +194,7 @@ class _Writer:
             sends = any(ran.send_s for ran in inside)
             works.append(
                 StreamWork(
-                    name=_named(instruction.op.module),
+                    name=_named(instruction.op.place),
                     stream=Stream.BOTH if sends else Stream.COMPUTE,
                     seconds=sum(ran.end_s for ran in inside) + self.turns_s(instruction.op),
                     reads=reads,
@@ -222,7 +222,7 @@ class _Writer:
             op = instruction.op
             works.append(
                 StreamWork(
-                    name=_named(op.module),
+                    name=_named(op.place),
                     stream=Stream.COMPUTE,
                     seconds=crossing_s(self.graph, instruction, self.model),
                     reads=reads,
@@ -246,7 +246,7 @@ class _Writer:
         summands = tuple(self.new() for _ in makes) if compute.reduced or permutes else makes
         placed = self.permutes(permutes, Moment.BEFORE, reads, works)
         work = StreamWork(
-            name=_named(op.module),
+            name=_named(op.place),
             stream=Stream.COMPUTE,
             seconds=self.costs.compute_s(op, compute.strategy),
             reads=(*reads, *placed),
@@ -277,7 +277,7 @@ class _Writer:
         (use,) = uses_of_pieces(self.graph, compute, self.model)
         send = dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1))
         product = StreamWork(
-            name=_named(op.module),
+            name=_named(op.place),
             stream=Stream.COMPUTE,
             seconds=self.costs.piece_s(op, strategy, pieces),
             is_light=False,

@@ -246,7 +246,7 @@ def with_broadcasts(
 ) -> tuple[MemoryStep, ...]:
     """Spells out the broadcast of each operand that is smaller than the result, once for all operations that need it.
 
-    New values get ids below zero; `like` gains for each the value whose size it has.
+    New values get ids below zero; `like` gains for each the value of the program whose size it has.
     """
     done: list[MemoryStep] = []
     known: dict[tuple[int, int], int] = {}
@@ -265,7 +265,7 @@ def with_broadcasts(
                     key = (alias.get(v, v), nbytes[out])
                     if key not in known:
                         known[key] = -1 - len(like)
-                        like[known[key]] = out
+                        like[known[key]] = like.get(out, out)
                         done.append(
                             MemoryStep(inputs=(v,), outputs=(known[key],), kind="broadcast_in_dim", fusible=True)
                         )

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
 from autopar.errors import AutoparError
+from autopar.frontend.static_leaves import set_apart
 from autopar.ir.traced_step import TracedStep
 from autopar.runtime.execution.cross_process import absent, cross, is_here, to_all_processes
 from autopar.runtime.execution.global_arrays import aval_of, from_whole
@@ -126,7 +127,7 @@ def make_state(
             for i in positions:
                 state[i] = absent(leaves[i].shape, leaves[i].dtype, shardings[i])
             continue
-        placed_args = jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args))
+        placed_args = set_apart(jax.tree.map(lambda x, s=everywhere: from_whole(x, aval_of(x), s), list(args)))
 
         def leaves_on_mesh(*values: Any, positions: Sequence[int] = positions) -> list[Any]:
             out = function(*values)

@@ -16,6 +16,7 @@ from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.frontend.pad_state import pad_state
+from autopar.frontend.parameter_names import with_parameter_names
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
@@ -61,7 +62,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         forms = {offset + leaf.leaf: leaf.form for leaf in traced.padded}
         graph = pad_state(graph, forms, pads_summands=traced.pads_summands)
     rules.learn((op.key, op.eqn) for op in walk(graph.block) if op.kind is OpKind.EQUATION and op.rule is None)
-    graph = dataclasses.replace(graph, block=_with_rules(graph.block, rules))
+    graph = with_parameter_names(dataclasses.replace(graph, block=_with_rules(graph.block, rules)))
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
 

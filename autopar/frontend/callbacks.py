@@ -81,9 +81,15 @@ def check_effects(closed: Any, name: str) -> None:
             raise UnsupportedError(
                 where=f"{name}, {eqn.primitive.name} at {jax_compat.source_line(eqn)}",
                 expected="a function without side effects other than callbacks",
-                got=f"effects: {', '.join(sorted(map(str, eqn.effects)))}",
+                got=_effects_of(eqn),
                 hint="return what changes as a result, and take it as an argument",
             )
+
+
+def _effects_of(eqn: Any) -> str:
+    if any(jax_compat.is_reference(v.aval) for v in eqn.invars):
+        return "a reference (jax.new_ref) that is made outside of it"
+    return f"effects: {', '.join(sorted(map(str, eqn.effects)))}"
 
 
 def any_callbacks(jaxpr: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from autopar.frontend.static_leaves import StaticLeaf, static_leaves
 from autopar.ir.traced_step import TracedStep
 
 _KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
@@ -23,7 +24,8 @@ def _sentence(traced: TracedStep, name: str, argument: int) -> str:
     leaves = [i for i, owner in enumerate(traced.argument_of) if owner == argument]
     leaves_by_path = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
     changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
-    text = f"argument {name!r} is donated, but no result replaces it: {_difference(name, leaves_by_path, traced)}."
+    difference = _difference(name, argument, leaves_by_path, traced)
+    text = f"argument {name!r} is donated, but no result replaces it: {difference}."
     if changed:
         text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
     return text + (
@@ -32,12 +34,14 @@ def _sentence(traced: TracedStep, name: str, argument: int) -> str:
     )
 
 
-def _difference(name: str, argument: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
+def _difference(name: str, number: int, argument: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
     """The first leaf that differs between an argument and the most similar result."""
     best = max(_results(traced), key=lambda candidate: _similarity(argument, candidate[1]), default=None)
     if best is None or not _similarity(argument, best[1]):
         return "the step returns nothing that is like it"
     prefix, result = best
+    if static := _static_difference(name, number, prefix, traced):
+        return static
     for path, aval in argument.items():
         if path not in result:
             return f"{prefix} has no {path or 'such leaf'}"
@@ -47,6 +51,17 @@ def _difference(name: str, argument: dict[str, jax.ShapeDtypeStruct], traced: Tr
         if path not in argument:
             return f"{prefix}{path} is not in {name}"
     return f"{prefix} has the same leaves in another kind of tree"
+
+
+def _static_difference(name: str, number: int, prefix: str, traced: TracedStep) -> str:
+    """The first static leaf of an argument that another value, or an array, is to replace."""
+    results = {f"result{path}": value for path, value in static_leaves(traced.out_tree).items()}
+    for path, value in static_leaves(traced.in_tree.children()[number]).items():
+        by = prefix + path
+        if by in traced.out_paths or (by in results and StaticLeaf(results[by]) != StaticLeaf(value)):
+            other = "an array" if by in traced.out_paths else repr(results[by])
+            return f"{name}{path} is static, {value!r}, and {by} is {other}; what changes has to be an array"
+    return ""
 
 
 def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStruct]]]:

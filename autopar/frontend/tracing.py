@@ -16,9 +16,10 @@ from autopar.frontend.callbacks import check_effects
 from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.frontend.own_rows import with_own_rows
+from autopar.frontend.static_leaves import is_of_another_library, set_apart
 from autopar.ir.traced_step import TracedStep
 
-NAME_STATIC = "name the argument in static_argnums, or keep it out of the arguments (close over it)"
+STATIC = "close over it, or make a tuple or a frozen dataclass of it: a leaf that has a hash is static"
 CONVERT = (
     "convert it: np.asarray(x), or jax.numpy.from_dlpack(x) for a tensor of another library; jax.jit takes neither"
 )
@@ -26,11 +27,18 @@ CONVERT = (
 IMPURE = "two traces of the function differ"
 
 
-def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStruct:
+def abstract(leaf: Any, path: str, hint: str = STATIC) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf of the arguments or results.
 
     Raises: InvalidArgumentError when the leaf is not an array, or has symbolic dimensions.
     """
+    if jax_compat.is_reference(leaf):
+        raise InvalidArgumentError(
+            where=path,
+            expected="an array",
+            got="a reference to one (jax.new_ref)",
+            hint="pass its value, ref[...], and return the new one; inside of the step it may be a reference",
+        )
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(leaf, "__jax_array__"):
         if isinstance(leaf, jax.ShapeDtypeStruct) and variables_of(leaf.shape):
             raise InvalidArgumentError(
@@ -47,16 +55,9 @@ def abstract(leaf: Any, path: str, hint: str = NAME_STATIC) -> jax.ShapeDtypeStr
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     raise InvalidArgumentError(
         where=path,
-        expected="an array, a number or a jax.ShapeDtypeStruct",
+        expected="an array, a number, a jax.ShapeDtypeStruct or what has a hash",
         got=f"{type(leaf).__name__} ({str(leaf)[:60]})",
-        hint=CONVERT if _converts(leaf) else hint,
-    )
-
-
-def _converts(leaf: Any) -> bool:
-    """Whether a leaf is an array of another library."""
-    return not isinstance(leaf, (np.ndarray, np.generic)) and (
-        hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")
+        hint=CONVERT if is_of_another_library(leaf) else hint,
     )
 
 
@@ -68,14 +69,15 @@ def is_weak(leaf: Any) -> bool:
 
 
 def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], Any, list[str], list[int]]:
-    """(leaves, tree, readable paths, the argument each leaf belongs to)."""
+    """(leaves, tree, readable paths, the argument each leaf belongs to), with static leaves in the tree."""
     leaves, paths, owner = [], [], []
+    args = tuple(map(set_apart, args))
     for i, (arg, name) in enumerate(zip(args, names, strict=True)):
         for path, leaf in _leaves_with_paths((arg,), (name,)):
             leaves.append(leaf)
             paths.append(path)
             owner.append(i)
-    return leaves, jax.tree.structure(tuple(args)), paths, owner
+    return leaves, jax.tree.structure(args), paths, owner
 
 
 def _leaves_with_paths(args: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -101,10 +103,10 @@ def _flat_function(
 
     def flat(*flat_args: Any) -> list[Any]:
         arguments = jax.tree.unflatten(in_tree, flat_args)
-        before = dict(zip(in_paths, jax.tree.leaves(arguments), strict=True))
-        out = function(*arguments)
+        before = dict(zip(in_paths, jax.tree.leaves(set_apart(arguments)), strict=True))
+        out = set_apart(function(*arguments))
         try:
-            after = dict(_leaves_with_paths(arguments, names))
+            after = dict(_leaves_with_paths(set_apart(arguments), names))
         except (TypeError, ValueError):  # the function put into its own copy what is no tree for jax
             after = {}
         results.changed_in_place = tuple(path for path, leaf in before.items() if after.get(path) is not leaf)
@@ -112,7 +114,7 @@ def _flat_function(
         if results.tree is None:
             results.tree = tree
         results.paths = tuple("result" + jax.tree_util.keystr(path) for path, _ in with_paths)
-        hint = "return arrays and numbers only; keep names and the like outside of the step"
+        hint = "return arrays, numbers and what has a hash: a tuple or a frozen dataclass"
         for path, (_, leaf) in zip(results.paths, with_paths, strict=True):
             abstract(leaf, f"{name}, {path}", hint)
         return [leaf for _, leaf in with_paths]
@@ -137,14 +139,19 @@ def trace(
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
-    original = jax.make_jaxpr(flat)(*in_avals)
+
+    def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        # A fresh function object, so that jax does not answer from its cache of traces.
+        closed = jax.make_jaxpr(jax_compat.traced_as(flat, function, in_paths))(*avals)
+        return jax_compat.lowered_jaxpr(closed)
+
+    original = traced_on(in_avals)
+    check_effects(original, name)
     closed, removed = _as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
-    check_effects(closed, name)
     jaxpr = jax_compat.open_jaxpr(closed)
     out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
-    # A fresh function object, so that jax does not answer from its cache of traces.
-    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(jax.make_jaxpr(lambda *a: flat(*a))(*avals)))
+    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(

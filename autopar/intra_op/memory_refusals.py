@@ -90,7 +90,7 @@ def _out_of_memory(
     where: str, graph: OpGraph, memory: ProgramMemory, mesh: LogicalMesh, limit_bytes: int, shared_by: int = 1
 ) -> MemoryLimitError:
     """The error of a plan that does not fit, whose bytes are shared by `shared_by` devices."""
-    made_by = {v: f"{op.module}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+    made_by = {v: f"{op.place}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
     names = place_names(graph, memory.stands_for, made_by, mesh)
     return MemoryLimitError(
         where=where,

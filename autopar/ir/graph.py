@@ -221,7 +221,8 @@ class Op:
     inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
     `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
     bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
-    (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions.
+    (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions. `parameters`:
+    of an operation in no module, that of the parameters it reads (`autopar.frontend.parameter_names`).
     """
 
     id: int
@@ -244,6 +245,12 @@ class Op:
     dim: int = 0
     kernel_bytes: float | None = None
     order_cost: OrderCost | None = None
+    parameters: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the operation stands in the model, to be read: its module, else that of the parameters it reads."""
+        return self.module or self.parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)  # what is found for it is kept so

@@ -59,7 +59,7 @@ def reading_returned(instruction: Instruction, returned: Collection[tuple[int, L
 
 def module_of(instruction: Instruction) -> str:
     """The user's module."""
-    return instruction.module if isinstance(instruction, (Move, HostCopy)) else instruction.op.module
+    return instruction.module if isinstance(instruction, (Move, HostCopy)) else instruction.op.place
 
 
 def role_of(instruction: Instruction) -> Role:

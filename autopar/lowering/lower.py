@@ -206,24 +206,24 @@ class _Lowering:
         (atom,) = op.inputs
         if op.kind is OpKind.SPLIT:
             (target,) = op.outputs
-            place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
+            place = self.read(scope, atom, self.home(target), op.role, op.place, op.count)
             scope.append(Split(op=op, read=place, result=self.home(target)), op.section)
             scope.add(target, (self.home(target), UNREDUCED), Section.FORWARD)
         elif op.kind is OpKind.ACCUMULATE:
             (target,) = op.outputs
             home = self.home(target)
             unreduced = self.plan.partials.reads_unreduced(op, 0)
-            place = self.read(scope, atom, home, op.role, op.module, op.count, unreduced)
+            place = self.read(scope, atom, home, op.role, op.place, op.count, unreduced)
             scope.append(Accumulate(op=op, read=place, sum_=(home, UNREDUCED)), op.section)
             scope.add(target, (home, UNREDUCED), Section.AFTER)
         elif op.kind is OpKind.STACK:
             (target,) = op.outputs
             scope.section = scope.made_in(atom) if isinstance(atom, int) else op.section
-            place = self.read(scope, atom, self.home(target), op.role, op.module, op.count)
+            place = self.read(scope, atom, self.home(target), op.role, op.place, op.count)
             scope.append(Stack(op=op, read=place, result=self.home(target)), op.section)
             scope.add(target, (self.home(target), UNREDUCED), op.section)
         else:
-            place = self.read(scope, atom, self.plan.transfer_layouts[op.id], op.role, op.module, op.count)
+            place = self.read(scope, atom, self.plan.transfer_layouts[op.id], op.role, op.place, op.count)
             scope.append(Leave(op=op, read=place), op.section)
 
     def equation(self, scope: _Scope, op: Op) -> None:
@@ -243,7 +243,7 @@ class _Lowering:
         if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
             # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
             # update, the summands of all parameters would take memory at once.
-            self.read(scope, op.outputs[0], None, Role.UPDATE, op.module, op.count)
+            self.read(scope, op.outputs[0], None, Role.UPDATE, op.place, op.count)
 
     def operands(self, scope: _Scope, op: Op) -> tuple[Place | None, ...]:
         """Brings the operands of an equation to where its strategy reads them."""
@@ -260,7 +260,7 @@ class _Lowering:
             if home is not None and home == want and reduced_at.get(atom, home) == home:
                 reads.append((home, UNREDUCED))  # as `read` finds too, of most operands
                 continue
-            reads.append(self.read(scope, atom, want, op.role, op.module, op.count, i in unreduced_operands))
+            reads.append(self.read(scope, atom, want, op.role, op.place, op.count, i in unreduced_operands))
         return tuple(reads)
 
     def compute(self, op: Op, reads: tuple[Place | None, ...]) -> Compute:
@@ -291,7 +291,7 @@ class _Lowering:
         for source, target in zip(op.inputs, op.outputs, strict=True):
             assert isinstance(source, int), "a barrier passes values only"
             # Decided alike, but where layers are decided as their counterparts are, which read what others made.
-            place = self.read(scope, source, self.home(target), op.role, op.module, op.count)
+            place = self.read(scope, source, self.home(target), op.role, op.place, op.count)
             assert place is not None, "a value lies somewhere"
             reads.append(place)
             scope.add(target, (place[0], UNREDUCED), scope.section)
@@ -300,7 +300,7 @@ class _Lowering:
     def loop(self, scope: _Scope, op: Op) -> None:
         wants, blocks = self.entries(op), []
         reads = tuple(
-            self.read(scope, atom, want, op.role, op.module, op.count)
+            self.read(scope, atom, want, op.role, op.place, op.count)
             for atom, want in zip(op.inputs, wants, strict=True)
         )
         results = tuple(self.home(v) for v in op.outputs)
@@ -309,7 +309,7 @@ class _Lowering:
             inputs = tuple(self.enter(inner, v, scope.section) for v in block.inputs)
             self.block(inner, block)
             outputs = tuple(
-                self.read(inner, atom, want, op.role, op.module, op.count * op.trips, unreduced)
+                self.read(inner, atom, want, op.role, op.place, op.count * op.trips, unreduced)
                 for atom, (want, unreduced) in zip(block.outputs, self.exits(op, index), strict=True)
             )
             blocks.append(LoweredBlock(block=block, inputs=inputs, instructions=inner.instructions, outputs=outputs))

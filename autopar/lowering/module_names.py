@@ -19,5 +19,5 @@ def named(instruction: Instruction) -> contextlib.AbstractContextManager[None]:
     elif isinstance(instruction, Loop):
         return contextlib.nullcontext()
     else:
-        stack = stack_of_module(instruction.op.module, instruction.op.role)
+        stack = stack_of_module(instruction.op.place, instruction.op.role)
     return jax.named_scope(stack) if stack else contextlib.nullcontext()

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from autopar.errors import UnsupportedError
+from autopar.frontend.static_leaves import set_apart
 
 
 def shardings_in(tree: Any, shardings: Sequence[Any], where: str) -> Any:
@@ -48,7 +49,7 @@ def _put_in(tree: Any, shardings: Sequence[Any]) -> tuple[bool, Any]:
     """(whether a tree holds shardings as they are, the tree with them)."""
     try:
         filled = jax.tree.unflatten(tree, shardings)
-        leaves = jax.tree.leaves(filled)
+        leaves = jax.tree.leaves(set_apart(filled))
     except Exception:  # whatever a user's constructor raises
         return False, None
     return len(leaves) == len(shardings) and all(a is b for a, b in zip(leaves, shardings, strict=True)), filled

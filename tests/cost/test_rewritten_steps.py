@@ -12,7 +12,7 @@ import autopar
 from autopar import recipes
 from autopar.common import jax_compat
 from autopar.cost.memory_facts import puts_one_in_each_row
-from autopar.cost.peak_memory import GPU, TPU, MemoryStep, allocated_bytes
+from autopar.cost.peak_memory import GPU, TPU, MemoryProgram, MemoryStep, allocated_bytes, live_ranges
 from autopar.cost.rewritten_steps import shifted_scores, with_sunk_broadcasts
 from autopar.verification import compile_for_target
 from tests.cost.test_peak_memory import BIG, Builder, peak
@@ -49,6 +49,45 @@ def test_a_value_that_is_no_broadcast_stays_outside_of_a_loop():
     loop = step("scan", (made, x), result, **inside, num_constants=1, num_carried=1)
     steps = (step("exp", (big,), made), loop)
     assert with_sunk_broadcasts(steps, (result,), dict.fromkeys(range(7), 1000), {}) == steps
+
+
+def test_a_broadcast_in_a_body_has_the_size_of_a_value_of_the_program_where_another_one_was_sunk_beside_it():
+    row, table, shifted, x, inner, inner_x, out, result = range(8)
+    nbytes = dict.fromkeys(range(8), 1000) | {row: 20}
+    body = (step("add", (inner_x, inner), out),)
+    inside = dict(body=body, body_inputs=(inner, inner_x), body_outputs=(out,))
+    loop = step("scan", (shifted, x), result, **inside, num_constants=1, num_carried=1)
+    steps = (step("broadcast_in_dim", (row,), table), step("mul", (table, row), shifted), loop)
+    program = MemoryProgram(steps=steps, nbytes=nbytes, arguments=(row, x), results=(result,), donated={})
+    assert {r.value for r in live_ranges(program, TPU)} <= set(nbytes)
+    assert peak(program, TPU) == 1000, "the result, which is carried; the table is made where it is read"
+
+
+def table_layer(x, w):
+    return (x @ w) * (jnp.arange(128.0)[:, None] * jnp.arange(32.0)).astype(x.dtype), None
+
+
+@pytest.mark.parametrize("form", ["scan", "scan, checkpoint", "unrolled", "unrolled, checkpoint"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])
+def test_a_constant_table_made_in_the_body_of_a_layer_is_planned_for_a_tpu(form, dtype, preset):
+    layer = jax.checkpoint(table_layer) if "checkpoint" in form else table_layer
+
+    def loss(p, x):
+        p, x = p.astype(dtype), x.astype(dtype)
+        if "scan" in form:
+            return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
+        for w in p:
+            x, _ = layer(x, w)
+        return jnp.mean(x**2)
+
+    def step(p, x):
+        value, gradient = jax.value_and_grad(loss)(p, x)
+        return p - gradient, value
+
+    made = autopar.parallelize(step, cluster=preset, cache_dir=None, show_progress=False)
+    plan = made.plan(jax.ShapeDtypeStruct((2, 32, 32), jnp.float32), jax.ShapeDtypeStruct((16, 128, 32), jnp.float32))
+    assert max(plan.predicted.peak_bytes) < 16 * 128 * 32 * 4 * 12
 
 
 def softmax_after(op, scores, *arithmetic):

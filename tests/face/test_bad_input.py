@@ -155,12 +155,12 @@ def test_a_shard_map_for_another_mesh_is_named_with_its_line():
 
 def test_a_result_that_is_no_array_is_named():
     def step(state, batch):
-        return mlp_step(state, batch)[0], {"name": "text"}
+        return mlp_step(state, batch)[0], {"names": {"text"}}
 
-    with pytest.raises(Exception, match=r"text|str") as caught:
+    with pytest.raises(Exception, match="got set") as caught:
         small(step)(new_mlp_state(), mlp_batch())
     assert isinstance(caught.value, errors.InvalidArgumentError)
-    assert "result[1]['name']" in str(caught.value)
+    assert "result[1]['names']" in str(caught.value)
 
 
 def test_what_cannot_be_called_is_refused_at_once():
@@ -175,16 +175,12 @@ def test_a_step_without_arguments_runs():
 # Arguments
 
 
-@pytest.mark.parametrize(
-    "wrong", ["text", object(), np.array(["a", "b"])], ids=["string", "object", "array of strings"]
-)
+@pytest.mark.parametrize("wrong", [{"a"}, np.array(["a", "b"])], ids=["set", "array of strings"])
 def test_arguments_that_are_no_arrays_are_named(wrong):
     parallel = small()
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"\['y'\]: expected an array.*got (str|object|ndarray)"
-    ) as caught:
+    with pytest.raises(errors.InvalidArgumentError, match=r"\['y'\]: expected an array.*got (set|ndarray)") as caught:
         parallel(new_mlp_state(), mlp_batch() | {"y": wrong})
-    assert "static_argnums" in caught.value.hint
+    assert "close over it" in caught.value.hint
     assert_works(parallel)
 
 
@@ -199,7 +195,7 @@ def test_shapes_in_place_of_arrays_are_named_before_anything_is_planned():
 
 def test_the_path_of_an_argument_that_is_no_array_begins_with_its_name():
     with pytest.raises(errors.InvalidArgumentError) as caught:
-        small()(new_mlp_state(), mlp_batch() | {"y": "text"})
+        small()(new_mlp_state(), mlp_batch() | {"y": {"text"}})
     assert "batch['y']" in caught.value.where
 
 
@@ -243,7 +239,7 @@ def test_put_batch_of_what_is_no_array():
     parallel = small()
     parallel.plan(MLP_STATE, MLP_BATCH)
     with pytest.raises(errors.InvalidArgumentError):
-        parallel.put_batch({"x": "text", "y": "text"})
+        parallel.put_batch({"x": {"text"}, "y": {"text"}})
 
 
 def test_a_step_inside_of_another_transformation_says_so():

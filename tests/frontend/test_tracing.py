@@ -1,5 +1,6 @@
 """Traced steps: paths, tied state, constants, fingerprints, refusals."""
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.tracing import abstract, impurity, trace
 
@@ -128,8 +130,8 @@ def test_side_effects_are_refused():
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_its_path():
-    with pytest.raises(InvalidArgumentError, match=r"state\['name'\]"):
-        traced(lambda state: state["x"], {"name": "text", "x": jnp.zeros(3)}, donate=(), batch=())
+    with pytest.raises(InvalidArgumentError, match=r"state\['names'\]"):
+        traced(lambda state: state["x"], {"names": {"text"}, "x": jnp.zeros(3)}, donate=(), batch=())
 
 
 def test_abstract_values_of_leaves():
@@ -142,3 +144,39 @@ def test_abstract_values_of_leaves():
     assert aval(3) == ((), "int32", True)
     assert aval(True)[:2] == ((), "bool")
     assert aval(jax.ShapeDtypeStruct((4,), jnp.bfloat16)) == ((4,), "bfloat16", False)
+
+
+class Trainer:
+    def method(self, state, batch):
+        return branching(state, batch)
+
+    @autopar.parallelize
+    def decorated(self, state, batch):
+        return branching(state, batch)
+
+    def __call__(self, state, batch):
+        return branching(state, batch)
+
+
+def branching(state, batch):
+    return state, jnp.ones(3) if batch["x"].sum() > 0 else jnp.zeros(3)
+
+
+def with_settings(settings, state, batch):
+    return branching(state, batch)
+
+
+@pytest.mark.parametrize("form", ["branching", "method", "decorated", "__call__", "with_settings"])
+def test_errors_of_tracers_name_the_users_function_and_arguments(form):
+    trainer = Trainer()
+    step = {
+        "branching": branching,
+        "method": trainer.method,
+        "__call__": trainer,
+        "with_settings": functools.partial(with_settings, 3),
+    }.get(form)
+    step = trainer.decorated if step is None else autopar.parallelize(step, cache_dir=None)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        step.plan({"w": jnp.ones(3)}, {"x": jnp.ones((8, 3)), "y": jnp.ones(8)})
+    assert f"tracing the function {form} at {__file__}" in str(caught.value)
+    assert "the argument batch['x']" in str(caught.value)
