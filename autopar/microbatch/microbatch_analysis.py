@@ -253,13 +253,11 @@ class Follower:
         """Results of an equation that reads nothing that depends on the examples."""
         if all(self.same_shape(v) for v in op.outputs) and _is_same(op, part):
             return [State(form=Form.INVARIANT) for _ in op.outputs]
-        if op.primitive == "broadcast_in_dim":
+        varies = _dims_that_vary(op)
+        if varies is not None:
             (value,) = op.outputs
-            source = op.inputs[0]
-            shape = self.whole.values[source].shape if isinstance(source, int) else source.shape
-            broadcast_dims = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
-                if dim not in broadcast_dims and self.is_part(value, dim):
+                if dim not in varies and self.is_part(value, dim):
                     self.cuts(value, state := State(form=Form.SPLIT, dim=dim, uniform=True))
                     return [state]
         raise CombinesExamples(op, "it counts the examples")
@@ -399,6 +397,18 @@ def state_of(atom: Atom, states: Mapping[int, State]) -> State:
     if isinstance(atom, Constant):
         return State(form=Form.INVARIANT, early=True, streams=False, zero=_is_zero(atom))
     return states[atom]
+
+
+def _dims_that_vary(op: Op) -> set[int] | None:
+    """The dimensions of the result along which an equation that fills an array may make slices that differ; None for
+    another equation.
+    """
+    if op.primitive == "iota":
+        return {int(op.eqn.params["dimension"])}
+    if op.primitive == "broadcast_in_dim":
+        shape = op.eqn.invars[0].aval.shape
+        return {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
+    return None
 
 
 def _is_zero(constant: Constant) -> bool:

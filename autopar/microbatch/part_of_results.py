@@ -60,11 +60,13 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
     return ops[::-1], read
 
 
-def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = ()) -> Any:
-    """The equation of a scan whose body has some of its inputs, then slices like these values; of its operations and
-    results only the graph says more.
+def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:
+    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them; of
+    its operations and results only the graph says more.
     """
     jaxpr = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in kept] + [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
+    variables = [jaxpr.invars[i] for i in kept]
+    at = len(variables) if at is None else at
+    variables[at:at] = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
     inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
     return op.eqn.replace(params={**op.eqn.params, "jaxpr": inner})
