@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
-from autopar.ir.graph import Op, OpGraph, OpKind, Role
+from autopar.ir.graph import Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh
 from autopar.kernels.local import runs_locally
 from autopar.microbatch.accumulation import shortest_name
 from autopar.microbatch.forms import CombinesExamples, Form, State
 from autopar.microbatch.microbatch_analysis import Follower, is_number, state_of
+from autopar.microbatch.part_of_results import part_of_results
 from autopar.microbatch.scan_tails import apart
 
 # What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
@@ -230,12 +231,16 @@ class _StateFinder:
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""
         cause = _cause(CombinesExamples(op, "it combines examples"), states)
+        forms = {a: s.form for a, s in zip(op.inputs, states, strict=True) if isinstance(a, int)}
 
         def state(v: int) -> State:
             if is_number(self.whole.values[v].dtype):
                 return State(form=Form.PARTIAL_SUM, cause=cause)
             if self.whole.values[v].shape:
                 return State(form=Form.SPLIT)
+            maker = part_of_results(op, [v]) if op.kind is OpKind.SCAN else None
+            if maker is not None and all(forms.get(a, Form.INVARIANT) is Form.INVARIANT for a in read_by(maker)):
+                return State(form=Form.INVARIANT)  # such as a key that layers hand on
             return State(form=Form.UNAVAILABLE, streams=False, cause=cause)
 
         return [state(v) for v in op.outputs]
