@@ -105,7 +105,8 @@ class _Fixed:
         block = dataclasses.replace(body, inputs=(*body.inputs[:k], *read, *body.inputs[k:]), ops=rest)
         scan = dataclasses.replace(
             op, eqn=scan_equation(op, range(len(op.inputs)), [fresh.values[v] for v in read], k),
-            inputs=(*op.inputs[:k], *(made[v] for v in read), *op.inputs[k:]), num_consts=k + len(read), blocks=(block,),
+            inputs=(*op.inputs[:k], *(made[v] for v in read), *op.inputs[k:]), num_consts=k + len(read),
+            blocks=(block,),
         )  # fmt: skip
         return [*in_front, scan]
 

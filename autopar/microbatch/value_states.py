@@ -27,8 +27,8 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueStates:
-    """`of[v]` is the state of a value of the whole batch's graph. In `whole` and `part`, the graphs of the whole batch and
-    of a micro-batch, scans with a tail are two (`scan_tails`).
+    """`of[v]` is the state of a value of the whole batch's graph. In `whole` and `part`, the graphs of the whole batch
+    and of a micro-batch, a scan with a tail is two (`scan_tails`).
 
     `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
     operands that an operation in the loop reads of the whole batch.

@@ -9,7 +9,9 @@ import autopar
 from autopar import recipes
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
-from tests.microbatch.test_microbatch import WIDTH, check, examples
+from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
+from tests.microbatch.test_microbatch import RULES, WIDTH, check, examples, traced
 from tests.small_steps import assert_close
 
 LAYERS = 4
@@ -105,3 +107,49 @@ FORMS = ["scan", "scan remat", "loop", "loop remat"]
 @pytest.mark.parametrize("body", BODIES)
 def test_what_holds_for_layers_that_are_written_out_holds_in_a_scan(body, form):
     check(trained(through_layers(body, form)), params_of(), examples(12), 3)
+
+
+def test_the_tail_stands_behind_the_loop_and_reads_sums_in_the_wide_type():
+    graph = check(trained(through_layers(rms_norm, "scan")), params_of(), examples(12), 3)
+    (tail,) = [op for op in graph.block.ops if op.kind is OpKind.SCAN and op.section is Section.AFTER]
+    assert "dot_general" not in {op.primitive for op in walk(tail.blocks[0])}
+    summed = {v for op in graph.block.ops if op.kind is OpKind.ACCUMULATE for v in op.outputs}
+    assert {graph.values[v].dtype for v in tail.inputs if v in summed} == {"float32"}
+
+
+def test_half_precision_that_is_too_narrow_for_a_sum():
+    """Infinite where the gradient of all examples is, which those of micro-batches are not."""
+
+    def body(h, w, shared):
+        return h + 1e-3 * jnp.tanh((h * w["gain"].astype(jnp.float16)) @ w["up"]), None
+
+    def step(p, b):
+        grads = jax.grad(lambda p: 3e8 * through_layers(body, "scan")(p, b["x"])[0])(p)
+        return p, grads["gain"]
+
+    p, b = params_of(), examples(12)
+    _, expected = jax.jit(step)(p, b)
+    graph = micro_batched(traced(step, p, b), 3, RULES)
+    gains = run_graph(graph, [jnp.asarray(x) for x in jax.tree.leaves((p, b))])[-1]
+    assert 0 < np.isinf(expected).sum() < expected.size
+    np.testing.assert_allclose(gains, expected, rtol=2e-3)
+
+
+def test_a_sum_that_examples_read_is_refused_by_its_line():
+    def body(h, w, shared):
+        return h / jnp.sqrt(jnp.square(h).mean()), None
+
+    with pytest.raises(MixedExamplesError, match=r"test_scan_tails.py.*\n?.*sqrt mixes the examples"):
+        check(trained(through_layers(body, "scan")), params_of(), examples(12), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [
+    recipes.cut(recipes.zero(3), num_microbatches=4), recipes.pipeline(2, num_microbatches=2)
+])  # fmt: skip
+@pytest.mark.parametrize("body", BODIES[:-1])
+@pytest.mark.parametrize("form", ["scan", "scan remat"])
+def test_on_devices(form, body, recipe):
+    step, args = trained(through_layers(body, form)), (params_of(), examples(16))
+    parallel = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False)
+    assert_close(parallel(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
