@@ -91,6 +91,11 @@ def variable_like(var: Any, shape: Sequence[int]) -> Any:
     return type(var)(var.aval if is_same else var.aval.update(shape=tuple(shape)))
 
 
+def variable_of(shape: Sequence[int], dtype: str, weak_type: bool = False) -> Any:
+    """A new variable of a shape and of a type of numbers."""
+    return Var(ShapedArray(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """(number of constants, number of carried values) of a scan; renamed in jax 0.11."""
     if "ft_in" in params:

@@ -82,8 +82,7 @@ class AccumulatingFollower(Follower):
         return bool(_unlike_constants(op, part)) or (reads_examples and self.permits(op))
 
     def follow(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        if any(s.form is Form.UNAVAILABLE for s in states):
-            raise CombinesExamples(op, "it reads a result of all examples")
+        self.check_available(op, states)
         try:
             return self._weighed(op, part, states, around)
         except CombinesExamples:

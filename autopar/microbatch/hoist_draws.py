@@ -1,9 +1,10 @@
-"""What a scan over layers makes without the examples, made by a scan of its own before it: random bits, and results.
+"""What a scan over layers makes without the examples, made before it: random bits, positions, and results.
 
 Outside of loops, random bits of one key are drawn for the whole batch before the loop over micro-batches, each of which
 takes its part (`value_states`): their numbers depend on the position in the batch. In the body of a scan they are out
 of reach for that. Here what makes them, of keys alone, becomes a scan that returns the bits of all trips, and the scan
-over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out.
+over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out. What
+is the same in all trips is made once: numbers of examples (`jnp.arange(len(x))`), bits of a key that no layer changes.
 
 Likewise what such a scan makes without the examples, for each trip or at its end, and what leaves the step or is drawn
 of behind the scan, such as the counts and keys of each layer's random numbers, or a key that the layers hand on: it is
@@ -13,11 +14,12 @@ made once, not in each micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from autopar.common import jax_compat
+from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
+from autopar.ir.rewrite import Fresh
+from autopar.microbatch.part_of_results import scan_equation
 
 _DRAWS = "random_bits"
 
@@ -29,6 +31,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     """
     if not any(op.kind is OpKind.SCAN for op in whole.block.ops):
         return whole, part
+    whole, part = _Fixed(whole, part).graphs()
     values = list(whole.values), list(part.values)
     ops: tuple[list[Op], list[Op]] = ([], [])
     first_id = 1 + max(op.id for op in whole.ops())
@@ -41,6 +44,87 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
         dataclasses.replace(g, values=tuple(v), block=dataclasses.replace(g.block, ops=tuple(o)))
         for g, v, o in zip((whole, part), values, ops, strict=True)
     )  # type: ignore[return-value]
+
+
+class _Fixed:
+    """Both graphs, with what all trips of a scan make alike, for the examples but of none of them, in front of it."""
+
+    def __init__(self, whole: OpGraph, part: OpGraph) -> None:
+        self.both = whole, part
+        self.fresh = Fresh(whole), Fresh(part)
+
+    def graphs(self) -> tuple[OpGraph, OpGraph]:
+        pairs = self._rewritten(zip(*(g.block.ops for g in self.both), strict=True))
+        whole, part = (
+            dataclasses.replace(g, values=tuple(f.values), block=dataclasses.replace(g.block, ops=tuple(ops)))
+            for g, f, ops in zip(self.both, self.fresh, _columns(pairs), strict=True)
+        )
+        return whole, part
+
+    def _rewritten(self, pairs: Iterable[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
+        """Operations of a block, with those that are made in front of its scans."""
+        found: list[tuple[Op, Op]] = []
+        for pair in pairs:
+            found += self._in_front(*pair) if pair[0].kind is OpKind.SCAN else [pair]
+        return found
+
+    def _in_front(self, op: Op, other: Op) -> list[tuple[Op, Op]]:
+        """What is made in front of a scan, and the scan."""
+        inner = self._rewritten(zip(op.blocks[0].ops, other.blocks[0].ops, strict=True))
+        scans = tuple(_with_body(scan, ops) for scan, ops in zip((op, other), _columns(inner), strict=True))
+        moved, needed = [], set[int]()
+        for i, pair in enumerate(inner):
+            sources = _sources(scans[0], pair[0].inputs, self._follows_examples) if _fills(*pair) else None
+            if sources is not None and all(position < op.num_consts for position in sources[1]):
+                moved.append(i)
+                needed |= sources[0] | {i}
+        if not moved:
+            return [(scans[0], scans[1])]
+        made = [self._made(scan, sorted(needed), moved, fresh) for scan, fresh in zip(scans, self.fresh, strict=True)]
+        return list(zip(*made, strict=True))
+
+    def _follows_examples(self, v: int) -> bool:
+        first, second = (fresh.values[v].shape for fresh in self.fresh)
+        return first != second
+
+    def _made(self, op: Op, needed: Sequence[int], moved: Sequence[int], fresh: Fresh) -> list[Op]:
+        """The operations of a scan's body in front of it, and the scan, which reads what those make that are moved."""
+        (body,), k = op.blocks, op.num_consts
+        made = {v: fresh.copy_of(v) for i in needed for v in body.ops[i].outputs}
+        names: dict[int, Atom] = {**dict(zip(body.inputs[:k], op.inputs, strict=False)), **made}
+        behind = _behind(body)
+        in_front = [
+            dataclasses.replace(
+                source, id=fresh.op_id(), count=op.count, outputs=tuple(made[v] for v in source.outputs),
+                inputs=tuple(names[behind.get(a, a)] if isinstance(a, int) else a for a in source.inputs),
+            )
+            for source in (body.ops[i] for i in needed)
+        ]  # fmt: skip
+        read = [v for i in moved for v in body.ops[i].outputs]
+        rest = tuple(inner for i, inner in enumerate(body.ops) if i not in moved)
+        block = dataclasses.replace(body, inputs=(*body.inputs[:k], *read, *body.inputs[k:]), ops=rest)
+        scan = dataclasses.replace(
+            op, eqn=scan_equation(op, range(len(op.inputs)), [fresh.values[v] for v in read], k),
+            inputs=(*op.inputs[:k], *(made[v] for v in read), *op.inputs[k:]), num_consts=k + len(read),
+            blocks=(block,),
+        )  # fmt: skip
+        return [*in_front, scan]
+
+
+def _columns(pairs: Sequence[tuple[Op, Op]]) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    return tuple(first for first, _ in pairs), tuple(second for _, second in pairs)
+
+
+def _with_body(op: Op, ops: Sequence[Op]) -> Op:
+    return replaced(op, blocks=(dataclasses.replace(op.blocks[0], ops=tuple(ops)),))
+
+
+def _fills(op: Op, part: Op) -> bool:
+    """Whether an equation makes an element for each example, of none of them: random bits, or their numbers."""
+    if op.primitive == "iota":
+        sizes = {e.outvars[0].aval.shape[e.params["dimension"]] for e in (op.eqn, part.eqn)}
+        return len(sizes) > 1
+    return op.primitive == _DRAWS and op.eqn.outvars[0].aval.shape != part.eqn.outvars[0].aval.shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,22 +322,15 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     # A key that is carried on is read of the scan that draws, so that the next scan may draw of it too.
     handed_on = {j: op.outputs[j] for j in plan.carried}
     drawing = dataclasses.replace(
-        op, id=new_id, eqn=_with_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
+        op, id=new_id, eqn=scan_equation(op, read), inputs=tuple(op.inputs[i] for i in read),
         outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
         num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip
     outputs = tuple(copy(v) if j in handed_on or j in apart else v for j, v in enumerate(op.outputs))
     rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)
     reading = dataclasses.replace(
-        op, inputs=(*op.inputs, *stacked), outputs=outputs,
+        op, eqn=scan_equation(op, range(len(op.inputs)), [values[v] for v in drawn]),
+        inputs=(*op.inputs, *stacked), outputs=outputs,
         blocks=(dataclasses.replace(body, inputs=(*body.inputs, *drawn), ops=rest),),
     )  # fmt: skip
     return [drawing, reading]
-
-
-def _with_inputs(eqn: Any, read: list[int]) -> Any:
-    """The equation of a scan whose body has some of its inputs; of its results only the operations above say more."""
-    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in read]
-    inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
-    return eqn.replace(params={**eqn.params, "jaxpr": inner})

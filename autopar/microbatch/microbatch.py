@@ -187,10 +187,11 @@ def _accumulated(
 
 def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
-    part, num_microbatches = follower.part, follower.num_microbatches
-    _check_same_operations(traced.name, whole.block, part.block)
+    num_microbatches = follower.num_microbatches
+    _check_same_operations(traced.name, whole.block, follower.part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
-    states = find_states(whole, part, follower, {num_constants + i for i in example_leaves(traced)})
+    states = find_states(whole, follower.part, follower, {num_constants + i for i in example_leaves(traced)})
+    whole, part = states.whole, states.part
     sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
     writer = LoopWriter(whole, part, follower, states, sections)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)

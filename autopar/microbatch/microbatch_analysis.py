@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value, has_effects
 from autopar.ir.primitives import linear_operands
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
@@ -54,6 +54,9 @@ class Follower:
     first result v adds to sums over examples: each micro-batch reads a share of them, the operand divided by the number
     of micro-batches. They are found inside of loops, while `sharing`; elsewhere such a sum is added up behind the loop
     over micro-batches.
+
+    `late[v]` are the states of the values in the body of a scan with the first result v, of which some results are made
+    of whole sums over examples (UNAVAILABLE). They are found while `deferring`.
     """
 
     whole: OpGraph
@@ -64,6 +67,8 @@ class Follower:
     updates: StateUpdates = dataclasses.field(default_factory=StateUpdates)
     shares: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     sharing: bool = False
+    late: dict[int, Mapping[int, State]] = dataclasses.field(default_factory=dict)
+    deferring: bool = False
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -112,8 +117,7 @@ class Follower:
         `part` is the operation of the micro-batch; `around` are the states of values that its blocks read from outside.
         Raises: CombinesExamples when the results have no form.
         """
-        if any(s.form is Form.UNAVAILABLE for s in states):
-            raise CombinesExamples(op, "it reads a result of all examples")
+        self.check_available(op, states)
         if op.kind is OpKind.BARRIER:
             return list(states)
         if op.kind is OpKind.SCAN:
@@ -134,6 +138,15 @@ class Follower:
         else:
             results = self._unchanged(op, part)
         return [replaced(s, zero=zero) for s in results]
+
+    def check_available(self, op: Op, states: Sequence[State]) -> None:
+        """Raises: CombinesExamples for an operation that reads what a micro-batch does not have. Of a scan, what reads
+        it in the body can be deferred.
+        """
+        missing = [s for s in states if s.form is Form.UNAVAILABLE]
+        if missing and not (self.deferring and op.kind in (OpKind.SCAN, OpKind.BARRIER)):
+            causes = [s.cause for s in missing if s.cause is not None]
+            raise causes[0] if causes else CombinesExamples(op, "it reads a result of all examples")
 
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
@@ -240,13 +253,11 @@ class Follower:
         """Results of an equation that reads nothing that depends on the examples."""
         if all(self.same_shape(v) for v in op.outputs) and _is_same(op, part):
             return [State(form=Form.INVARIANT) for _ in op.outputs]
-        if op.primitive == "broadcast_in_dim":
+        varies = _dims_that_vary(op)
+        if varies is not None:
             (value,) = op.outputs
-            source = op.inputs[0]
-            shape = self.whole.values[source].shape if isinstance(source, int) else source.shape
-            broadcast_dims = {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
             for dim in range(len(self.whole.values[value].shape)):
-                if dim not in broadcast_dims and self.is_part(value, dim):
+                if dim not in varies and self.is_part(value, dim):
                     self.cuts(value, state := State(form=Form.SPLIT, dim=dim, uniform=True))
                     return [state]
         raise CombinesExamples(op, "it counts the examples")
@@ -258,20 +269,35 @@ class Follower:
         return self._block(block, part, states, {})
 
     def _block(self, block: Block, part: Block, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        """The states of a block's outputs from those of its inputs."""
+        """The states of the outputs of a block that runs in each micro-batch as a whole."""
+        deferring, self.deferring = self.deferring, False
+        try:
+            known = self._values_of(block, part, states, around)
+        finally:
+            self.deferring = deferring
+        return [state_of(a, known) for a in block.outputs]
+
+    def _values_of(
+        self, block: Block, part: Block, states: Sequence[State], around: Mapping[int, State]
+    ) -> Mapping[int, State]:
+        """The states of a block's values, and of those around it, from those of its inputs."""
         state_of_value = {**around, **dict(zip(block.inputs, states, strict=True))}
         for op, part_op in zip(block.ops, part.ops, strict=True):
             results = self._inside(op, part_op, [state_of(a, state_of_value) for a in op.inputs], state_of_value)
             state_of_value.update(zip(op.outputs, results, strict=True))
-        return [state_of(a, state_of_value) for a in block.outputs]
+        return state_of_value
 
     def _inside(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        """The results of an operation of a block, which may read shares."""
+        """The results of an operation of a block, which may read shares, or whole sums over examples."""
         self._read_shares(op, ())
         try:
             return self.follow(op, part, states, around)
-        except CombinesExamples:
+        except CombinesExamples as mixes:
             shared = shared_operands(op, states) if self.sharing else []
+            if not shared and self._can_wait(op, states):
+                self.late.pop(op.outputs[0], None)
+                cause = next((s.cause for s in states if s.form is Form.UNAVAILABLE and s.cause), mixes)
+                return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
             if not shared:
                 raise
         summand = next(s for s in states if s.form is Form.PARTIAL_SUM)
@@ -279,6 +305,16 @@ class Follower:
         results = self.follow(op, part, states, around)
         self._read_shares(op, shared)
         return results
+
+    def _can_wait(self, op: Op, states: Sequence[State]) -> bool:
+        """Whether an operation in the body of a scan can run behind the loop over micro-batches: it reads sums over
+        examples, and nothing of the size of the batch.
+        """
+        forms = {s.form for s in states}
+        reads_sums = not forms.isdisjoint((Form.PARTIAL_SUM, Form.UNAVAILABLE))
+        if not self.deferring or not reads_sums or not forms.isdisjoint((Form.SPLIT, Form.OWN)):
+            return False
+        return not has_effects(op) and all(self.same_shape(a) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
 
     def _read_shares(self, op: Op, positions: Sequence[int]) -> None:
         self.shares.pop(op.outputs[0] if op.outputs else -1, None)
@@ -297,11 +333,18 @@ class Follower:
                 raise CombinesExamples(op, "it goes over the examples one by one")
             xs.append(dataclasses.replace(inside_loop(s), dim=s.dim - 1) if s.form is Form.SPLIT else inside_loop(s))
 
+        known: Mapping[int, State] = {}
+        self.late.pop(op.outputs[0] if op.outputs else -1, None)
+
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
-            outputs = self._block(body, part_body, [*consts, *carry, *xs], around)
+            nonlocal known
+            known = self._values_of(body, part_body, [*consts, *carry, *xs], around)
+            outputs = [state_of(a, known) for a in body.outputs]
             return outputs[: op.num_carry], outputs[op.num_carry :]
 
         carry, ys = self._settled(op, op.num_consts, carry, round_)
+        if any(s.form is Form.UNAVAILABLE for s in (*carry, *ys)):
+            self.late[op.outputs[0]] = known
         return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.SPLIT else y for y in ys)]
 
     def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
@@ -332,7 +375,8 @@ class Follower:
             ]
             if joined == carry:
                 pairs = enumerate(zip(start, carry, strict=True), first)
-                self._read_shares(op, [i for i, (a, b) in pairs if not a.zero and a.form is not b.form])
+                sums = [i for i, (a, b) in pairs if not a.zero and a.form is not b.form is Form.PARTIAL_SUM]
+                self._read_shares(op, sums)
                 return carry, stacked
             carry = joined
         raise CombinesExamples(op, "what it carries takes ever other forms")
@@ -353,6 +397,18 @@ def state_of(atom: Atom, states: Mapping[int, State]) -> State:
     if isinstance(atom, Constant):
         return State(form=Form.INVARIANT, early=True, streams=False, zero=_is_zero(atom))
     return states[atom]
+
+
+def _dims_that_vary(op: Op) -> set[int] | None:
+    """The dimensions of the result along which an equation that fills an array may make slices that differ; None for
+    another equation.
+    """
+    if op.primitive == "iota":
+        return {int(op.eqn.params["dimension"])}
+    if op.primitive == "broadcast_in_dim":
+        shape = op.eqn.invars[0].aval.shape
+        return {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
+    return None
 
 
 def _is_zero(constant: Constant) -> bool:

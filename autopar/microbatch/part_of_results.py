@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Block, Op, OpKind, free_values, has_effects, read_by
+from autopar.ir.graph import Block, Op, OpKind, Value, free_values, has_effects, read_by
 
 
 def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
@@ -36,7 +36,7 @@ def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
     )
     return replaced(
         op,
-        eqn=_with_inputs(op.eqn, positions),
+        eqn=scan_equation(op, positions),
         inputs=tuple(op.inputs[i] for i in positions),
         outputs=tuple(op.outputs[i] for i in kept),
         blocks=(block,),
@@ -50,15 +50,23 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
     read = {a for a in outputs if isinstance(a, int)}
     ops = []
     for op in reversed(block.ops):
-        if not read.isdisjoint(op.outputs):
-            ops.append(op)
-            read |= set(read_by(op))
+        if read.isdisjoint(op.outputs):
+            continue
+        if op.kind is OpKind.BARRIER:
+            passed = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in read]
+            op = replaced(op, inputs=tuple(a for a, _ in passed), outputs=tuple(v for _, v in passed))
+        ops.append(op)
+        read |= set(read_by(op))
     return ops[::-1], read
 
 
-def _with_inputs(eqn: Any, positions: Sequence[int]) -> Any:
-    """The equation of a scan whose body has some of its inputs; of its results only the operations say more."""
-    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in positions]
+def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:
+    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them; of
+    its operations and results only the graph says more.
+    """
+    jaxpr = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
+    variables = [jaxpr.invars[i] for i in kept]
+    at = len(variables) if at is None else at
+    variables[at:at] = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
     inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
-    return eqn.replace(params={**eqn.params, "jaxpr": inner})
+    return op.eqn.replace(params={**op.eqn.params, "jaxpr": inner})

@@ -12,11 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
-from autopar.ir.graph import Op, OpGraph, OpKind, Role
+from autopar.ir.graph import Op, OpGraph, OpKind, Role, read_by
+from autopar.ir.rewrite import Fresh
 from autopar.kernels.local import runs_locally
 from autopar.microbatch.accumulation import shortest_name
 from autopar.microbatch.forms import CombinesExamples, Form, State
 from autopar.microbatch.microbatch_analysis import Follower, is_number, state_of
+from autopar.microbatch.part_of_results import part_of_results
+from autopar.microbatch.scan_tails import apart
 
 # What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
@@ -24,12 +27,15 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueStates:
-    """`of[v]` is the state of a value of the whole batch's graph.
+    """`of[v]` is the state of a value of the whole batch's graph. In `whole` and `part`, the graphs of the whole batch
+    and of a micro-batch, a scan with a tail is two (`scan_tails`).
 
     `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
     operands that an operation in the loop reads of the whole batch.
     """
 
+    whole: OpGraph
+    part: OpGraph
     of: Mapping[int, State]
     passes: Mapping[int, int]
     whole_operands: Mapping[int, frozenset[int]]
@@ -49,6 +55,8 @@ class _StateFinder:
     def __init__(self, whole: OpGraph, part: OpGraph, follower: Follower) -> None:
         self.whole, self.part, self.follower = whole, part, follower
         self.num_microbatches = follower.num_microbatches
+        self.fresh = Fresh(whole), Fresh(part)  # the values of both graphs
+        self.ops: tuple[list[Op], list[Op]] = ([], [])
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
         self.whole_operands: dict[int, frozenset[int]] = {}
@@ -61,10 +69,42 @@ class _StateFinder:
             else:
                 self.states[v] = self.follower.by_shape(v)
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
-            states = [state_of(a, self.states) for a in op.inputs]
-            results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
-            self.states.update(zip(op.outputs, results, strict=True))
-        return ValueStates(of=self.states, passes=self.passes, whole_operands=self.whole_operands)
+            self._add(op, part, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
+        whole, part = (
+            dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
+            for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
+        )
+        return ValueStates(
+            whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands
+        )
+
+    def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
+        """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
+        self.follower.deferring, self.follower.late = may_defer, {}
+        states = [state_of(a, self.states) for a in op.inputs]
+        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
+        if op.outputs and op.outputs[0] in self.follower.late:
+            late = self.follower.late
+            try:
+                pairs = [apart(scan, late, fresh) for scan, fresh in zip((op, part), self.fresh, strict=True)]
+            except CombinesExamples as mixes:
+                results = self._mixed(op, states, mixes)
+            else:
+                self._set_values()
+                for scan, of_part in zip(*pairs, strict=True):
+                    self._add(scan, of_part)
+                return
+        self.states.update(zip(op.outputs, results, strict=True))
+        for added, ops in zip((op, part), self.ops, strict=True):
+            ops.append(added)
+
+    def _set_values(self) -> None:
+        """Shows the follower the values that were added."""
+        self.whole, self.part = (
+            dataclasses.replace(graph, values=tuple(fresh.values))
+            for graph, fresh in zip((self.whole, self.part), self.fresh, strict=True)
+        )
+        self.follower.whole, self.follower.part = self.whole, self.part
 
     def _barrier(self, op: Op, states: Sequence[State]) -> list[State]:
         """A barrier holds back only streamed values; the others are computed once, outside of the loop."""
@@ -85,7 +125,8 @@ class _StateFinder:
             return self._known(op, part, states)
         states = self._in_blocks_of_others(op, states)
         late = [s for s in states if s.form is Form.UNAVAILABLE and not s.early]
-        if any(s.form is Form.SPLIT and s.streams for s in states) and not late:
+        may_wait = self.follower.deferring or not late  # what reads late results in a scan can be deferred
+        if any(s.form is Form.SPLIT and s.streams for s in states) and may_wait:
             return self._of_examples(op, part, states)
         return self._of_sums(op, part, states, bool(late))
 
@@ -190,12 +231,16 @@ class _StateFinder:
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""
         cause = _cause(CombinesExamples(op, "it combines examples"), states)
+        forms = {a: s.form for a, s in zip(op.inputs, states, strict=True) if isinstance(a, int)}
 
         def state(v: int) -> State:
             if is_number(self.whole.values[v].dtype):
                 return State(form=Form.PARTIAL_SUM, cause=cause)
             if self.whole.values[v].shape:
                 return State(form=Form.SPLIT)
+            maker = part_of_results(op, [v]) if op.kind is OpKind.SCAN else None
+            if maker is not None and all(forms.get(a, Form.INVARIANT) is Form.INVARIANT for a in read_by(maker)):
+                return State(form=Form.INVARIANT)  # such as a key that layers hand on
             return State(form=Form.UNAVAILABLE, streams=False, cause=cause)
 
         return [state(v) for v in op.outputs]

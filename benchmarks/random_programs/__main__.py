@@ -4,6 +4,7 @@
     python -m benchmarks.random_programs --programs 1 --seed 17             what becomes of program 17
     python -m benchmarks.random_programs --show 17                          its source
     python -m benchmarks.random_programs --shrink 17                        the smallest program that still fails
+    ... --forms layers      each program as layers: scanned, unrolled, checkpointed, and with cast parameters
 
 Each program runs under the free search and some modes drawn by its seed: recipes, pins, schedules with 1 or 2 stages
 and 1 to 4 micro-batches, 60 % of the free plan's memory, x64; on 2, 4 or 8 virtual CPU devices. Programs run in
@@ -31,6 +32,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from autopar.sharding.rules import RuleBook  # noqa: E402
 from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
+from benchmarks.random_programs.forms import FORMS  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
 from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of  # noqa: E402
 from benchmarks.random_programs.program import Program  # noqa: E402
@@ -47,12 +49,12 @@ class Worker:
 
     def __init__(self) -> None:
         self._process = JobProcess("benchmarks.random_programs", ["--worker"], TIMEOUT_S)
-        self._done: set[int] = set()
+        self._done: set[tuple[int, str]] = set()
 
     def run(self, program: Program, mode: Mode) -> Outcome:
-        if len(self._done | {program.seed}) > PROGRAMS_IN_A_PROCESS:
+        if len(self._done | {(program.seed, program.form)}) > PROGRAMS_IN_A_PROCESS:
             self.close()
-        self._done.add(program.seed)
+        self._done.add((program.seed, program.form))
         start_s = time.perf_counter()
         found = self._process.run((program, mode))
         if "failure" in found:
@@ -79,11 +81,14 @@ def work() -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     seed: int
+    form: str
     mode: Mode
     outcome: Outcome
 
 
-def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int, limit_s: float) -> list[Row]:
+def run_all(
+    seeds: Sequence[int], forms: Sequence[str], drawn: int, only: str, workers: int, limit_s: float
+) -> list[Row]:
     """Runs programs, some at a time, and begins none after `limit_s`; prints what is not equal."""
     end_s = time.perf_counter() + limit_s
     todo: queue.Queue[int] = queue.Queue()
@@ -96,13 +101,14 @@ def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int, limit_s: 
         try:
             while time.perf_counter() < end_s:
                 seed = todo.get_nowait()
-                program = generate(seed)
-                for mode in modes_of(program, drawn):
-                    if only not in mode.name:
-                        continue
-                    row = Row(seed=seed, mode=mode, outcome=worker.run(program, mode))
-                    rows.append(row)
-                    _report(row)
+                for form in forms:
+                    program = generate(seed, form)
+                    for mode in modes_of(program, drawn):
+                        if only not in mode.name:
+                            continue
+                        row = Row(seed=seed, form=form, mode=mode, outcome=worker.run(program, mode))
+                        rows.append(row)
+                        _report(row)
         except queue.Empty:
             pass
         finally:
@@ -118,12 +124,12 @@ def run_all(seeds: Sequence[int], drawn: int, only: str, workers: int, limit_s: 
 
 def _report(row: Row) -> None:
     if row.outcome.kind != "equal" or row.outcome.seconds > 60:
-        text = f"{row.outcome.kind:8} seed {row.seed} [{row.mode.text}] {row.outcome.seconds:.0f} s"
+        text = f"{row.outcome.kind:8} seed {row.seed} {row.form} [{row.mode.text}] {row.outcome.seconds:.0f} s"
         print(f"{text} {row.outcome.reason}", flush=True)
 
 
 def counts_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """The table: modes by outcomes, and seconds of a run."""
+    """The table: modes by outcomes, then forms where there are several, and seconds of a run."""
     columns = ["mode", "runs", *KINDS, "mean s"]
     by_mode: dict[str, list[Row]] = collections.defaultdict(list)
     for row in rows:
@@ -131,6 +137,8 @@ def counts_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             by_mode[row.mode.name].append(row)
     table = [[name, *_counts(some)] for name, some in sorted(by_mode.items())]
     valid = [row for some in by_mode.values() for row in some]
+    forms = list(dict.fromkeys(row.form for row in valid))
+    table += [[form, *_counts([row for row in valid if row.form == form])] for form in forms if len(forms) > 1]
     return columns, [*table, ["all", *_counts(valid)]]
 
 
@@ -140,16 +148,27 @@ def _counts(rows: Sequence[Row]) -> list[str]:
     return [str(len(rows)), *(str(kinds[kind]) for kind in KINDS), f"{mean_s:.1f}"]
 
 
+def unlike_other_forms(rows: Sequence[Row]) -> list[Row]:
+    """What is refused in one form of a program and equal in another, under the same options."""
+    same: dict[tuple[int, str], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        same[row.seed, row.mode.text].append(row)
+    unlike = [some for some in same.values() if {"equal", "refused"} <= {row.outcome.kind for row in some}]
+    return [row for some in unlike for row in some if row.outcome.kind == "refused"]
+
+
 def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
     columns, table = counts_of(rows)
     programs = len({row.seed for row in rows})
     failures = [row for row in rows if row.outcome.failed]
     refusals = collections.Counter(_kind_of_refusal(row) for row in rows if row.outcome.kind == "refused")
+    unlike = unlike_other_forms(rows)
+    forms = f" --forms {args.forms}" if args.forms != "plain" else ""
     return "\n".join(
         [
             "# Random programs against plain jax.jit",
             "",
-            f"`python -m benchmarks.random_programs --programs {programs} --seed {args.seed}`:",
+            f"`python -m benchmarks.random_programs --programs {programs} --seed {args.seed}{forms}`:",
             f"{programs} programs, {len(rows)} runs of 2 steps each, {seconds / 60:.0f} minutes. Equal: whole numbers",
             "and NaNs the same, floats within 8 times what rounding of the arguments makes of them and 32 units",
             "in the last place of the leaf's largest. Refused: an error of autopar that names a line of code, or is",
@@ -160,11 +179,14 @@ def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
             "## Failures",
             "",
             *(
-                f"- seed {row.seed}, {row.mode.text}: {row.outcome.kind}: {row.outcome.reason[:300]}"
+                f"- seed {row.seed} {row.form}, {row.mode.text}: {row.outcome.kind}: {row.outcome.reason[:300]}"
                 for row in sorted(failures, key=lambda row: row.seed)
             ),
             *([] if failures else ["None."]),
             "",
+            *(["## Refused in one form, equal in another", ""] if unlike else []),
+            *(f"- seed {row.seed} {row.form}, {row.mode.text}: {row.outcome.reason[:200]}" for row in unlike[:40]),
+            *([""] if unlike else []),
             "## Refusals",
             "",
             *(f"- {count} x {text}" for text, count in refusals.most_common(40)),
@@ -175,13 +197,13 @@ def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
 
 def _kind_of_refusal(row: Row) -> str:
     """The error without what is the program's own: names, numbers, lines."""
-    text = re.sub(r"/\S*/program_\d+\.py:\d+", "LINE", row.outcome.reason)
+    text = re.sub(r"/\S*/program_\w+\.py:\d+", "LINE", row.outcome.reason)
     return re.sub(r"\d+(\.\d+)?", "N", text)[:160]
 
 
-def shrink(seed: int, drawn: int, only: str) -> None:
+def shrink(seed: int, form: str, drawn: int, only: str) -> None:
     """Prints the smallest program found that fails as the program of a seed does."""
-    program, worker = generate(seed), Worker()
+    program, worker = generate(seed, form), Worker()
     try:
         for mode in modes_of(program, drawn):
             if only not in mode.name:
@@ -224,6 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others count on")
+    parser.add_argument("--forms", default="plain", help=f"'layers', or some of {', '.join(FORMS)}")
     parser.add_argument("--drawn", type=int, default=3, help="modes of each program beside the free search")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--workers", type=int, default=1)
@@ -236,16 +259,19 @@ def main() -> int:
     if args.worker:
         work()
         return 0
+    forms = FORMS[1:] if args.forms == "layers" else args.forms.split(",")
+    if not set(forms) <= set(FORMS):
+        parser.error(f"--forms {args.forms}: expected 'layers', or some of {', '.join(FORMS)}")
     if args.show is not None:
-        program = generate(args.show)
+        program = generate(args.show, forms[0])
         print(program.source, *(f"# {mode.text}" for mode in modes_of(program, args.drawn)), sep="\n")
         return 0
     if args.shrink is not None:
-        shrink(args.shrink, args.drawn, args.only)
+        shrink(args.shrink, forms[0], args.drawn, args.only)
         return 0
     start_s = time.perf_counter()
     seeds = range(args.seed, args.seed + args.programs)
-    rows = run_all(seeds, args.drawn, args.only, args.workers, 60 * args.minutes)
+    rows = run_all(seeds, forms, args.drawn, args.only, args.workers, 60 * args.minutes)
     text = page(rows, args, time.perf_counter() - start_s)
     print(text)
     if args.keep:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from benchmarks.random_programs.blocks import BLOCKS, MIXING
 from benchmarks.random_programs.drafting import Draft, Statement, Unfit
 from benchmarks.random_programs.program import Program
@@ -9,8 +11,8 @@ from benchmarks.random_programs.program import Program
 TRIES = 20
 
 
-def generate(seed: int) -> Program:
-    """The program of a seed: 3 to 8 blocks, a loss where it trains, and results."""
+def generate(seed: int, form: str = "plain") -> Program:
+    """The program of a seed in one of `forms.FORMS`: 3 to 8 blocks, a loss where it trains, and results."""
     d = Draft(seed)
     trains = d.chance(0.75)
     if d.chance(0.8):
@@ -28,7 +30,7 @@ def generate(seed: int) -> Program:
             for _ in range(TRIES):
                 if _tried(d, str(d.one(names))):
                     break
-    return _finished(d, seed, trains)
+    return dataclasses.replace(_finished(d, seed, trains), form=form)
 
 
 def _tried(d: Draft, name: str) -> bool:

@@ -161,7 +161,7 @@ def _suits(recipe: str, program: Program) -> bool:
 
 def _pins(program: Program, random: np.random.Generator) -> str | None:
     """One or two leaves with a dimension pinned, seldom one that may not divide."""
-    leaves = [("p", x) for x in program.parameters] + [("batch", x) for x in program.batch]
+    leaves = [("p", x) for x in program.stored] + [("batch", x) for x in program.batch]
     places = [
         (f"{group}/{leaf.name}", dim)
         for group, leaf in leaves

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.random_programs.forms import LAYERS, layers_of
+
 # What statements may call beside jax itself; each stands in the source of the programs that call it.
 HELPERS = {
     "scaled_gradient": """
@@ -116,6 +118,7 @@ class Program:
         loss: Terms of the loss, expressions; none in a plain step, which trains nothing.
         outputs: What is returned beside the state, by name.
         optimizer: "sgd", "momentum" or "adam".
+        form: One of `forms.FORMS`: the statements as they are, or as layers.
     """
 
     seed: int
@@ -127,6 +130,14 @@ class Program:
     outputs: tuple[tuple[str, str], ...]
     updates: tuple[tuple[str, str], ...]
     optimizer: str = "sgd"
+    form: str = "plain"
+
+    @property
+    def stored(self) -> tuple[Leaf, ...]:
+        """The parameters as the state has them: in layers they are stacked."""
+        if self.form == "plain":
+            return self.parameters
+        return tuple(dataclasses.replace(leaf, shape=(LAYERS, *leaf.shape)) for leaf in self.parameters)
 
     @property
     def blocks(self) -> list[str]:
@@ -140,7 +151,18 @@ class Program:
         helpers = [code for name, code in HELPERS.items() if name + "(" in text]
         new = ", ".join(f'"{name}": {x}' for name, x in self.updates)
         outputs = ", ".join(f'"{name}": {x}' for name, x in self.outputs)
-        if self.loss:
+        if self.form != "plain":
+            loss = " + ".join(self.loss) or "0.0"
+            layers = layers_of(self.form, body, loss, f"{{{new}}}", f"{{{outputs}}}", *self._carried())
+            helpers += ["\n".join(layers), ""]
+            body = ["loss, new, outputs = layers(p, s, batch)", "return loss, (new, outputs)"]
+            if not self.loss:
+                body = [
+                    'p, s = state["p"], state["s"]', "_, new, outputs = layers(p, s, batch)",
+                    'return {"p": p, "s": new}, outputs',
+                ]  # fmt: skip
+            head = "def loss_fn(p, s, batch):" if self.loss else "def step(state, batch):"
+        elif self.loss:
             head = "def loss_fn(p, s, batch):"
             body += [f"loss = {' + '.join(self.loss)}", f"return loss, ({{{new}}}, {{{outputs}}})"]
         else:
@@ -167,7 +189,7 @@ class Program:
             "def arguments(seed=0):",
             "    random = np.random.default_rng(seed)",
             "    p = {",
-            *(f"        {leaf.source}" for leaf in self.parameters),
+            *(f"        {leaf.source}" for leaf in self.stored),
             "    }",
             "    s = {",
             *(f"        {leaf.source}" for leaf in self.others),
@@ -178,6 +200,15 @@ class Program:
             f"    return {_STATES[self.optimizer if self.loss else 'sgd']}, batch",
         ]
         return "\n".join(lines) + "\n"
+
+    def _carried(self) -> tuple[str, str]:
+        """The leaf of the batch that goes from layer to layer, and what a layer makes of it."""
+        for leaf in self.batch:
+            if leaf.dtype == "float32":
+                like = [s for s in self.statements if (s.shape, s.dtype) == (leaf.shape, leaf.dtype)]
+                made = f"jnp.tanh({like[-1].name})" if like else "1.0"
+                return leaf.name, f'0.5 * batch["{leaf.name}"] + 0.5 * {made}'
+        return "", "carry + 1.0"
 
     def variants(self) -> Iterator[Program]:
         """Smaller programs, the smallest first."""
@@ -281,7 +312,7 @@ _STATES = {
 def load(program: Program, folder: Path) -> ModuleType:
     """The program's module, from a file, so that errors can name its lines."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"program_{program.seed}.py"
+    path = folder / f"program_{program.seed}_{program.form}.py"
     path.write_text(program.source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -187,11 +187,12 @@ def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
         pytest.param(of_sliced_keys, marks=pytest.mark.slow),
     ],
 )
-def test_two_stages(body):
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_two_stages(body, num_microbatches):
     step, state, batch = step_of(body), state_of(), batch_of()
     piped = autopar.parallelize(
-        step, plan=recipes.pipeline(2, num_microbatches=2), cluster=autopar.Cluster.local(4), cache_dir=None,
-        show_progress=False,
+        step, plan=recipes.pipeline(2, num_microbatches=num_microbatches), cluster=autopar.Cluster.local(4),
+        cache_dir=None, show_progress=False,
     )  # fmt: skip
     expected = jax.jit(step)(state, batch)
     small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
@@ -199,6 +200,63 @@ def test_two_stages(body):
 
 @pytest.mark.parametrize("body", [of_keys_of_scans_before, *HANDED_ON])
 def test_keys_that_scans_make_are_those_of_the_whole_batch(body):
+    step, state, batch = step_of(body), state_of(), batch_of()
+    t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = micro_batched(t, 2, RULES)
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves((state, batch))))
+    small_steps.assert_close(got, jax.jit(step)(state, batch))
+
+
+def of_sorted_features(h):
+    return jnp.sort(h, axis=1)
+
+
+def of_ranks(h):
+    return h * jnp.argsort(jnp.argsort(h, axis=1), axis=1)
+
+
+def of_the_largest_features(h):
+    values, places = jax.lax.top_k(h, 2)
+    return h.at[jnp.arange(len(h))[:, None], places].add(values)
+
+
+def of_a_triangle(h):
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (len(h), WIDTH, WIDTH), d) for d in (1, 2))
+    return jnp.where(row >= column, h[:, None], 0).sum(2)
+
+
+def of_every_third_example(h):
+    return h * (jnp.arange(len(h)) % 3 > 0)[:, None]
+
+
+def of_every_third_example_in_a_scan(h):
+    return jax.lax.scan(lambda h, _: (jnp.tanh(of_every_third_example(h)), None), h, None, 2)[0]
+
+
+def of_noise_that_is_alike_in_all_layers(h):
+    return dropped(h, jax.random.fold_in(jax.random.key(4), 2))
+
+
+@pytest.mark.parametrize("form", ["scanned", "checkpointed"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        of_sorted_features,
+        of_ranks,
+        of_the_largest_features,
+        of_a_triangle,
+        of_every_third_example,
+        of_every_third_example_in_a_scan,
+        of_noise_that_is_alike_in_all_layers,
+    ],
+)
+def test_what_counts_examples_in_layers_counts_those_of_the_whole_batch(features, form):
+    def body(params, x, key):
+        def layer(h, weight):
+            return h + features(jnp.tanh(h @ weight)), None
+
+        return jax.lax.scan(jax.checkpoint(layer) if form == "checkpointed" else layer, x, params["layers"])[0]
+
     step, state, batch = step_of(body), state_of(), batch_of()
     t = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
     graph = micro_batched(t, 2, RULES)
