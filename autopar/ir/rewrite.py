@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping
 
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, Value, free_values, has_effects, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
 
 
 class Fresh:
@@ -66,6 +66,26 @@ def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
 def makers(ops: Iterable[Op]) -> dict[int, Op]:
     """The operation that makes each value."""
     return {v: op for op in ops for v in op.outputs}
+
+
+def equal_values(block: Block) -> dict[int, int]:
+    """What a barrier of a block hands on, or a scan unchanged from trip to trip -> the value that it is equal to."""
+    equal: dict[int, int] = {}
+    for op in block.ops:
+        pairs: Iterable[tuple[Atom, int]] = ()
+        if op.kind is OpKind.BARRIER:
+            pairs = zip(op.inputs, op.outputs, strict=True)
+        elif op.kind is OpKind.SCAN:
+            pairs = [(op.inputs[op.num_consts + i], op.outputs[i]) for i in handed_on(op)]
+        equal |= {out: equal.get(a, a) for a, out in pairs if isinstance(a, int)}
+    return equal
+
+
+def handed_on(scan: Op) -> frozenset[int]:
+    """The positions of the carried values that each trip of a scan leaves as they are."""
+    (body,), equal = scan.blocks, equal_values(scan.blocks[0])
+    pairs = zip(body.inputs[scan.num_consts :], body.outputs[: scan.num_carry], strict=False)
+    return frozenset(i for i, (v, out) in enumerate(pairs) if isinstance(out, int) and equal.get(out, out) == v)
 
 
 def renumbered(graph: OpGraph) -> OpGraph:

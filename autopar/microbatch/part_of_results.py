@@ -51,8 +51,9 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
     ops = []
     for op in reversed(block.ops):
         if not read.isdisjoint(op.outputs):
-            ops.append(op)
-            read |= set(read_by(op))
+            needed = part_of_results(op, read) or op
+            ops.append(needed)
+            read |= set(read_by(needed))
     return ops[::-1], read
 
 

@@ -111,7 +111,7 @@ class _StateFinder:
 
     def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """All operands are known before the first micro-batch."""
-        if _is_light(op) and not any(s.cut for s in states):
+        if not is_heavy(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
                 of_batch = any(s.of_batch for s in states)
@@ -143,7 +143,7 @@ class _StateFinder:
 
     def _of_examples(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """Some operands hold examples."""
-        early = all(s.early for s in states) and _is_light(op)
+        early = all(s.early for s in states) and not is_heavy(op)
         try:
             return self._followed(op, part, states, early, promote=True)
         except CombinesExamples as mixes:
@@ -155,7 +155,7 @@ class _StateFinder:
 
     def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
         """Some operands are sums over examples, or known after the last micro-batch only."""
-        early = all(s.early for s in states) and _is_light(op)
+        early = all(s.early for s in states) and not is_heavy(op)
         updates = op.role is Role.UPDATE and any(s.form is not Form.INVARIANT for s in states)
         mixes = CombinesExamples(op, "it is not linear in a sum over examples")
         if not late and not updates:
@@ -208,15 +208,15 @@ class _StateFinder:
         cause = _cause(mixes, states)
         values = [a for a in (*op.inputs, *op.outputs) if isinstance(a, int)]
         of_examples = any(not self.follower.same_shape(v) for v in values)
-        if self.num_microbatches > 1 and of_examples and (not _is_light(op) or op.role is Role.BACKWARD):
+        is_work = op.kind is not OpKind.EQUATION or is_heavy(op) or op.role is Role.BACKWARD
+        if self.num_microbatches > 1 and of_examples and is_work:
             beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
             raise MixedExamplesError(
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint=f"{_rule_of(cause.op)}use num_microbatches=1, take what it needs of all examples from the state "
-                "or the batch, or let it mix those of its micro-batch, as gradient accumulation does: "
-                f"{_permission(cause.op)}",
+                hint=f"{_rule_of(cause.op)}use num_microbatches=1, or take what it needs of all examples from the "
+                f"state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
@@ -224,10 +224,6 @@ class _StateFinder:
 def _is_known(state: State) -> bool:
     """Whether a value is known before the first micro-batch and is not split over the loop."""
     return state.early and (not state.streams or state.form is Form.INVARIANT)
-
-
-def _is_light(op: Op) -> bool:
-    return op.kind is OpKind.EQUATION and not is_heavy(op)
 
 
 def is_heavy(op: Op) -> bool:
@@ -255,7 +251,10 @@ def _rule_of(op: Op) -> str:
 
 
 def _permission(op: Op) -> str:
-    """What a user writes so that an operation may mix the examples of a micro-batch."""
-    if not op.module:
-        return "call it under jax.named_scope('mixing'), and parallelize(..., per_microbatch=('mixing',))"
-    return f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))"
+    """What a user writes so that an operation before the loss may mix the examples of a micro-batch. For one that only
+    gradients need this would be the mean of the micro-batches' means, which nobody means by a sum over a count.
+    """
+    named = f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))" if op.module else (
+        "jax.named_scope('mixing') around it, and parallelize(..., per_microbatch=('mixing',))"
+    )  # fmt: skip
+    return f"; if statistics of each micro-batch are meant, which give other numbers than the whole batch's: {named}"
