@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,19 +34,20 @@ _SLICES = ("slice_sizes", "limit_indices")
 
 
 def cut_graph(
-    whole: OpGraph, inputs_with_examples: Collection[int], num_microbatches: int, rules: RuleBook, where: str
+    whole: OpGraph, inputs_with_examples: Mapping[int, int], num_microbatches: int, rules: RuleBook, where: str
 ) -> OpGraph:
     """The graph on a micro-batch: the same operations on values of the same numbers.
 
-    `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+    `inputs_with_examples` are positions of inputs with examples, and the dimensions that count them.
     Raises: UnsupportedError for an operation that no change of sizes makes one on fewer examples.
     """
     cutter = _Cutter(whole, num_microbatches, where)
-    for position in inputs_with_examples:
-        cutter.dims[whole.block.inputs[position]].add(0)
+    inputs = {whole.block.inputs[position]: dim for position, dim in inputs_with_examples.items()}
+    for v, dim in inputs.items():
+        cutter.dims[v].add(dim)
     while cutter.spread(whole.block):
         pass
-    cutter.cut_ignored({whole.values[whole.block.inputs[position]].shape[0] for position in inputs_with_examples})
+    cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
     values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return mark_score_kernels(dataclasses.replace(whole, values=values, block=with_rules(block, rules)))

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
 from autopar.ir.rewrite import equal_values
+from autopar.microbatch.part_of_results import with_body_inputs
 
 _DRAWS = "random_bits"
 
@@ -229,22 +229,17 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     # A key that is carried on is read of the scan that draws, so that the next scan may draw of it too.
     handed_on = {j: op.outputs[j] for j in plan.carried}
     drawing = dataclasses.replace(
-        op, id=new_id, eqn=_with_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
+        op, id=new_id, eqn=with_body_inputs(op.eqn, read), inputs=tuple(op.inputs[i] for i in read),
         outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
         num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip
     outputs = tuple(copy(v) if j in handed_on or j in apart else v for j, v in enumerate(op.outputs))
     rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)
+    bits = [v for i in plan.draws for v in body.ops[i].eqn.outvars]
+    invars = [*op.eqn.invars, *(jax_compat.variable_like(v, (op.trips, *v.aval.shape)) for v in bits)]
+    reading_eqn = with_body_inputs(op.eqn, range(len(op.inputs)), bits).replace(invars=invars)
     reading = dataclasses.replace(
-        op, inputs=(*op.inputs, *stacked), outputs=outputs,
+        op, eqn=reading_eqn, inputs=(*op.inputs, *stacked), outputs=outputs,
         blocks=(dataclasses.replace(body, inputs=(*body.inputs, *drawn), ops=rest),),
     )  # fmt: skip
     return [drawing, reading]
-
-
-def _with_inputs(eqn: Any, read: list[int]) -> Any:
-    """The equation of a scan whose body has some of its inputs; of its results only the operations above say more."""
-    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in read]
-    inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
-    return eqn.replace(params={**eqn.params, "jaxpr": inner})

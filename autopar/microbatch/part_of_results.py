@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat
@@ -34,9 +34,10 @@ def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
     block = Block(
         inputs=tuple(body.inputs[i] for i in positions), outputs=tuple(body.outputs[i] for i in kept), ops=tuple(ops)
     )
+    invars, outvars = [op.eqn.invars[i] for i in positions], [op.eqn.outvars[i] for i in kept]
     return replaced(
         op,
-        eqn=_with_inputs(op.eqn, positions),
+        eqn=with_body_inputs(op.eqn, positions).replace(invars=invars, outvars=outvars),
         inputs=tuple(op.inputs[i] for i in positions),
         outputs=tuple(op.outputs[i] for i in kept),
         blocks=(block,),
@@ -57,9 +58,11 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
     return ops[::-1], read
 
 
-def _with_inputs(eqn: Any, positions: Sequence[int]) -> Any:
-    """The equation of a scan whose body has some of its inputs; of its results only the operations say more."""
+def with_body_inputs(eqn: Any, positions: Iterable[int], more: Sequence[Any] = ()) -> Any:
+    """The equation of a scan whose body has some of its inputs, and more (variables); of what else that does only the
+    operations say more.
+    """
     jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in positions]
+    variables = [*(jaxpr.invars[i] for i in positions), *more]
     inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
     return eqn.replace(params={**eqn.params, "jaxpr": inner})

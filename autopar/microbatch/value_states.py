@@ -7,7 +7,7 @@ sums, run in the loop. Operations that combine examples otherwise run after the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
@@ -36,9 +36,9 @@ class ValueStates:
 
 
 def find_states(
-    whole: OpGraph, part: OpGraph, follower: Follower, inputs_with_examples: Collection[int]
+    whole: OpGraph, part: OpGraph, follower: Follower, inputs_with_examples: Mapping[int, int]
 ) -> ValueStates:
-    """The states of all values. `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+    """The states of all values. `inputs_with_examples` are positions of inputs, and the dimensions that count examples.
 
     Raises: MixedExamplesError when the result of one example depends on the others.
     """
@@ -54,10 +54,10 @@ class _StateFinder:
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.in_one_block: set[int] = set()  # values known before the loop that are read beside examples in order
 
-    def run(self, inputs_with_examples: Collection[int]) -> ValueStates:
+    def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
             if position in inputs_with_examples:
-                self.states[v] = State(form=Form.SPLIT, early=True, cut=True)
+                self.states[v] = State(form=Form.SPLIT, dim=inputs_with_examples[position], early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
