@@ -24,7 +24,7 @@ def with_example_dims(traced: TracedStep, rules: RuleBook) -> TracedStep:
     goes over; as it is where there is none.
     """
     shapes = {i: traced.in_avals[i].shape for i in sorted(traced.batch)}
-    if not _loops_over_first(traced):
+    if not loops_over_first(traced):
         return traced
     for dim in range(1, max(map(len, shapes.values()))):
         dims = {i: dim if dim < len(shape) else None for i, shape in shapes.items()}
@@ -53,7 +53,7 @@ def _not_traced(traced: TracedStep, examples: int) -> TracedStep:
     )  # fmt: skip
 
 
-def _loops_over_first(traced: TracedStep) -> bool:
+def loops_over_first(traced: TracedStep) -> bool:
     """Whether a scan goes over the first dimension of a leaf of the batch."""
     first = [i in traced.batch and bool(a.shape) for i, a in enumerate(traced.in_avals)]
     jaxpr = jax_compat.open_jaxpr(traced.jaxpr)

@@ -28,6 +28,8 @@ ABOUT = 1.05
 # Matrices count as split where a device holds at most so many times its share of the state: vectors, and what few read,
 # may be whole on each.
 MOSTLY = 2.0
+# A note that begins so stands first: it says why devices do the same work.
+BATCH_WHOLE = "the batch is not split"
 # What an axis of each role splits; an axis that splits nothing has its own name as its role.
 DATA, TENSOR = "data", "tensor"  # the roles of an axis that splits the batch alone, and of one that splits matrices
 _SPLITS = {
@@ -205,6 +207,12 @@ def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
         if size > 1 and role in _SPLITS:
             ways[role] = ways.get(role, 1) * size
     return ways
+
+
+def devices_alike(record: PlanRecord, stage: int) -> int:
+    """How many devices of a stage do the same work."""
+    mesh = stage_mesh(record, stage)
+    return mesh.num_devices // math.prod(_ways(mesh.axis_sizes, axis_roles(record, stage)).values())
 
 
 def splits_text(sizes: Sequence[int], roles: Sequence[str], held: float = 0.0) -> str:

@@ -61,7 +61,9 @@ def mixing_times(p, batch):
 
     def loss(p):
         h = jnp.einsum("tbf,sbf->tbs", batch["x"], batch["x"] @ p["a"])
-        return (jnp.einsum("tbs,sbf->tbf", jax.nn.softmax(h), batch["x"]) @ p["b"] * batch["times"][:, None, None]).mean()
+        return (
+            jnp.einsum("tbs,sbf->tbf", jax.nn.softmax(h), batch["x"]) @ p["b"] * batch["times"][:, None, None]
+        ).mean()
 
     return updated(p, jax.grad(loss)(p)), {}
 
