@@ -13,7 +13,7 @@ from autopar.plan.schema import PlanRecord
 
 def batch_notes(traced: TracedStep, record: PlanRecord) -> Iterator[str]:
     """A note where several devices do the same work, and the examples cannot be split over them."""
-    alike = max(summary.devices_alike(record, stage) for stage in range(summary.num_stages(record)))
+    alike, wanted = max(summary.devices_alike(record, stage) for stage in range(summary.num_stages(record)))
     leaves = [i for i in sorted(traced.batch) if traced.in_avals[i].shape]
     if alike == 1 or not leaves:
         return
@@ -27,8 +27,6 @@ def batch_notes(traced: TracedStep, record: PlanRecord) -> Iterator[str]:
         return
     leaf, dim = next(iter(example_leaves(traced).items()))
     parts = 1 if record.pipeline is None else record.pipeline.num_microbatches
-    planned = [value for value in record.arguments if value.kind != "constant"][leaf]
-    wanted = alike * summary.stage_mesh(record, planned.stage).size(planned.layout.dims[dim])
     each = traced.in_avals[leaf].shape[dim] // parts
     if each % wanted:
         of_each = f" of each of {parts} micro-batches" if parts > 1 else ""
