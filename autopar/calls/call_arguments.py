@@ -63,20 +63,26 @@ class CallArguments:
         """By leaf of the dynamic arguments, the dimension that counts examples, None of one without; None where the
         options leave that open. Raises: InvalidArgumentError for axes that the batch does not have.
         """
-        axes = self._options.batch_axis
-        if axes is None:
+        if self._options.batch_axis is None:
             return None
         batch, dynamic, dims = self.batch_numbers(args), self.dynamic(args), dict[int, int | None]()
-        of_argument = dict(zip(batch, axes, strict=False)) if len(batch) > 1 and isinstance(axes, tuple) else None
+        of_argument = dict(zip(batch, self.axes_of([dynamic[i] for i in batch]), strict=True))
         first = 0
         for number, argument in enumerate(dynamic):
-            leaves = jax.tree.leaves(argument)
-            if number in batch:
-                found = self._axes(axes if of_argument is None else of_argument.get(number), argument)
-                pairs = zip(leaves, found, strict=True)
-                dims |= {first + i: self._example_dim(axis, leaf) for i, (leaf, axis) in enumerate(pairs)}
-            first += len(leaves)
+            dims |= {first + i: axis for i, axis in enumerate(of_argument.get(number, ()))}
+            first += len(jax.tree.leaves(argument))
         return dims
+
+    def axes_of(self, batch: Sequence[Any]) -> list[list[int | None]]:
+        """Of each leaf of the arguments with examples, the dimension that counts them: as the options say, else the
+        first one; None of a leaf without. Raises: InvalidArgumentError for axes that the batch does not have.
+        """
+        axes = 0 if self._options.batch_axis is None else self._options.batch_axis
+        each = axes if len(batch) > 1 and isinstance(axes, tuple) else (axes,) * len(batch)
+        if len(each) != len(batch):
+            raise self._wrong_axis(f"{len(each)} for {len(batch)} arguments with examples")
+        pairs = [(self._axes(own, arg), jax.tree.leaves(arg)) for own, arg in zip(each, batch, strict=True)]
+        return [list(map(self._example_dim, *pair)) for pair in pairs]
 
     def _axes(self, axes: Any, argument: Any) -> list[Any]:
         """Of each leaf of an argument its entry in a tree of axes, which may stand for several."""

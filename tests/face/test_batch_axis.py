@@ -132,3 +132,12 @@ def test_a_step_planned_anew_keeps_its_axis():
     batch = {"x": array(LENGTH, EXAMPLES, WIDTH), "times": array(LENGTH)}
     plan = autopar.plan(named, state(), batch, cluster=CLUSTER, plan=recipes.data_parallel())
     assert layout_of(plan) == P(None, "x")
+
+
+def test_fit_varies_the_dimension_that_is_named():
+    batch = {"x": jax.ShapeDtypeStruct((LENGTH, EXAMPLES, WIDTH), jnp.float32), "times": array(LENGTH)}
+    step = autopar.parallelize(
+        mixing_times, batch_axis={"x": 1, "times": None}, memory_limit_bytes=2**20, cache_dir=None, show_progress=False
+    )
+    found = autopar.fit(step, state(), batch, clusters=[CLUSTER], multiple=64)
+    assert found.largest(CLUSTER.name) > EXAMPLES
