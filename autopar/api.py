@@ -47,6 +47,7 @@ def parallelize(
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
+    batch_axis: Any = None,
     donate_argnames: str | Sequence[str] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     follow: Step | None = None,
@@ -86,6 +87,11 @@ def parallelize(
             of the device's memory.
         batch_argnums: The arguments whose leaves hold examples, by default argument 1; where that is or holds an NNX
             object, all arguments with arrays after the last object.
+        batch_axis: The dimension of their leaves that counts examples: a number, or a tree of numbers as `in_axes` of
+            `jax.vmap` has them, None for a leaf without examples; of several such arguments, a tuple of these. By
+            default the first dimension, or, where a loop of the step goes over that one, the next one along which
+            examples are independent: a step that accumulates over a batch of shape (A, B, ...), or that steps through
+            time.
         donate_argnums: The arguments that the step replaces, by default argument 0; their memory is reused for the
             results that replace them. Where there are NNX objects, the default is those that the step changes.
         static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.
@@ -196,6 +202,7 @@ def parallelize(
         has_recipe=recipe != Recipe(),
         cluster=cluster,
         **_roles(roles, fun),
+        batch_axis=fun._options.batch_axis if batch_axis is None and isinstance(fun, Step) else batch_axis,
         follow=None if follow is None else followed(follow),
         batch=checked_mode(batch, "parallelize(batch=...)"),
         cache_dir=cache_dir,

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
-from autopar.batch_sizes import check_batch, resized
+from autopar.batch_sizes import Axes, check_batch, resized
 from autopar.calls import nnx_objects
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
@@ -29,7 +29,7 @@ from autopar.plan.fit_row import FitRow
 from autopar.plan.plan import Plan
 from autopar.step import Step
 from autopar.step_views import (
-    batch_argnums_of,
+    batch_axes_of,
     microbatches_named_by,
     on_cluster,
     peak_on_more_examples,
@@ -152,15 +152,15 @@ def fit(
             hint="leave it out",
         )
     args = nnx_objects.split(args)
-    argnums = batch_argnums_of(parallel, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
-    check_batch(parallel.__name__, args, argnums)
+    axes = batch_axes_of(parallel, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
+    check_batch(parallel.__name__, args, axes)
     rows: list[FitRow] = []
     multiples: dict[str, int] = {}
     plans: dict[str, Plan] = {}
     for name, cluster in named.items():
         size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
         size = math.lcm(size, microbatches_named_by(parallel))
-        made = _weighed(on_cluster(parallel, cluster), name, args, argnums, size, bits)
+        made = _weighed(on_cluster(parallel, cluster), name, args, axes, size, bits)
         multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
         fitting = [plan for _, plan in made if plan is not None]
@@ -190,7 +190,7 @@ def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float
 
 
 def _weighed(
-    step: Step, cluster: str, args: Sequence[Any], argnums: Sequence[int], size: int, bits: int
+    step: Step, cluster: str, args: Sequence[Any], axes: Axes, size: int, bits: int
 ) -> list[tuple[FitRow, Plan | None]]:
     """The batches, multiples of a size, that were planned for until the largest that fits was found, by size."""
     found: dict[int, tuple[FitRow, Plan | None]] = {}
@@ -200,7 +200,7 @@ def _weighed(
     def share(count: int) -> float:
         # A step that has a plan keeps it for shorter batches: each size is a step of its own.
         steps[count], begun_s = with_whole_batch(step), time.perf_counter()
-        found[count] = planned_for(steps[count], resized(args, argnums, count * size), count * size)
+        found[count] = planned_for(steps[count], resized(args, axes, count * size), count * size)
         row = found[count][0]
         fits = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else "does not fit"
         memory = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
@@ -216,7 +216,7 @@ def _weighed(
             return 1
         if count not in same_layouts:
             planned = [(n * size, steps[n]) for n in dict.fromkeys((fitting[1][0], count))]
-            same_layouts[count] = _peak_of_twice(planned, args, argnums)
+            same_layouts[count] = _peak_of_twice(planned, args, axes)
         peak_bytes = same_layouts[count]
         if peak_bytes is None:
             return _guess(fitting)
@@ -226,17 +226,17 @@ def _weighed(
     return [found[count] for count in sorted(found)]
 
 
-def _peak_of_twice(planned: Sequence[tuple[int, Step]], args: Sequence[Any], argnums: Sequence[int]) -> int | None:
+def _peak_of_twice(planned: Sequence[tuple[int, Step]], args: Sequence[Any], axes: Axes) -> int | None:
     """The peak of twice as many examples in the layouts that the last of some sizes was planned in; None where that is
     not known. What the step is then follows from the traces of the first size and the last, where these are two.
     """
     (few, few_step), (examples, step) = planned[0], planned[-1]
     try:
-        twice, own = resized(args, argnums, 2 * examples), resized(args, argnums, examples)
+        twice, own = resized(args, axes, 2 * examples), resized(args, axes, examples)
         if few < examples:
             with contextlib.suppress(UnsupportedError):  # a trace may tell more
                 sizes = 2 * examples, few, examples
-                return peak_on_more_examples(step, own, (few_step, resized(args, argnums, few)), sizes)
+                return peak_on_more_examples(step, own, (few_step, resized(args, axes, few)), sizes)
         return peak_on_other_batch(step, own, twice)
     except AutoparError:
         return None  # a size that the step, or a constraint of its dimensions, does not admit

@@ -134,6 +134,12 @@ def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(nnx_objects.batch_argnums(args, step._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"]))
 
 
+def batch_axes_of(step: Step, args: Sequence[Any]) -> dict[int, list[int | None]]:
+    """The numbers of the arguments that hold examples, and of each of their leaves the dimension that counts them."""
+    numbers = batch_argnums_of(step, args)
+    return dict(zip(numbers, step._arguments.axes_of([args[i] for i in numbers if i < len(args)]), strict=False))
+
+
 def function_of(step: Step) -> Callable[..., Any]:
     """The function that a step was made of."""
     return keep_instance_alive(step._function, step._instance) if isinstance(step, BoundStep) else step._function

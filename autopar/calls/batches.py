@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.calls import nnx_objects
-from autopar.calls.batch_mode import checked_mode
+from autopar.calls.batch_mode import GLOBAL, checked_mode
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.plans import StepPlans
 from autopar.calls.process_batches import PlannedBatch, ProcessBatches
 from autopar.calls.step_options import StepOptions
-from autopar.errors import BatchMismatchError
+from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
 from autopar.frontend.static_leaves import set_apart
@@ -33,6 +33,7 @@ class StepBatches:
         self._name, self._arguments, self._plans = arguments.step_name, arguments, plans
         self._given_plan = options.plan
         self._of_processes = ProcessBatches(self._name, options.batch)
+        self._has_rows = options.batch_axis in (None, 0) or options.batch == GLOBAL
         self._looked_up: list[Plan] = []  # the plans that the layouts below are those of
         self._found: dict[Any, Sequence[NamedSharding] | None] = {}
 
@@ -40,6 +41,13 @@ class StepBatches:
         """The arguments with the whole batch in place of this process's rows. `is_run`: the step runs on them."""
         if jax.process_count() == 1 or any(map(nnx_objects.holds_objects, args)):
             return tuple(args)
+        if not self._has_rows:
+            raise UnsupportedError(
+                where=f"{self._name}, parallelize(batch_axis=...)",
+                expected="in several processes, one whole batch that all of them pass, parallelize(batch='global')",
+                got="a batch that may be the rows of each, which are joined in the first dimension",
+                hint="add batch='global', or move the examples to the first dimension and transpose in the step",
+            )
         placed = with_process_lost_errors(
             lambda: self._of_processes.arguments(
                 self._arguments.dynamic(args),

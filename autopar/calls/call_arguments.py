@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.calls import nnx_objects
 from autopar.calls.signatures import Signature
@@ -62,6 +63,59 @@ class CallArguments:
         """The numbers of the dynamic arguments that hold examples."""
         numbers = nnx_objects.batch_argnums(args, self._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"])
         return self._dynamic_numbers(numbers, len(args))
+
+    def example_dims(self, args: Sequence[Any]) -> dict[int, int | None] | None:
+        """By leaf of the dynamic arguments, the dimension that counts examples, None of one without; None where the
+        options leave that open. Raises: InvalidArgumentError for axes that the batch does not have.
+        """
+        if self._options.batch_axis is None:
+            return None
+        batch, dynamic, dims = self.batch_numbers(args), self.dynamic(args), dict[int, int | None]()
+        of_argument = dict(zip(batch, self.axes_of([dynamic[i] for i in batch]), strict=True))
+        first = 0
+        for number, argument in enumerate(dynamic):
+            dims |= {first + i: axis for i, axis in enumerate(of_argument.get(number, ()))}
+            first += len(jax.tree.leaves(argument))
+        return dims
+
+    def axes_of(self, batch: Sequence[Any]) -> list[list[int | None]]:
+        """Of each leaf of the arguments with examples, the dimension that counts them: as the options say, else the
+        first one; None of a leaf without. Raises: InvalidArgumentError for axes that the batch does not have.
+        """
+        axes = 0 if self._options.batch_axis is None else self._options.batch_axis
+        each = axes if len(batch) > 1 and isinstance(axes, tuple) else (axes,) * len(batch)
+        if len(each) != len(batch):
+            raise self._wrong_axis(f"{len(each)} for {len(batch)} arguments with examples")
+        pairs = [(self._axes(own, arg), jax.tree.leaves(arg)) for own, arg in zip(each, batch, strict=True)]
+        return [list(map(self._example_dim, *pair)) for pair in pairs]
+
+    def _axes(self, axes: Any, argument: Any) -> list[Any]:
+        """Of each leaf of an argument its entry in a tree of axes, which may stand for several."""
+        found: list[Any] = []
+        try:
+            jax.tree.map(
+                lambda axis, part: found.extend([axis] * len(jax.tree.leaves(part))),
+                axes, argument, is_leaf=lambda axis: axis is None,
+            )  # fmt: skip
+        except (ValueError, TypeError) as error:
+            raise self._wrong_axis(str(error).split("\n")[0]) from None
+        return found
+
+    def _example_dim(self, axis: Any, leaf: Any) -> int | None:
+        rank = len(np.shape(leaf))
+        if axis is None or rank == 0:
+            return None
+        if isinstance(axis, bool) or not isinstance(axis, int) or not -rank <= axis < rank:
+            raise self._wrong_axis(f"{axis!r} for a leaf of shape {tuple(np.shape(leaf))}")
+        return axis % rank
+
+    def _wrong_axis(self, got: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            where=f"{self.step_name}, batch_axis={self._options.batch_axis!r:.60}",
+            expected="a dimension of each leaf of the batch, or a tree of them like the batch",
+            got=got,
+            hint="give one number, or a tree as in_axes of jax.vmap, with None for a leaf without examples",
+        )
 
     def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the donated dynamic arguments; none where the step follows another one."""

@@ -23,6 +23,7 @@ from autopar.frontend.tracing import IMPURE, checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.kernels.known import entries
+from autopar.microbatch.example_axis import with_example_dims
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import divisors
 from autopar.plan.cache import DiskCache, plan_key
@@ -107,7 +108,7 @@ class PlanSources:
     ) -> Plan:
         """What `make` makes in process 0, in all processes, whose steps, options and inputs have to be equal."""
         options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
-        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        leaves = _roles_of_leaves(traced)
         computation = traced.fingerprint, jax_compat.lowering_flags()
         parts = (*computation, leaves, traced.layouts_in_code, repr(options), inputs)
         with progress.pass_("plan of process 0"):
@@ -167,7 +168,7 @@ class PlanSources:
     ) -> Plan:
         """The plan of an earlier search for the same step, cluster and request, else that of a new search."""
         cluster, request = requested or self.request(traced)
-        leaves = (sorted(traced.tied.items()), sorted(traced.donated), sorted(traced.batch))
+        leaves = _roles_of_leaves(traced)
         written = traced.layouts_in_code
         kernels = entries()
         names = (traced.name, traced.in_paths, traced.out_paths, module_fingerprint(traced.jaxpr))
@@ -191,6 +192,10 @@ class PlanSources:
         self._kept.setdefault(number, {})[key] = plan.record
         self.save_rules()
         return plan
+
+    def with_example_dims(self, traced: TracedStep) -> TracedStep:
+        """The step with the dimensions of its batch that count examples, where no option names them."""
+        return traced if self._options.batch_axis is not None else with_example_dims(traced, self.rules())
 
     def check_purity(self, traced: TracedStep) -> None:
         """Warns of a function that is not pure, before the program of a plan that was searched for is compiled. Where
@@ -221,3 +226,8 @@ def _cache_directory(directory: str | Path | None) -> Path | None:
     if directory is None:
         return None
     return default_directory() if directory == DEFAULT_CACHE else cache_directory(directory)
+
+
+def _roles_of_leaves(traced: TracedStep) -> tuple[list[Any], ...]:
+    """What a plan depends on beside the computation: which leaves are state and batch, and where examples are."""
+    return tuple(map(sorted, (traced.tied.items(), traced.donated, traced.batch, traced.example_dims.items())))

@@ -62,6 +62,7 @@ class StepPlans:
             with collected_seldom():
                 with progress.pass_("trace"):
                     traced, trees = trace()
+                    traced = self._sources.with_example_dims(traced)
                 self._flags[key] = jax_compat.lowering_flags()
                 equal = self._of_equal_trace(traced)
                 if equal is not None:

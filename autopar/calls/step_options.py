@@ -29,6 +29,7 @@ class StepOptions:
     batch_argnames: tuple[str, ...]
     donate_argnames: tuple[str, ...]
     static_argnames: tuple[str, ...]
+    batch_axis: Any
     follow: FollowedStep | None
     batch: str
     cache_dir: str | Path | None

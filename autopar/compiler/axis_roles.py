@@ -2,8 +2,8 @@
 
 The role of an axis follows from the dimensions that it splits in the matrix products of the forward and backward pass,
 weighted by their arithmetic: examples (data), positions (sequence), experts (expert) or widths (tensor). A data axis
-that also shards state has the role of sharded data (ZeRO, FSDP). The role of an axis that splits no product follows
-from the other values that it splits, state first.
+that also shards state has the role of sharded data (ZeRO, FSDP). An axis that splits state and no product has the role
+of state: its devices compute the same. Of a step without products, the role follows from the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.decisions import ShardingPlan
 from autopar.sharding.semantics import annotate_semantics
 
-DATA, SHARDED_DATA, TENSOR, SEQUENCE, EXPERT = "data", "sharded data", "tensor", "sequence", "expert"
+DATA, SHARDED_DATA, STATE, TENSOR = "data", "sharded data", "state", "tensor"
+SEQUENCE, EXPERT = "sequence", "expert"
 # What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.
 _FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQUENCE, SEQUENCE))
 
@@ -39,6 +40,7 @@ def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value
 
 def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis: int) -> str | None:
     work: dict[str, float] = collections.defaultdict(float)
+    has_products = False
     for op in graph.ops():
         strategy = plan.strategy.get(op.id)
         if (
@@ -48,6 +50,7 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
             or op.primitive not in MATRIX_PRODUCTS
         ):
             continue
+        has_products = True
         layouts = (*zip(op.inputs, strategy.operands, strict=True), *zip(op.outputs, strategy.results, strict=True))
         split = {name for v, at in layouts if isinstance(v, int) for name in _split(values.get(v), at, axis)}
         if split or any(axis in at.sharded_axes for _, at in layouts):
@@ -57,11 +60,11 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
     state = [at for i, (_, at) in enumerate(inputs) if i in graph.donated and at is not None]
     batch = [(v, at) for i, (v, at) in enumerate(inputs) if i in graph.batch and at is not None]
     in_parts = any(axis in at.sharded_axes for at in state)
-    if role is None:
+    if role is None and not has_products:
         split = {name for v, at in batch for name in _split(values.get(v), at, axis)}
         role = _named(split) if split else None
-        if role is None and in_parts:
-            return SHARDED_DATA
+    if role is None and in_parts:
+        return STATE
     return SHARDED_DATA if role == DATA and in_parts else role
 
 

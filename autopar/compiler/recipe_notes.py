@@ -109,7 +109,7 @@ def _reason(bound: Bound, value: Value, layout: Layout, axis: int) -> tuple[str,
         if value.purpose in _WEIGHTS and use.unnamed:
             return "matrices stay whole, whose dimensions are not known to be heads or widths inside of a layer", ""
         if value.purpose is Purpose.BATCH and Dimension.EXAMPLE in use.dimensions:
-            return "parts of the batch stay whole, which have no examples in dimension 0", ""
+            return "parts of the batch stay whole, which are not known to hold examples (batch_axis)", ""
         return None
     if not any(value.shape[d] % (parts * mesh.size(layout.dims[d])) == 0 for d in may):
         sizes = ", ".join(f"dimension {d}: {value.shape[d]}" for d in may)

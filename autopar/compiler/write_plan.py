@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autopar.attention.match import attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
+from autopar.compiler.batch_notes import batch_notes
 from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.offload_notes import offload_notes
@@ -52,7 +53,8 @@ def plan_of(
             assert isinstance(chosen, SpmdCandidate), "the sources have candidates of these two kinds"
             record = _program_record(context, chosen, notes)
         rejected = tuple(rejection.record for rejection in rejections)
-        record = dataclasses.replace(record, rejected=rejected, recipe=context.request.recipe)
+        notes = (*batch_notes(context.traced, record), *record.notes)
+        record = dataclasses.replace(record, rejected=rejected, recipe=context.request.recipe, notes=notes)
         plan = Plan(record, trees)
         if binding is None:
             return plan

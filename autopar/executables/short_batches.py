@@ -62,18 +62,19 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
 
 def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] | None:
     """(examples of the plan, examples of the trace) where arguments differ only in that, and 0 < traced < planned."""
-    fields = ("in_tree", "out_tree", "tied", "donated", "batch", "argument_of")
+    fields = ("in_tree", "out_tree", "tied", "donated", "batch", "example_dims", "argument_of")
     if any(getattr(planned, name) != getattr(traced, name) for name in fields):
         return None
-    if not any(planned.in_avals[i].shape for i in planned.batch):
+    if all(planned.example_dim(i) is None for i in planned.batch):
         return None
     planned_examples = num_examples(planned)
     leaves = example_leaves(planned)
     for i, (a, b) in enumerate(zip(planned.in_avals, traced.in_avals, strict=True)):
-        trailing = i in leaves and len(b.shape) == len(a.shape) and a.shape[1:] == b.shape[1:]
-        if a.dtype != b.dtype or not (a.shape == b.shape or trailing):
+        fewer = [d for d, sizes in enumerate(zip(a.shape, b.shape, strict=False)) if len(set(sizes)) > 1]
+        are_examples = len(a.shape) == len(b.shape) and fewer in ([], [leaves.get(i)])
+        if a.dtype != b.dtype or not are_examples:
             return None
-    sizes = {traced.in_avals[i].shape[0] for i in leaves}
+    sizes = {traced.in_avals[i].shape[dim] for i, dim in leaves.items()}
     traced_examples = sizes.pop()
     return (planned_examples, traced_examples) if not sizes and 0 < traced_examples < planned_examples else None
 

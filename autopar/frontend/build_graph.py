@@ -42,7 +42,8 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     builder = _Builder(traced.written)
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
     builder.constants += traced.constants
-    inputs += [builder.value(v, path) for v, path in zip(traced.jaxpr.invars, traced.in_paths, strict=True)]
+    for i, (v, path) in enumerate(zip(traced.jaxpr.invars, traced.in_paths, strict=True)):
+        inputs.append(builder.value(v, path, traced.example_dim(i)))
     num_top = len(traced.constants)
     ops: list[Op] = []
     outputs = builder.inline(traced.jaxpr, inputs, "", 1.0, ops)
@@ -97,11 +98,12 @@ class _Builder:
         self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
         self._library_function: tuple[str, str] | None = None  # the function whose trace is inlined, if not the user's
 
-    def value(self, var: Any, name: str = "") -> int:
+    def value(self, var: Any, name: str = "", example_dim: int | None = None) -> int:
         aval = var.aval
         shape, dtype = tuple(int(n) for n in aval.shape), dtype_text(aval.dtype)
         weak_type = bool(getattr(aval, "weak_type", False))
-        self.values.append(Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type))
+        value = Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type)
+        self.values.append(replaced(value, example_dim=example_dim))
         return len(self.values) - 1
 
     def constant(self, var: Any, array: Any) -> int:

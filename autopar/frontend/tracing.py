@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,10 +129,11 @@ def trace(
     names: Sequence[str],
     donate: Sequence[int],
     batch: Sequence[int],
+    example_dims: Mapping[int, int | None] | None = None,
 ) -> TracedStep:
     """Traces `function` on abstract arguments.
 
-    `names`, `donate` and `batch` are over `args`, static arguments already bound.
+    `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves.
     Raises: InvalidArgumentError, UnsupportedError.
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
@@ -167,6 +168,7 @@ def trace(
         argument_of=tuple(owner),
         donated=donated,
         batch=batch_leaves,
+        example_dims=dict(example_dims or {}),
         tied=tie_state(args, donate, results.tree, in_avals, out_avals),
         fingerprint=fingerprint,
         retrace=lambda avals: trace_again(avals)[0],

@@ -140,7 +140,8 @@ class Rule:
 @made_often
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it.
+    """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it. Of a leaf of the
+    batch, `example_dim` is the dimension that counts examples, None where it holds none.
 
     `dimensions` (of each dimension what it counts, as far as that is known), `sides` (of those of a matrix, and of what
     belongs to it, which side they are) and `purpose` are set by `autopar.sharding.semantics`, for plans that are bound
@@ -156,6 +157,7 @@ class Value:
     dimensions: tuple[frozenset[Dimension], ...] = ()
     sides: tuple[frozenset[Side], ...] = ()
     purpose: Purpose | None = None
+    example_dim: int | None = None
 
     @property
     def size(self) -> int:

@@ -88,6 +88,26 @@ def makers(ops: Iterable[Op]) -> dict[int, Op]:
     return {v: op for op in ops for v in op.outputs}
 
 
+def equal_values(block: Block) -> dict[int, int]:
+    """What a barrier of a block hands on, or a scan unchanged from trip to trip -> the value that it is equal to."""
+    equal: dict[int, int] = {}
+    for op in block.ops:
+        pairs: Iterable[tuple[Atom, int]] = ()
+        if op.kind is OpKind.BARRIER:
+            pairs = zip(op.inputs, op.outputs, strict=True)
+        elif op.kind is OpKind.SCAN:
+            pairs = [(op.inputs[op.num_consts + i], op.outputs[i]) for i in handed_on(op)]
+        equal |= {out: equal.get(a, a) for a, out in pairs if isinstance(a, int)}
+    return equal
+
+
+def handed_on(scan: Op) -> frozenset[int]:
+    """The positions of the carried values that each trip of a scan leaves as they are."""
+    (body,), equal = scan.blocks, equal_values(scan.blocks[0])
+    pairs = zip(body.inputs[scan.num_consts :], body.outputs[: scan.num_carry], strict=False)
+    return frozenset(i for i, (v, out) in enumerate(pairs) if isinstance(out, int) and equal.get(out, out) == v)
+
+
 def renumbered(graph: OpGraph) -> OpGraph:
     """The graph with its operations numbered from 0 in program order, bodies after their loop; values stay."""
     number = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,8 @@ class TracedStep:
     `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied embeddings), each summand is padded for
     itself. `trace_again` is `retrace` with what was removed of the code beside the jaxpr. `saved_names`: the names that
     `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
+    `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
+    the leaf holds none.
     """
 
     name: str
@@ -86,6 +88,12 @@ class TracedStep:
     pads_summands: bool = False
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
+    example_dims: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+
+    def example_dim(self, leaf: int) -> int | None:
+        """The dimension of a leaf that counts examples; None where it has none."""
+        dim = self.example_dims.get(leaf, 0) if leaf in self.batch else None
+        return dim if dim is not None and dim < len(self.in_avals[leaf].shape) else None
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:
@@ -95,5 +103,5 @@ class TracedStep:
 
 def is_same_step(first: TracedStep, second: TracedStep) -> bool:
     """Whether two traces have the same computation and the same trees, so that a plan of one holds for the other."""
-    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch", "layouts_in_code")
+    parts = ("fingerprint", "in_tree", "out_tree", "tied", "donated", "batch", "example_dims", "layouts_in_code")
     return all(getattr(first, part) == getattr(second, part) for part in parts)

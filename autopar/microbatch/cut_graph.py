@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,19 +34,20 @@ _SLICES = ("slice_sizes", "limit_indices")
 
 
 def cut_graph(
-    whole: OpGraph, inputs_with_examples: Collection[int], num_microbatches: int, rules: RuleBook, where: str
+    whole: OpGraph, inputs_with_examples: Mapping[int, int], num_microbatches: int, rules: RuleBook, where: str
 ) -> OpGraph:
     """The graph on a micro-batch: the same operations on values of the same numbers.
 
-    `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+    `inputs_with_examples` are positions of inputs with examples, and the dimensions that count them.
     Raises: UnsupportedError for an operation that no change of sizes makes one on fewer examples.
     """
     cutter = _Cutter(whole, num_microbatches, where)
-    for position in inputs_with_examples:
-        cutter.dims[whole.block.inputs[position]].add(0)
+    inputs = {whole.block.inputs[position]: dim for position, dim in inputs_with_examples.items()}
+    for v, dim in inputs.items():
+        cutter.dims[v].add(dim)
     while cutter.spread(whole.block):
         pass
-    cutter.cut_ignored({whole.values[whole.block.inputs[position]].shape[0] for position in inputs_with_examples})
+    cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
     values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return mark_score_kernels(dataclasses.replace(whole, values=values, block=with_rules(block, rules)))
@@ -89,6 +90,8 @@ class _Cutter:
         # By the id of an operation: how many dimensions around it were cut when it was last looked at. Dimensions are
         # only added, so that an equal number is an equal state, of which nothing new follows.
         self._seen: dict[int, int] = {}
+        # Operations of which several factors may be the one to cut, until what is around them has told.
+        self._undecided: dict[int, Op] = {}
         # By what an equation computes and which dimensions of its operands and results are cut: equal layers share it.
         self._cut_equations: dict[tuple, _CutEquation] = {}
 
@@ -102,6 +105,8 @@ class _Cutter:
         """Carries what is known about cut dimensions through all operations once; whether that was anything new."""
         self._changed = False
         self._spread(block)
+        while self._undecided and not self._changed:  # nothing else tells: the first of the factors that can be cut
+            self._follow_factors(self._undecided.pop(next(iter(self._undecided))), decide=True)
         return self._changed
 
     def _spread(self, block: Block) -> None:
@@ -109,11 +114,20 @@ class _Cutter:
             if op.rule is None or op.blocks:
                 for a, b, dropped in links(op):
                     self._link(a, b, dropped)
+                if self._is_over_examples(op):
+                    for atom in _sliced_and_stacked(op):
+                        self._cut(atom, 0)
                 for inner in op.blocks:
                     self._spread(inner)
             if op.rule is not None and self._num_cut(op) != self._seen.get(op.id, 0):
                 self._follow_factors(op)
                 self._seen[op.id] = self._num_cut(op)
+
+    def _is_over_examples(self, op: Op) -> bool:
+        """Whether an operation is a scan whose trips go over examples, so that a micro-batch has fewer of them."""
+        return op.kind is OpKind.SCAN and any(
+            isinstance(a, int) and 0 in self.dims.get(a, ()) for a in _sliced_and_stacked(op)
+        )
 
     def _num_cut(self, op: Op) -> int:
         """The number of cut dimensions of what an operation reads and makes."""
@@ -147,22 +161,29 @@ class _Cutter:
         """Dimension d + `dropped` of a is dimension d of b."""
         if not isinstance(a, int) or not isinstance(b, int):
             return
-        if dropped and 0 in self.dims[a]:
-            raise self._refusal(None, "a scan that goes over the examples one by one")
         for d in tuple(self.dims[a]):
-            self._cut(b, d - dropped)
+            if d >= dropped:
+                self._cut(b, d - dropped)
         for d in tuple(self.dims[b]):
             self._cut(a, d + dropped)
 
-    def _follow_factors(self, op: Op) -> None:
+    def _follow_factors(self, op: Op, decide: bool = False) -> None:
         rule, atoms = op.rule, (*op.inputs, *op.outputs)
         assert rule is not None, "an equation has one"
-        cut: set[int] = set()
         places = list(rule.factored_dims(atoms))
+        examples = []  # of each dimension that is cut: the factors that may be the one
         for atom, dim, factors in sorted(places, key=lambda place: len(place[2])):
-            if isinstance(atom, int) and dim in self.dims[atom] and cut.isdisjoint(factors):
-                divides = (f for f in factors if rule.factors[f].size % self.num_microbatches == 0)
-                cut |= {next(divides, factors[0])}
+            if isinstance(atom, int) and dim in self.dims[atom]:
+                divide = [f for f in factors if rule.factors[f].size % self.num_microbatches == 0]
+                examples.append(divide or list(factors[:1]))
+        cut: set[int] = set()
+        for divide in examples:
+            if cut.isdisjoint(divide):
+                common = [f for f in divide if all(f in others for others in examples)] or divide
+                if len(common) > 1 and not decide:
+                    self._undecided[op.id] = op
+                    continue
+                cut.add(common[0])
         for atom, dim, factors in places:
             if not cut.isdisjoint(factors):
                 self._cut(atom, dim)
@@ -177,6 +198,8 @@ class _Cutter:
                 op = replaced(op, kernel_bytes=None, order_cost=None)
             if op.blocks:
                 op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
+            if self._is_over_examples(op):
+                op = replaced(op, trips=op.trips // self.num_microbatches)
             ops.append(self._equation(op) if op.kind is OpKind.EQUATION and self._num_cut(op) else op)
         return dataclasses.replace(block, ops=tuple(ops))
 
@@ -240,6 +263,11 @@ class _Cutter:
             got=name,
             hint="take sizes from the arrays rather than writing them into the step",
         )
+
+
+def _sliced_and_stacked(op: Op) -> tuple[Atom, ...]:
+    """What a scan slices, a slice for each trip, and what it stacks."""
+    return (*op.inputs[op.num_consts + op.num_carry :], *op.outputs[op.num_carry :])
 
 
 def links(op: Op) -> list[tuple[Atom, Atom, int]]:

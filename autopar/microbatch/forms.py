@@ -23,6 +23,12 @@ class Form(HashedById):
     PARTIAL_SUM = "partial sum"  # the micro-batches' values add up to the whole batch's
     UNAVAILABLE = "unavailable"  # a micro-batch alone has nothing of it
     OWN = "own"  # the micro-batch's alone, in a shape of its own (`accumulation`)
+    RUNNING = "running"  # in a loop over examples: the carried value `dim` as a trip began, plus what that trip adds
+
+
+# In place of a dimension: a SPLIT inside of a loop over examples differs from trip to trip, and a micro-batch has
+# some of the trips.
+TRIPS = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +46,15 @@ class IslandLayout:
 class State:
     """The relation of a value of one micro-batch to that of the whole batch.
 
-    `dim`, `outer`: dimension `dim` of a SPLIT holds `outer` blocks, each with the examples in order; for `outer` 1,
-    micro-batch i has the i-th of equal slices. `uniform`: along `dim` all slices of a SPLIT are alike, so that they are
-    any number of blocks (`outer` is 1). `zero`: all elements are zero. `early`: the whole value can be computed
-    before the first micro-batch. `of_batch`: such a value, of one micro-batch, mixes examples, and is no part of the
-    state. `streams`: the value is computed for each micro-batch; other values are known before
-    or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that
-    combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side,
-    where that is not by example; only islands read such a SPLIT. `weight`: the whole batch's value is that many times
-    what its form says; other than 1 only where literals are a micro-batch's (`accumulation`).
+    `dim`, `outer`: dimension `dim` of a SPLIT (or `TRIPS`) holds `outer` blocks, each with the examples in order; for
+    `outer` 1, micro-batch i has the i-th of equal slices. `uniform`: along `dim` all slices of a SPLIT are alike, so
+    that they are any number of blocks (`outer` is 1). `zero`: all elements are zero. `early`: the whole value can be
+    computed before the first micro-batch. `of_batch`: such a value, of one micro-batch, mixes examples, and is no part
+    of the state. `streams`: the value is computed for each micro-batch; other values are known before or after the
+    loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that combined
+    examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side, where that
+    is not by example; only islands read such a SPLIT. `weight`: the whole batch's value is that many times what its
+    form says; other than 1 only where literals are a micro-batch's (`accumulation`).
     """
 
     form: Form
@@ -70,6 +76,25 @@ def inside_loop(state: State) -> State:
     return dataclasses.replace(state, early=False, streams=True, cut=False)
 
 
+def of_slice(state: State) -> State:
+    """The state of a slice along dimension 0, as a trip of a loop over anything but examples reads it."""
+    return _with_dim(state, state.dim - 1)
+
+
+def of_stack(state: State) -> State:
+    """The state of an array whose slices along dimension 0 are what the trips of such a loop make."""
+    return _with_dim(state, state.dim + 1)
+
+
+def _with_dim(state: State, dim: int) -> State:
+    return dataclasses.replace(state, dim=dim) if state.form is Form.SPLIT and state.dim != TRIPS else state
+
+
+def differs_by_trip(state: State) -> bool:
+    """Whether a value is a function of what a trip of a loop over examples reads, and of nothing else of them."""
+    return state.form is Form.SPLIT and state.dim == TRIPS
+
+
 def split_alike(first: State, second: State) -> bool:
     """Whether two values are SPLIT along the same dimension, into as many blocks."""
     forms = first.form is second.form is Form.SPLIT and first.dim == second.dim
@@ -84,7 +109,13 @@ def join(op: Op, first: State, second: State) -> State:
             return a
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return replaced(a, zero=zero, weight=_join_weights(op, a, b))
-    if first.form is not second.form or (first.form is Form.SPLIT and not split_alike(first, second)):
+    if differs_by_trip(first) and second.form is Form.INVARIANT:
+        return replaced(first, zero=zero, weight=_join_weights(op, first, second))
+    if differs_by_trip(second) and first.form is Form.INVARIANT:
+        return replaced(second, zero=zero, weight=_join_weights(op, first, second))
+    is_other_sum = first.form is second.form is Form.RUNNING and first.dim != second.dim
+    is_other_split = first.form is Form.SPLIT and not split_alike(first, second)
+    if first.form is not second.form or is_other_sum or is_other_split:
         raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
     if first.uniform:  # of as many blocks as the other one
         first = replaced(first, outer=second.outer, uniform=second.uniform)

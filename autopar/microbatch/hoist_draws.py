@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
-from autopar.ir.rewrite import Fresh
+from autopar.ir.rewrite import Fresh, equal_values
 from autopar.microbatch.part_of_results import scan_equation
 
 _DRAWS = "random_bits"
@@ -92,11 +92,11 @@ class _Fixed:
         (body,), k = op.blocks, op.num_consts
         made = {v: fresh.copy_of(v) for i in needed for v in body.ops[i].outputs}
         names: dict[int, Atom] = {**dict(zip(body.inputs[:k], op.inputs, strict=False)), **made}
-        behind = _behind(body)
+        equal = equal_values(body)
         in_front = [
             dataclasses.replace(
                 source, id=fresh.op_id(), count=op.count, outputs=tuple(made[v] for v in source.outputs),
-                inputs=tuple(names[behind.get(a, a)] if isinstance(a, int) else a for a in source.inputs),
+                inputs=tuple(names[equal.get(a, a)] if isinstance(a, int) else a for a in source.inputs),
             )
             for source in (body.ops[i] for i in needed)
         ]  # fmt: skip
@@ -217,7 +217,7 @@ def _sources(
     """The operations and inputs of a scan's body of which values are made; None where that is not of keys alone."""
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
     made_by = {v: i for i, inner in enumerate(body.ops) for v in inner.outputs}
-    behind = _behind(body)
+    equal = equal_values(body)
     position = {v: i for i, v in enumerate(body.inputs)}
     ops: set[int] = set()
     inputs: set[int] = set()
@@ -226,7 +226,7 @@ def _sources(
         atom = remaining.pop()
         if not isinstance(atom, int):
             continue
-        atom = behind.get(atom, atom)
+        atom = equal.get(atom, atom)
         if follows_examples(atom):
             return None
         if atom in position:
@@ -243,16 +243,6 @@ def _sources(
         else:
             return None  # of a value from around the scan
     return ops, inputs
-
-
-def _behind(body: Block) -> dict[int, int]:
-    """What a barrier of a block hands on -> the value in front of it: layers that are computed again have one."""
-    behind: dict[int, int] = {}
-    for op in body.ops:
-        if op.kind is OpKind.BARRIER:
-            pairs = zip(op.inputs, op.outputs, strict=True)
-            behind |= {out: behind.get(a, a) for a, out in pairs if isinstance(a, int)}
-    return behind
 
 
 def _follows_examples(whole: OpGraph, part: OpGraph) -> Callable[[int], bool]:
@@ -291,7 +281,7 @@ def _plan_of(op: Op, wanted: set[int], follows_examples: Callable[[int], bool]) 
 def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     """The scan that draws, and the scan that reads what it drew. Adds to the values."""
     (body,) = op.blocks
-    behind = _behind(body)
+    equal = equal_values(body)
     drawn = [v for i in plan.draws for v in body.ops[i].outputs]
     new: dict[int, int] = {}
 
@@ -302,7 +292,7 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
         return len(values) - 1
 
     def named(atom: Atom) -> Atom:
-        return new[behind.get(atom, atom)] if isinstance(atom, int) else atom
+        return new[equal.get(atom, atom)] if isinstance(atom, int) else atom
 
     read = plan.inputs(op)
     for i in read:

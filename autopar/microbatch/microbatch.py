@@ -22,6 +22,7 @@ from autopar.microbatch.alignment import with_literals_of
 from autopar.microbatch.cut_graph import cut_graph, with_rules
 from autopar.microbatch.hoist_draws import hoist_draws
 from autopar.microbatch.island_states import body_states
+from autopar.microbatch.known_results import split_known_results
 from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.loop_writer import LoopWriter
 from autopar.microbatch.microbatch_analysis import Follower
@@ -112,7 +113,7 @@ def _with_all_in_loop(
 def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
     """The graph of a micro-batch, cut out of that of the whole batch. Raises: UnsupportedError."""
     first = len(whole.block.inputs) - len(traced.in_avals)
-    inputs = [first + i for i in example_leaves(traced)]
+    inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
     return cut_graph(whole, inputs, num_microbatches, rules, traced.name)
 
 
@@ -142,7 +143,7 @@ def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> Unsupport
 
 def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
-    whole, part = hoist_draws(whole, part)
+    whole, part = hoist_draws(*split_known_results(whole, part))
     return _over_micro_batches(traced, whole, Follower(whole, part, num_microbatches, body_states=body_states), rules)
 
 
@@ -172,7 +173,7 @@ def _accumulated(
 ) -> OpGraph:
     """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
     check_patterns(traced, whole)
-    whole, part = hoist_draws(whole, build_graph(smaller, rules))
+    whole, part = hoist_draws(*split_known_results(whole, build_graph(smaller, rules)))
     follower = AccumulatingFollower(
         whole=whole,
         part=part,
@@ -190,7 +191,8 @@ def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, 
     num_microbatches = follower.num_microbatches
     _check_same_operations(traced.name, whole.block, follower.part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
-    states = find_states(whole, follower.part, follower, {num_constants + i for i in example_leaves(traced)})
+    examples = {num_constants + i: dim for i, dim in example_leaves(traced).items()}
+    states = find_states(whole, follower.part, follower, examples)
     whole, part = states.whole, states.part
     sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
     writer = LoopWriter(whole, part, follower, states, sections)

@@ -18,13 +18,25 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value, has_effects
 from autopar.ir.primitives import linear_operands
+from autopar.ir.rewrite import handed_on
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
 from autopar.microbatch.example_blocks import counted_examples, reshaped
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, sums_over_examples
-from autopar.microbatch.forms import CombinesExamples, Form, State, inside_loop, join, split_alike
+from autopar.microbatch.forms import (
+    TRIPS,
+    CombinesExamples,
+    Form,
+    State,
+    differs_by_trip,
+    inside_loop,
+    join,
+    of_slice,
+    of_stack,
+    split_alike,
+)
 from autopar.microbatch.running_state import StateUpdates
 from autopar.microbatch.shares import shared_operands, starts_sum
 
@@ -37,6 +49,9 @@ _ZERO_KEEPING = frozenset({
     "cumsum", "slice", "copy", "rev", "dynamic_slice", "select_n", "concatenate", "dynamic_update_slice",
     "convert_element_type",
 })  # fmt: skip
+# The operands to which an operation adds the others.
+_ADDED_TO = {"add": (0, 1), "add_any": (0, 1), "sub": (0,), "scatter-add": (0,), "scatter-sub": (0,)}
+_READS_BEFORE = "it reads what the examples before have added up to"
 _MAX_ROUNDS = 8  # of following a loop's carried values; each round settles at least one form
 
 
@@ -126,6 +141,8 @@ class Follower:
             return self._while(op, part, states, around)
         if op.kind is OpKind.COND:
             return self._cond(op, part, states, around)
+        if any(s.form is Form.RUNNING or differs_by_trip(s) for s in states):
+            return self._in_trip(op, part, states)
         has_body = self.body_states is not None and (is_island(op.eqn) or is_custom_partition(op.eqn))
         if has_body and any(s.form is not Form.INVARIANT for s in states):
             assert self.body_states is not None
@@ -188,7 +205,7 @@ class Follower:
             is_split = state.form is Form.SPLIT
             sums = state.form is Form.PARTIAL_SUM
             is_like = self.is_part(value, state.dim) if is_split else self.same_shape(value)
-            if not is_like or (sums and not _can_be_summed(op)):
+            if not is_like or (sums and not is_number(self.whole.values[value].dtype)):
                 raise CombinesExamples(op, "its result does not follow the number of examples")
             if is_split:
                 self.cuts(value, state)
@@ -322,16 +339,12 @@ class Follower:
             self.shares[op.outputs[0]] = frozenset(positions)
 
     def _scan(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        if op.trips != part.trips:
-            raise CombinesExamples(op, "it goes over the examples one by one")
+        k, n = op.num_consts, op.num_consts + op.num_carry
+        if op.trips != part.trips or any(s.form is Form.SPLIT and s.dim == 0 for s in states[n:]):
+            return self._scan_over_examples(op, part, states, around)
         (body,), (part_body,) = op.blocks, part.blocks
-        consts = [inside_loop(s) for s in states[: op.num_consts]]
-        carry = [inside_loop(s) for s in states[op.num_consts : op.num_consts + op.num_carry]]
-        xs = []
-        for s in states[op.num_consts + op.num_carry :]:
-            if s.form is Form.SPLIT and s.dim == 0:
-                raise CombinesExamples(op, "it goes over the examples one by one")
-            xs.append(dataclasses.replace(inside_loop(s), dim=s.dim - 1) if s.form is Form.SPLIT else inside_loop(s))
+        consts, carry = ([inside_loop(s) for s in some] for some in (states[:k], states[k:n]))
+        xs = [of_slice(inside_loop(s)) for s in states[n:]]
 
         known: Mapping[int, State] = {}
         self.late.pop(op.outputs[0] if op.outputs else -1, None)
@@ -342,10 +355,73 @@ class Follower:
             outputs = [state_of(a, known) for a in body.outputs]
             return outputs[: op.num_carry], outputs[op.num_carry :]
 
-        carry, ys = self._settled(op, op.num_consts, carry, round_)
+        carry, ys = self._settled(op, k, carry, round_)
+        if any(y.form is Form.RUNNING for y in ys):
+            raise CombinesExamples(op, _READS_BEFORE)
         if any(s.form is Form.UNAVAILABLE for s in (*carry, *ys)):
             self.late[op.outputs[0]] = known
-        return [*carry, *(dataclasses.replace(y, dim=y.dim + 1) if y.form is Form.SPLIT else y for y in ys)]
+        return [*carry, *map(of_stack, ys)]
+
+    def _scan_over_examples(
+        self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]
+    ) -> list[State]:
+        """The results of a scan of which a micro-batch runs its own trips, those over its examples.
+
+        Each trip must be the same function of its slices: what it stacks are then rows of the examples, and what is
+        carried adds up over any trips, where a trip adds to it and does not read it otherwise.
+        """
+        k, n = op.num_consts, op.num_consts + op.num_carry
+        slices = states[n:]
+        over = all(s.form is Form.SPLIT and s.dim == 0 and s.laid is None for s in slices)
+        outers = {s.outer for s in slices if s.form is Form.SPLIT and not s.uniform} or {1}
+        if op.trips != part.trips * self.num_microbatches or not over or len(outers) != 1:
+            raise CombinesExamples(op, "it goes over the examples beside something else, or over their number")
+        (body,), (part_body,) = op.blocks, part.blocks
+        (outer,), unchanged = outers, handed_on(op)
+        inputs = [inside_loop(s) for s in states[:k]]
+        for i, s in enumerate(states[k:n]):
+            running = State(form=Form.RUNNING, dim=i, weight=None if s.zero else s.weight)
+            inputs.append(inside_loop(s) if i in unchanged else running)
+        inputs += [replaced(inside_loop(s), dim=TRIPS, outer=1, uniform=False) for s in slices]
+        outputs = self._block(body, part_body, inputs, around)
+        shared, carried = [], list(states[k:n])
+        for i, (start, end) in enumerate(zip(states[k:n], outputs, strict=False)):
+            if i in unchanged:
+                continue
+            carried[i] = self._summed_over_trips(op, i, start, end)
+            if start.form is Form.INVARIANT and not start.zero:
+                shared.append(k + i)
+        stacked = []
+        for y in outputs[op.num_carry :]:
+            if y.form is not Form.INVARIANT and not differs_by_trip(y):
+                raise CombinesExamples(op, _READS_BEFORE if y.form is Form.RUNNING else SEVERAL)
+            is_alike = y.form is Form.INVARIANT
+            stacked.append(replaced(y, form=Form.SPLIT, dim=0, outer=1 if is_alike else outer, uniform=is_alike))
+        self._read_shares(op, shared)
+        return self._checked(op, [*map(inside_loop, carried), *stacked])
+
+    def _summed_over_trips(self, op: Op, carried: int, start: State, end: State) -> State:
+        """The state of a carried value behind a loop over examples, by those in front of it and behind one trip."""
+        if end.form is not Form.RUNNING or end.dim != carried:
+            raise CombinesExamples(op, "a trip over examples reads what those before it made")
+        cause = CombinesExamples(op, "it sums over examples")
+        is_share = self.sharing and starts_sum(op, carried, start, State(form=Form.PARTIAL_SUM))
+        if not (start.zero or start.form is Form.PARTIAL_SUM or is_share):
+            raise CombinesExamples(op, "it adds sums over examples to something else")
+        return State(form=Form.PARTIAL_SUM, weight=end.weight, cause=cause)
+
+    def _in_trip(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
+        """Results of an equation in a trip of a loop over examples: the same function of the trip's slices."""
+        running = [i for i, s in enumerate(states) if s.form is Form.RUNNING]
+        if any(s.form is not Form.INVARIANT and not differs_by_trip(s) for s in states if s.form is not Form.RUNNING):
+            raise CombinesExamples(op, SEVERAL)
+        if not all(map(self.same_shape, op.outputs)) or not _is_same(op, part):
+            raise CombinesExamples(op, "it counts the examples")
+        if not running:
+            return [State(form=Form.SPLIT, dim=TRIPS) for _ in op.outputs]
+        if len(running) > 1 or running[0] not in _ADDED_TO.get(op.primitive, ()):
+            raise CombinesExamples(op, _READS_BEFORE)
+        return [states[running[0]]]
 
     def _while(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         (condition, body), (other_condition, other_body) = op.blocks, part.blocks
@@ -354,6 +430,9 @@ class Follower:
 
         def round_(carry: list[State]) -> tuple[list[State], list[State]]:
             (goes_on,) = self._block(condition, other_condition, [*inside[:k], *carry], around)
+            if differs_by_trip(goes_on):
+                outputs = self._block(body, other_body, [*inside[k:n], *carry], around)
+                return [_in_some_trips(s) for s in outputs], []
             # Under `vmap` each example has a condition, and stays as it is when that no longer holds.
             is_own = goes_on.form is Form.SPLIT and all(split_alike(s, goes_on) for s in carry)
             if goes_on.form is not Form.INVARIANT and not is_own:
@@ -382,7 +461,8 @@ class Follower:
         raise CombinesExamples(op, "what it carries takes ever other forms")
 
     def _cond(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
-        if states[0].form is not Form.INVARIANT:
+        by_trip = differs_by_trip(states[0])
+        if states[0].form is not Form.INVARIANT and not by_trip:
             raise CombinesExamples(op, "which branch it takes depends on the examples")
         inside = [inside_loop(s) for s in states[1:]]
         results: list[State] | None = None
@@ -390,7 +470,7 @@ class Follower:
             branch = self._block(block, part_block, inside, around)
             results = branch if results is None else [join(op, a, b) for a, b in zip(results, branch, strict=True)]
         assert results is not None, "a cond has branches"
-        return results
+        return [_in_some_trips(s) for s in results] if by_trip else results
 
 
 def state_of(atom: Atom, states: Mapping[int, State]) -> State:
@@ -409,6 +489,11 @@ def _dims_that_vary(op: Op) -> set[int] | None:
         shape = op.eqn.invars[0].aval.shape
         return {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
     return None
+
+
+def _in_some_trips(state: State) -> State:
+    """The state of a value that some trips of a loop over examples make, and others not, or differently."""
+    return State(form=Form.SPLIT, dim=TRIPS, weight=state.weight) if state.form is Form.INVARIANT else state
 
 
 def _is_zero(constant: Constant) -> bool:

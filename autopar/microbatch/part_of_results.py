@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat
@@ -36,7 +36,7 @@ def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
     )
     return replaced(
         op,
-        eqn=scan_equation(op, positions),
+        eqn=scan_equation(op, positions).replace(outvars=[op.eqn.outvars[i] for i in kept]),
         inputs=tuple(op.inputs[i] for i in positions),
         outputs=tuple(op.outputs[i] for i in kept),
         blocks=(block,),
@@ -55,18 +55,21 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
         if op.kind is OpKind.BARRIER:
             passed = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in read]
             op = replaced(op, inputs=tuple(a for a, _ in passed), outputs=tuple(v for _, v in passed))
+        op = part_of_results(op, read) or op
         ops.append(op)
         read |= set(read_by(op))
     return ops[::-1], read
 
 
 def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:
-    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them; of
-    its operations and results only the graph says more.
+    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them, as
+    slices; of its operations and results only the graph says more.
     """
     jaxpr = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
-    variables = [jaxpr.invars[i] for i in kept]
+    variables, invars = [jaxpr.invars[i] for i in kept], [op.eqn.invars[i] for i in kept]
+    stacked = () if at is not None and at <= op.num_consts else (op.trips,)
     at = len(variables) if at is None else at
     variables[at:at] = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
+    invars[at:at] = [jax_compat.variable_of((*stacked, *v.shape), v.dtype, v.weak_type) for v in added]
     inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
-    return op.eqn.replace(params={**op.eqn.params, "jaxpr": inner})
+    return op.eqn.replace(invars=invars, params={**op.eqn.params, "jaxpr": inner})

@@ -17,14 +17,15 @@ from autopar.microbatch.extrapolation import extrapolated
 
 
 def num_examples(traced: TracedStep) -> int:
-    """The leading size that most leaves of the batch share (the first size in a tie)."""
-    sizes = collections.Counter(traced.in_avals[i].shape[0] for i in sorted(traced.batch) if traced.in_avals[i].shape)
+    """The size that most leaves of the batch share in the dimension of examples (the first size in a tie)."""
+    dims = ((i, traced.example_dim(i)) for i in sorted(traced.batch))
+    sizes = collections.Counter(traced.in_avals[i].shape[dim] for i, dim in dims if dim is not None)
     if not sizes:
         raise BatchMismatchError(
             where=traced.name,
-            expected="a batch with arrays whose first dimension counts examples",
+            expected="a batch with arrays that have a dimension of examples: the first, or that of batch_axis",
             got="none",
-            hint="name the argument that holds the batch in batch_argnums",
+            hint="name the argument that holds the batch in batch_argnums, and the dimension in batch_axis",
         )
     ((examples, _),) = sizes.most_common(1)
     if not examples:
@@ -37,10 +38,11 @@ def num_examples(traced: TracedStep) -> int:
     return examples
 
 
-def example_leaves(traced: TracedStep) -> frozenset[int]:
-    """The leaves of the batch that carry examples in their first dimension."""
+def example_leaves(traced: TracedStep) -> dict[int, int]:
+    """The leaves of the batch that carry examples -> the dimension that counts them."""
     examples = num_examples(traced)
-    return frozenset(i for i in traced.batch if traced.in_avals[i].shape[:1] == (examples,))
+    dims = ((i, traced.example_dim(i)) for i in sorted(traced.batch))
+    return {i: dim for i, dim in dims if dim is not None and traced.in_avals[i].shape[dim] == examples}
 
 
 def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
@@ -71,7 +73,9 @@ def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStru
     """The shapes of the arguments with this number of examples."""
     leaves = example_leaves(traced)
     return tuple(
-        jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in leaves else a
+        a
+        if (dim := leaves.get(i)) is None
+        else jax.ShapeDtypeStruct((*a.shape[:dim], examples, *a.shape[dim + 1 :]), a.dtype, weak_type=a.weak_type)
         for i, a in enumerate(traced.in_avals)
     )
 

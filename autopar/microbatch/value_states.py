@@ -7,7 +7,7 @@ sums, run in the loop. Operations that combine examples otherwise run after the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
@@ -42,9 +42,9 @@ class ValueStates:
 
 
 def find_states(
-    whole: OpGraph, part: OpGraph, follower: Follower, inputs_with_examples: Collection[int]
+    whole: OpGraph, part: OpGraph, follower: Follower, inputs_with_examples: Mapping[int, int]
 ) -> ValueStates:
-    """The states of all values. `inputs_with_examples` are positions of inputs whose dimension 0 counts examples.
+    """The states of all values. `inputs_with_examples` are positions of inputs, and the dimensions that count examples.
 
     Raises: MixedExamplesError when the result of one example depends on the others.
     """
@@ -62,10 +62,10 @@ class _StateFinder:
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.in_one_block: set[int] = set()  # values known before the loop that are read beside examples in order
 
-    def run(self, inputs_with_examples: Collection[int]) -> ValueStates:
+    def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
             if position in inputs_with_examples:
-                self.states[v] = State(form=Form.SPLIT, early=True, cut=True)
+                self.states[v] = State(form=Form.SPLIT, dim=inputs_with_examples[position], early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
@@ -152,7 +152,7 @@ class _StateFinder:
 
     def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """All operands are known before the first micro-batch."""
-        if _is_light(op) and not any(s.cut for s in states):
+        if not is_heavy(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
                 of_batch = any(s.of_batch for s in states)
@@ -184,7 +184,7 @@ class _StateFinder:
 
     def _of_examples(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """Some operands hold examples."""
-        early = all(s.early for s in states) and _is_light(op)
+        early = all(s.early for s in states) and not is_heavy(op)
         try:
             return self._followed(op, part, states, early, promote=True)
         except CombinesExamples as mixes:
@@ -196,7 +196,7 @@ class _StateFinder:
 
     def _of_sums(self, op: Op, part: Op, states: list[State], late: bool) -> list[State]:
         """Some operands are sums over examples, or known after the last micro-batch only."""
-        early = all(s.early for s in states) and _is_light(op)
+        early = all(s.early for s in states) and not is_heavy(op)
         updates = op.role is Role.UPDATE and any(s.form is not Form.INVARIANT for s in states)
         mixes = CombinesExamples(op, "it is not linear in a sum over examples")
         if not late and not updates:
@@ -253,15 +253,15 @@ class _StateFinder:
         cause = _cause(mixes, states)
         values = [a for a in (*op.inputs, *op.outputs) if isinstance(a, int)]
         of_examples = any(not self.follower.same_shape(v) for v in values)
-        if self.num_microbatches > 1 and of_examples and (not _is_light(op) or op.role is Role.BACKWARD):
+        is_work = op.kind is not OpKind.EQUATION or is_heavy(op) or op.role is Role.BACKWARD
+        if self.num_microbatches > 1 and of_examples and is_work:
             beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
             raise MixedExamplesError(
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint=f"{_rule_of(cause.op)}use num_microbatches=1, take what it needs of all examples from the state "
-                "or the batch, or let it mix those of its micro-batch, as gradient accumulation does: "
-                f"{_permission(cause.op)}",
+                hint=f"{_rule_of(cause.op)}use num_microbatches=1, or take what it needs of all examples from the "
+                f"state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
@@ -269,10 +269,6 @@ class _StateFinder:
 def _is_known(state: State) -> bool:
     """Whether a value is known before the first micro-batch and is not split over the loop."""
     return state.early and (not state.streams or state.form is Form.INVARIANT)
-
-
-def _is_light(op: Op) -> bool:
-    return op.kind is OpKind.EQUATION and not is_heavy(op)
 
 
 def is_heavy(op: Op) -> bool:
@@ -300,7 +296,10 @@ def _rule_of(op: Op) -> str:
 
 
 def _permission(op: Op) -> str:
-    """What a user writes so that an operation may mix the examples of a micro-batch."""
-    if not op.module:
-        return "call it under jax.named_scope('mixing'), and parallelize(..., per_microbatch=('mixing',))"
-    return f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))"
+    """What a user writes so that an operation before the loss may mix the examples of a micro-batch. For one that only
+    gradients need this would be the mean of the micro-batches' means, which nobody means by a sum over a count.
+    """
+    named = f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))" if op.module else (
+        "jax.named_scope('mixing') around it, and parallelize(..., per_microbatch=('mixing',))"
+    )  # fmt: skip
+    return f"; if statistics of each micro-batch are meant, which give other numbers than the whole batch's: {named}"

@@ -173,6 +173,7 @@ def _cut(traced: TracedStep, stacks: Stacks, parts: int, rules: RuleBook, sliced
         argument_of=tuple(traced.argument_of[piece.leaf] for piece in arguments),
         donated=which(traced.donated),
         batch=which(traced.batch),
+        example_dims={i: traced.example_dims[p.leaf] for i, p in enumerate(arguments) if p.leaf in traced.example_dims},
         tied={
             i: number[dataclasses.replace(piece, leaf=traced.tied[piece.leaf])]
             for i, piece in enumerate(arguments)

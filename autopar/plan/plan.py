@@ -134,8 +134,8 @@ class Plan:
         """The devices, by number, that work together along each mesh axis, and along the stages of a pipeline.
 
         An axis has the name that a recipe or pins gave it, else that of its role: `data`, `sharded data` (state is
-        sharded over it too), `tensor`, `sequence`, `expert`. Axes with one role are one group, and an axis without a
-        role has its own name (x). Only stages on equal meshes have pipeline groups.
+        sharded over it too), `state` (that alone), `tensor`, `sequence`, `expert`. Axes with one role are one group,
+        and an axis without a role has its own name (x). Only stages on equal meshes have pipeline groups.
         """
         stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
         places = {self.stage_mesh(stage): stage for stage in reversed(stages)}

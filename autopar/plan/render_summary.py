@@ -27,14 +27,17 @@ NAME_COLUMNS = 43
 GAP = 2  # columns between those of a table
 BATCH = "batch"  # the kind of arguments that hold examples
 SENTENCE_LINES, NUMBERS_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 1
+FIRST_NOTE_LINES = 4
 ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
 
 
 def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     """The plan in short."""
     page = _Page(text_format)
+    first = [note for note in record.notes if note.startswith(summary.BATCH_WHOLE)]
     lines = [
         *page.wrapped(_choice(record), SENTENCE_LINES, style="bold"),
+        *(line for note in first for line in page.wrapped(f"note: {note}", FIRST_NOTE_LINES)),
         *page.wrapped(_numbers(record), NUMBERS_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
@@ -48,7 +51,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         free_s = record.pinned.free_step_time_s
         without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
         lines += page.wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
-    lines += _notes(page, record.notes, LINES - len(lines) - NOTE_LINES)
+    lines += _notes(page, [note for note in record.notes if note not in first], LINES - len(lines) - NOTE_LINES)
     lines += page.wrapped(ENDING, NOTE_LINES, style="dim")
     assert len(lines) <= LINES or page.columns < COLUMNS, f"{len(lines)} lines are more than a screen"
     return "\n".join(line.rstrip() for line in lines)

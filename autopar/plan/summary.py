@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.common.paths import parts_of
 from autopar.ir.mesh import LogicalMesh
@@ -28,11 +28,15 @@ ABOUT = 1.05
 # Matrices count as split where a device holds at most so many times its share of the state: vectors, and what few read,
 # may be whole on each.
 MOSTLY = 2.0
+# A note that begins so stands first: it says why devices do the same work.
+BATCH_WHOLE = "the batch is not split"
 # What an axis of each role splits; an axis that splits nothing has its own name as its role.
 DATA, TENSOR = "data", "tensor"  # the roles of an axis that splits the batch alone, and of one that splits matrices
+STATE = "state"  # of an axis over which devices do the same work, each holding a part of the state
 _SPLITS = {
     DATA: "the batch",
     SHARDED: "the batch and the state",
+    STATE: "the state",
     TENSOR: "the matrices",
     "sequence": "the sequences",
     "expert": "the experts",
@@ -207,6 +211,19 @@ def _ways(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
     return ways
 
 
+def devices_alike(record: PlanRecord, stage: int) -> tuple[int, int]:
+    """(how many devices of a stage do the same work, over how many its examples would be split if none did)."""
+    mesh = stage_mesh(record, stage)
+    ways = _ways(mesh.axis_sizes, axis_roles(record, stage))
+    others = math.prod(n for role, n in ways.items() if role not in (DATA, SHARDED, STATE))
+    return _alike(mesh.axis_sizes, ways), mesh.num_devices // others
+
+
+def _alike(sizes: Sequence[int], ways: Mapping[str, int]) -> int:
+    """How many devices do the same work."""
+    return math.prod(sizes) // math.prod(n for role, n in ways.items() if role != STATE)
+
+
 def splits_text(sizes: Sequence[int], roles: Sequence[str], held: float = 0.0) -> str:
     """What mesh axes of these sizes and roles split. `held`: the part of the state that a device holds, which is told
     where it is more than an even split would leave it.
@@ -225,9 +242,8 @@ def splits_text(sizes: Sequence[int], roles: Sequence[str], held: float = 0.0) -
     elif TENSOR in ways and held > MOSTLY / ways[TENSOR]:
         named[TENSOR] = f"a part of {named[TENSOR]} ({part} of the state a device)"
     parts = list(named.values())
-    alike = math.prod(sizes) // math.prod(ways.values())
-    if alike > 1:
-        parts.append(f"{'groups of ' if ways else ''}{alike} devices do the same work")
+    if (alike := _alike(sizes, ways)) > 1:
+        parts.append(f"{'groups of ' if ways.keys() - {STATE} else ''}{alike} devices do the same work")
     return ", ".join(parts) or "nothing is split"
 
 

@@ -31,12 +31,12 @@ _OF_ONE_ARRAY = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "
 def annotate_semantics(graph: OpGraph) -> OpGraph:
     """The graph with the purpose and the dimensions of its values.
 
-    A batch leaf's first dimension counts examples. The next ones count positions: of whole numbers (tokens) all of
-    them, of others all but the last, which holds features. Experts are what a product of a parameter keeps apart
-    although it counts neither examples nor positions. Features are what layers hand on: of two widths that a matrix
-    joins, one is handed on and the other stays inside of a layer (`_handed_on`). Heads are what a product of two values
-    with positions keeps apart beside the examples; they are widths like others until then. The sides of matrices are
-    followed through weights only: their copies, gradients, and the optimiser's state.
+    A batch leaf says which of its dimensions counts examples (`example_dim`). The others count positions: of whole
+    numbers (tokens) all of them, of others all but the last, which holds features. Experts are what a product of a
+    parameter keeps apart although it counts neither examples nor positions. Features are what layers hand on: of two
+    widths that a matrix joins, one is handed on and the other stays inside of a layer (`_handed_on`). Heads are what a
+    product of two values with positions keeps apart beside the examples; they are widths like others until then. The
+    sides of matrices are followed through weights only: their copies, gradients, and the optimiser's state.
     """
     followed: FollowedNames[Dimension] = FollowedNames(graph)
     for position in graph.batch:
@@ -44,7 +44,7 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
         is_key = value.dtype.startswith("key<")
         whole_numbers = is_key or not np.issubdtype(np.dtype(value.dtype), np.inexact)
         for d in range(len(value.shape)):
-            if d == 0:
+            if d == value.example_dim:
                 followed.name(value.id, d, Dimension.EXAMPLE)
             elif whole_numbers or d < len(value.shape) - 1:
                 followed.name(value.id, d, Dimension.SEQUENCE)

@@ -265,7 +265,7 @@ def test_a_batch_with_symbolic_dimensions_fits_as_a_batch_of_its_size_does():
 def test_a_batch_without_examples_is_refused():
     step = autopar.parallelize(mlp_step, **OPTIONS)
     uneven = {"x": jax.ShapeDtypeStruct((4, 32), jnp.float32), "y": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
-    with pytest.raises(InvalidArgumentError, match="a batch whose arrays all have the examples first"):
+    with pytest.raises(InvalidArgumentError, match="a batch whose arrays all have one number of examples"):
         autopar.fit(step, MLP_STATE, uneven, clusters=[slow_cluster(2)])
     with pytest.raises(InvalidArgumentError, match="a positive whole number"):
         autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=0)

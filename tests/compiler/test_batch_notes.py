@@ -1,0 +1,58 @@
+"""The note, first in a plan's text, on a batch that is not split though devices do the same work."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+
+WIDTH, STEPS = 64, 8
+
+
+def trained(loss):
+    def step(p, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, batch)), {}
+
+    return step
+
+
+def mean(p, batch):
+    return jnp.square(jnp.tanh(batch["x"] @ p)).mean()
+
+
+def along_steps(p, batch):
+    """A sum over time, of which each one reads the last one for all examples."""
+    start = jnp.zeros(WIDTH)
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ p + x.sum(0)), None), start, batch["x"])[0].sum()
+
+
+def plan_of(loss, shape, **options):
+    args = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    return autopar.plan(trained(loss), *args, cluster="dgx-h100", cache_dir=None, show_progress=False, **options)
+
+
+@pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(1)])
+def test_a_batch_that_the_devices_do_not_divide(recipe):
+    plan = plan_of(mean, (13, WIDTH), plan=recipe)
+    text = "the batch is not split over 8 devices, since 8 does not divide 13 examples; 8 devices do the same work."
+    assert plan.record.notes[0].startswith(text)
+    assert "a batch of 8 or 16" in plan.record.notes[0]
+    assert " ".join(str(plan).split()).index(text) < str(plan).index("predicted")
+
+
+def test_micro_batches_that_the_devices_do_not_divide():
+    plan = plan_of(mean, (24, WIDTH), plan=recipes.cut(recipes.data_parallel(), num_microbatches=2))
+    assert "since 8 does not divide 12 examples of each of 2 micro-batches" in plan.record.notes[0]
+    assert "a batch of 16 or 32" in plan.record.notes[0]
+
+
+def test_a_loop_over_the_first_dimension():
+    plan = plan_of(along_steps, (STEPS, 16, WIDTH), plan=recipes.data_parallel())
+    assert plan.record.notes[0].startswith("the batch is not split: a loop goes over its first dimension")
+    assert "batch_axis" in plan.record.notes[0]
+
+
+def test_no_note_where_the_batch_is_split():
+    plan = plan_of(mean, (16, WIDTH), plan=recipes.data_parallel())
+    assert not any(note.startswith("the batch is not split") for note in plan.record.notes)
