@@ -16,17 +16,8 @@ from autopar.ir.graph import FactorKind, Role, Rule
 from autopar.ir.padded import PaddedForm
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
-from autopar.passes.scan_stacks import LOOPS, StackedStep, Stacks, major, rules_of
+from autopar.passes.scan_stacks import COMBINE, LOOPS, StackedStep, Stacks, major, rules_of
 from autopar.sharding.rules import RuleBook, equation_key
-
-_COMBINE = {
-    "reduce_sum": jax.lax.add,
-    "dot_general": jax.lax.add,
-    "reduce_max": jax.lax.max,
-    "reduce_min": jax.lax.min,
-    "reduce_and": jax.lax.bitwise_and,
-    "reduce_or": jax.lax.bitwise_or,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +222,7 @@ class _Evaluation:
         targets = [_place(dims, factor) for dims in rule.results]
         kind, primitive = rule.factors[factor].kind, eqn.primitive.name
         passes = kind is FactorKind.PASS and all(place == 0 for place in targets) and _keeps_apart(eqn, places)
-        combines = kind in (FactorKind.SUM, FactorKind.EXTREMUM) and primitive in _COMBINE
+        combines = kind in (FactorKind.SUM, FactorKind.EXTREMUM) and primitive in COMBINE
         if not passes and not (combines and not any(factor in dim for dims in rule.results for dim in dims)):
             return False
         smaller = _of_parts(eqn, cut, ranges_, places, passes)
@@ -247,7 +238,7 @@ class _Evaluation:
         else:
             total = results[0][0]
             for outs in results[1:]:
-                total = _COMBINE[primitive](total, outs[0])
+                total = COMBINE[primitive](total, outs[0])
             self.whole[eqn.outvars[0]] = total
         return True
 

@@ -25,7 +25,14 @@ from autopar.sharding.rules import RuleBook, equation_key
 DOMINATING = 0.5
 MOST_STACKS = 3  # an encoder, a decoder and one more: the largest of a step with more loops
 LOOPS = frozenset({"scan", "while", "cond"})
-_IN_PARTS = frozenset({FactorKind.PASS, FactorKind.SUM, FactorKind.EXTREMUM})
+COMBINE = {  # what makes one result of those of parts, by the primitive that made them
+    "reduce_sum": jax.lax.add,
+    "dot_general": jax.lax.add,
+    "reduce_max": jax.lax.max,
+    "reduce_min": jax.lax.min,
+    "reduce_and": jax.lax.bitwise_and,
+    "reduce_or": jax.lax.bitwise_or,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +209,9 @@ class _Search:
             for a, dims in zip(eqn.invars, rule.operands, strict=True)
             if not isinstance(a, jax_compat.Literal) and a in stacks.stacked
         ]
-        return all(factor is not None and rule.factors[factor].kind in _IN_PARTS for factor in factors)
+        combines = eqn.primitive.name in COMBINE
+        kinds = [rule.factors[factor].kind if factor is not None else FactorKind.FIXED for factor in factors]
+        return all(kind is FactorKind.PASS or (combines and kind is not FactorKind.FIXED) for kind in kinds)
 
     def with_sliced(self, stacks: Sequence[Stacks]) -> tuple[Stacks, ...]:
         """The stacks with the leaves that lie in slices and that nothing reads; none where a leaf fits to none."""
