@@ -67,15 +67,6 @@ class StackedStep:
     def jaxpr(self) -> Any:
         return jax_compat.open_jaxpr(self.closed)
 
-    @property
-    def arguments(self) -> frozenset[int]:
-        return frozenset().union(*(stacks.arguments for stacks in self.stacks))
-
-    def like(self, arguments: Sequence[frozenset[int]]) -> StackedStep:
-        """The same with the stacks of these arguments alone."""
-        of = {stacks.arguments: stacks for stacks in self.stacks}
-        return dataclasses.replace(self, stacks=tuple(of[leaves] for leaves in arguments))
-
 
 def find_stacks(traced: TracedStep, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> StackedStep | None:
     """The scans over state with most of the forward pass's arithmetic; None where they have too little of it.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -266,29 +266,6 @@ def _cut(
     results = _pieces(len(traced.out_avals), {leaf: cut for cut in cuts for leaf in cut.stacks.results})
     number = {piece: i for i, (piece, _) in enumerate(results)}
 
-    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        """Traces the whole step on shapes that fit the pieces', and cuts it the same way."""
-        whole_avals = {
-            piece.leaf: jax.ShapeDtypeStruct(
-                (piece.parts * a.shape[0], *a.shape[1:]) if piece.parts > 1 else a.shape, a.dtype, weak_type=a.weak_type
-            )
-            for (piece, _), a in zip(arguments, avals, strict=True)
-        }
-        again = traced.retrace([whole_avals[i] for i in range(len(traced.in_avals))])
-        inner = jax_compat.open_jaxpr(again)
-        retraced = dataclasses.replace(
-            traced,
-            jaxpr=inner,
-            constants=tuple(jax_compat.jaxpr_consts(again)),
-            in_avals=tuple(v.aval for v in inner.invars),
-            out_avals=tuple(v.aval for v in inner.outvars),
-        )
-        same = all_stacks(retraced, rules, sliced)
-        assert same is not None, "a step on other shapes scans over the same layers"
-        stacks_again = same.like([cut.stacks.arguments for cut in cuts]).stacks
-        cuts_again = [dataclasses.replace(cut, stacks=stacks) for cut, stacks in zip(cuts, stacks_again, strict=True)]
-        return in_parts_of(same, cuts_again, rules)
-
     def which(leaves: Iterable[int]) -> frozenset[int]:
         chosen = set(leaves)
         return frozenset(i for i, (piece, _) in enumerate(arguments) if piece.leaf in chosen)
@@ -313,7 +290,7 @@ def _cut(
             for i, (piece, _) in enumerate(arguments)
             if piece.leaf in traced.tied
         },
-        retrace=retrace,
+        retrace=_retracing(traced, cuts, [piece for piece, _ in arguments], rules, sliced),
     )
     firsts = [0, *itertools.accumulate(len(cut.ranges) for cut in cuts)]
     state_at = {cut.name: _parts_with_state(cut, groups, first) for cut, first in zip(cuts, firsts, strict=False)}
@@ -328,6 +305,39 @@ def _cut(
         ),
         least_parts=_least_parts(found),
     )
+
+
+def _retracing(
+    traced: TracedStep,
+    cuts: Sequence[StackParts],
+    arguments: Sequence[LeafSlice],
+    rules: RuleBook,
+    sliced: frozenset[int],
+) -> Callable[[Sequence[jax.ShapeDtypeStruct]], Any]:
+    """Traces the whole step on shapes that fit the pieces', and cuts it the same way."""
+
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        whole_avals = {
+            piece.leaf: jax.ShapeDtypeStruct(
+                (piece.parts * a.shape[0], *a.shape[1:]) if piece.parts > 1 else a.shape, a.dtype, weak_type=a.weak_type
+            )
+            for piece, a in zip(arguments, avals, strict=True)
+        }
+        again = traced.retrace([whole_avals[i] for i in range(len(traced.in_avals))])
+        inner = jax_compat.open_jaxpr(again)
+        retraced = dataclasses.replace(
+            traced,
+            jaxpr=inner,
+            constants=tuple(jax_compat.jaxpr_consts(again)),
+            in_avals=tuple(v.aval for v in inner.invars),
+            out_avals=tuple(v.aval for v in inner.outvars),
+        )
+        found = all_stacks(retraced, rules, sliced)
+        assert found is not None, "a step on other shapes scans over the same layers"
+        same = {stacks.arguments: stacks for stacks in found.stacks}
+        return in_parts_of(found, [dataclasses.replace(cut, stacks=same[cut.stacks.arguments]) for cut in cuts], rules)
+
+    return retrace
 
 
 def _pieces(num_leaves: int, cuts: Mapping[int, StackParts]) -> tuple[tuple[LeafSlice, StackParts | None], ...]:
