@@ -36,11 +36,12 @@ from autopar.lowering.emit import Emitter
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
-from autopar.passes.split_scan import split_scans
+from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord
+from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.rules import RuleBook
 
 
@@ -98,7 +99,7 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     assert record is not None, "a plan without a pipeline is one function"
     name, place = traced.name, "$.plan.pipeline"
     with at_place(name, f"{place}.scan_parts"):
-        step = split_scans(traced, record.scan_parts, rules, plan.record.sliced)
+        step = step_in_parts(traced, record, rules, plan.record.sliced)
     with at_place(name, f"{place}.num_microbatches"):
         microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
     check_layers(record, microbatched.layers.names, name)
@@ -121,6 +122,12 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     check_values(plan.record.arguments, arguments, "$.plan.arguments", name)
     check_values(plan.record.results, results, "$.plan.results", name)
     return staged
+
+
+def step_in_parts(traced: TracedStep, record: PipelineRecord, rules: RuleBook, sliced: frozenset[int]) -> SplitStep:
+    """The step with its scans over layers in the recorded parts."""
+    groups = mesh_of_stages(record.schedule, len(record.stages) // record.chunks, record.chunks)
+    return split_scans(traced, record.scan_parts, rules, sliced, groups if record.scan_parts > 1 else ())
 
 
 def stage_shardings(record: PipelineRecord, stages: Sequence[StageGraph]) -> list[ShardingPlan]:

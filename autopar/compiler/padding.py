@@ -8,6 +8,7 @@ from autopar.compiler.whole_graph import whole_graph
 from autopar.frontend.pad_state import padded_step
 from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.staged import default_chunks
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
@@ -16,6 +17,7 @@ from autopar.passes.split_scan import uneven_forms
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
+from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.padding import padded_forms
 from autopar.sharding.rules import RuleBook
@@ -54,8 +56,9 @@ def _chosen_forms(
     traced: TracedStep, cluster: Cluster, request: PlanRequest, rules: RuleBook, graphs: StepGraphs
 ) -> dict[int, PaddedForm]:
     binding, num_stages = request.binding, request.num_stages or 1
-    num_parts = num_stages * (request.chunks or 1)
-    if num_parts > 1 and (forms := uneven_forms(traced, num_parts, rules)):
+    schedule = request.schedule or "1f1b"
+    groups = mesh_of_stages(schedule, num_stages, request.chunks or default_chunks(schedule))
+    if len(groups) > 1 and (forms := uneven_forms(traced, len(groups), rules, groups)):
         return forms
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.compiler.check_decisions import signature_of
-from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
+from autopar.compiler.materialize import recorded_stages, stage_shardings, step_in_parts, with_options_of
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
@@ -30,7 +30,6 @@ from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
-from autopar.passes.split_scan import split_scans
 from autopar.plan.codec import decisions_of, sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlanRecord
@@ -130,7 +129,7 @@ def stages_of(
 
     Raises: errors of the split into micro-batches and stages.
     """
-    step = split_scans(traced, record.scan_parts, rules, sliced)
+    step = step_in_parts(traced, record, rules, sliced)
     microbatched = cut_layers(step, record.num_microbatches, rules, hoist_casts=record.keeps_copies)
     if microbatched.layers.names != tuple(name for stage in record.stages for name in stage.layers):
         return None

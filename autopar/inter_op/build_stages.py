@@ -34,7 +34,7 @@ from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.assign_stages import assign
-from autopar.passes.layers import Layers
+from autopar.passes.layers import Layers, is_product
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
 from autopar.passes.split_scan import SplitStep
@@ -71,7 +71,15 @@ class MicrobatchedStep:
     @lazy
     def assignment(self) -> LayerAssignment:
         """The layer of every operation."""
-        return assign_layers(self.graph, self.layers)
+        return assign_layers(self.graph, self.layers, self.homes)
+
+    @lazy
+    def homes(self) -> dict[int, int]:
+        """The layer at which state of the layers of a scan lies, by the position of the argument: that of its part."""
+        layer_of, first = _layers_of_scopes(self), len(self.graph.constants)
+        parts = enumerate(self.step.part_of_argument, first)
+        scopes = {position: self.step.scopes[part] for position, part in parts if part is not None}
+        return {position: layer_of[scope] for position, scope in scopes.items() if scope in layer_of}
 
     @lazy
     def stage_graphs(self) -> dict[tuple, StageGraphs]:
@@ -101,13 +109,8 @@ def layers_of_pieces(microbatched: MicrobatchedStep) -> tuple[int, ...]:
 
     Raises: UnsupportedError where the layers do not follow the parts.
     """
-    layer_of = {op: number for number, ops in enumerate(microbatched.layers.ops) for op in ops}
-    scans = {
-        op.module.split("/")[-1]: layer_of[op.id]
-        for op in microbatched.graph.block.ops
-        if op.kind is OpKind.SCAN and op.id in layer_of
-    }
-    first, *behind = (scans.get(scope, 0) for scope in microbatched.step.scopes)
+    layer_of = _layers_of_scopes(microbatched)
+    first, *behind = (layer_of.get(scope, 0) for scope in microbatched.step.scopes)
     firsts = [0, *behind]
     if sorted({first, *behind}) != [first, *behind]:
         raise UnsupportedError(
@@ -117,6 +120,13 @@ def layers_of_pieces(microbatched: MicrobatchedStep) -> tuple[int, ...]:
             hint="use fewer stages, or write the layers out in a Python loop",
         )
     return tuple(firsts)
+
+
+def _layers_of_scopes(microbatched: MicrobatchedStep) -> dict[str, int]:
+    """The layer of the forward pass's scan in each part, by the part's name: of the one with matrix products."""
+    layer_of = {op: number for number, ops in enumerate(microbatched.layers.ops) for op in ops}
+    scans = [op for op in microbatched.graph.block.ops if op.kind is OpKind.SCAN and op.id in layer_of]
+    return {op.module.split("/")[-1]: layer_of[op.id] for op in sorted(scans, key=is_product)}
 
 
 def pieces_of(microbatched: MicrobatchedStep) -> dict[int, int]:
@@ -169,6 +179,7 @@ def _stage_graphs(
         microbatched.layers,
         first_layers,
         microbatched.assignment if graph is microbatched.graph else None,
+        microbatched.homes,
     )
     stages = cut_stages(assigned, order.splits_backward, num_stages)
     costs = [CostsOnMeshes(stage.graph) for stage in stages]
@@ -199,7 +210,7 @@ def build(
     given = GivenStageLayouts(
         pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
         followed=_of_arguments(microbatched, followed or {}),
-        last_is_shorter=microbatched.step.parts > 1 and microbatched.step.trips % microbatched.step.parts > 0,
+        last_is_shorter=not microbatched.step.is_even,
     )
     meshes = [s.mesh for s in submeshes]
     decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
@@ -239,7 +250,7 @@ def evened(microbatched: MicrobatchedStep, choice: StageChoice) -> StageChoice:
     return dataclasses.replace(
         choice,
         first_layers=layers_of_pieces(microbatched) if microbatched.step.parts > 1 else (0,),
-        group_meshes=(choice.group_meshes[middle],) * num_stages,
+        group_meshes=(choice.group_meshes[middle // choice.chunks],) * (num_stages // choice.chunks),
         policies=(policy,) * len(microbatched.layers),
         terms=choice.terms and (choice.terms[middle],) * num_stages,
         over_limit=choice.over_limit and (choice.over_limit[middle],) * num_stages,

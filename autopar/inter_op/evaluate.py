@@ -21,6 +21,7 @@ from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
 from autopar.plan.schema import PipelineTrial
+from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import Constraints
 from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages, fullness
@@ -44,15 +45,16 @@ class PipelineEvaluator:
     What has one stage of many equal layers is estimated on fewer of them, and built where that makes it the best
     (`settle`). Everything else is built.
 
-    `in_stages` gives a scan in as many parts as there are stages, in micro-batches. Candidates that fit, and take at
-    most `context.keep_tolerance` times as long as the best candidate or as `context.to_beat_s`, are kept; 1 keeps none.
+    `in_stages` gives scans in as many parts as there are stages, by the groups of devices of these, in micro-batches.
+    Candidates that fit, and take at most `context.keep_tolerance` times as long as the best candidate or as
+    `context.to_beat_s`, are kept; 1 keeps none.
     """
 
     def __init__(
         self,
         context: PlanningContext,
         cuts: dict[int, MicrobatchedStep],
-        in_stages: Callable[[int, int], MicrobatchedStep],
+        in_stages: Callable[[tuple[int, ...], int], MicrobatchedStep],
     ) -> None:
         self.context, self.cuts, self.in_stages = context, cuts, in_stages
         self.cluster, self.limit_bytes, self.deadline = context.cluster, context.limit_bytes, context.deadline
@@ -223,7 +225,8 @@ class PipelineEvaluator:
         with self.context.progress.pass_("build stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
-                microbatched = self.in_stages(len(choice.first_layers), m)
+                num_groups = len(choice.first_layers) // choice.chunks
+                microbatched = self.in_stages(mesh_of_stages(choice.schedule, num_groups, choice.chunks), m)
                 choice = evened(microbatched, choice)
             if binding is not None:
                 microbatched = microbatched.annotated

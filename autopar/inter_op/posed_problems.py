@@ -15,7 +15,7 @@ from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.option_tables import DecidedOptions, tables
 from autopar.inter_op.search_space import chunk_numbers, is_long, schedules_of, sizes_for, stage_numbers
 from autopar.inter_op.stage_costs import PricedOption, undominated
-from autopar.passes.split_scan import SplitStep, one_part_a_group
+from autopar.passes.split_scan import SplitStep
 from autopar.plan.context import PlanningContext
 from autopar.solver import Schedule as SearchedSchedule
 from autopar.solver import StageProblem
@@ -51,7 +51,6 @@ class PosedProblems:
         """
         posed: list[Posed] = []
         least, most = sizes_between
-        equal = stage_numbers(self.step, self.context.cluster) if self.step.parts > 1 else ()
         with self.context.progress.pass_("layer costs"):
             sizes = self.sizes(microbatched, is_largest)
             sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
@@ -64,7 +63,7 @@ class PosedProblems:
                     if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
                         self.decided[key] = kept
         for name in schedules_of(self.context.request):
-            problems = self.on_schedule(microbatched, name, priced, equal or (None,))
+            problems = self.on_schedule(microbatched, name, priced)
             m = microbatched.graph.num_microbatches
             posed += [(problem, (m, options)) for problem, options in problems]
         return posed
@@ -102,19 +101,23 @@ class PosedProblems:
         microbatched: MicrobatchedStep,
         name: str,
         priced: tuple[PricedOption, ...],
-        numbers: Sequence[int | None],
+        numbers: Sequence[int] = (),
     ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
-        """The problems of one schedule, one for each number of chunks of a group, and of stages; None: any number."""
+        """The problems of one schedule, one for each number of chunks of a group, and of groups of devices: `numbers`,
+        by default of scans those that divide them, else any.
+        """
         request, cluster = self.context.request, self.context.cluster
         chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
-        if self.step.parts > 1 and chunks_of_group[0] > 1:
-            if request.schedule is not None or request.chunks is not None:
-                raise one_part_a_group(self.step.traced.name, self.step.trips, name, chunks_of_group[0])
-            return []
         if cluster.parts and chunks_of_group[0] > 1:
             return []  # all chunks have one option: none lies on two kinds of devices
         problems = []
-        for num_stages, chunks, order in itertools.product(numbers, chunks_of_group, orders(cluster)):
+        in_parts = self.step.parts > 1
+        pairs = [
+            (number, chunks)
+            for chunks in chunks_of_group
+            for number in numbers or (stage_numbers(self.step, cluster, chunks) if in_parts else (None,))
+        ]
+        for (num_stages, chunks), order in itertools.product(pairs, orders(cluster)):
             options = priced if self.step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
             if self.step.parts > 1 and not options:
                 continue  # more devices than examples

@@ -23,9 +23,10 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
-from autopar.passes.split_scan import one_part_a_group, split_scans, trips_of
+from autopar.passes.split_scan import split_scans
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
+from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 
 
@@ -51,9 +52,7 @@ def requested_step(context: PlanningContext, hoist_casts: bool, keeps: bool = Tr
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     sliced = followed.sliced if followed is not None else frozenset()
-    if chunks > 1 and (trips := trips_of(traced, rules, sliced)):  # whatever their number
-        raise one_part_a_group(traced.name, trips, name, chunks)
-    step = split_scans(traced, num_stages, rules, sliced)
+    step = split_scans(traced, num_stages, rules, sliced, mesh_of_stages(name, num_stages // chunks, chunks))
     parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
     num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
     whole = context.graph if step.parts == 1 else None
@@ -61,7 +60,7 @@ def requested_step(context: PlanningContext, hoist_casts: bool, keeps: bool = Tr
     def cut() -> MicrobatchedStep:
         return cut_layers(step, num_microbatches, rules, whole, hoist_casts=hoist_casts)
 
-    key = "micro-batches", step.parts, num_microbatches, hoist_casts
+    key = "micro-batches", step.scopes, step.part_of_argument, num_microbatches, hoist_casts
     microbatched = context.graphs.of(traced, key, cut) if keeps else cut()
     return RequestedStep(
         microbatched=microbatched, schedule=name, chunks=chunks, num_stages=num_stages, binding=binding

@@ -27,7 +27,7 @@ from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry
 from autopar.inter_op.posed_problems import Posed, PosedProblems
 from autopar.inter_op.refine_one_stage import refine_one_stage
 from autopar.inter_op.search_space import (
-    finest,
+    FINEST_PARTS,
     is_long,
     microbatch_numbers,
     odd_part,
@@ -39,7 +39,7 @@ from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.remat_cheap import copies_state
-from autopar.passes.split_scan import SplitStep, divisors, split_scans, trips_of
+from autopar.passes.split_scan import SplitStep, divisors, finest_parts, split_scans
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
 from autopar.solver import StagePlan, best_stages
@@ -95,7 +95,7 @@ class _Search:
         traced, cluster = self.context.traced, self.context.cluster
         if is_long(traced):  # its tables are shared
             begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
-        step = self.split(finest(trips_of(traced, self.context.rules)))
+        step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS))
         check_parts(cluster, step)
         cuts, too_large = self.that_may_fit(self.cuts(step))
         if not cuts:
@@ -105,7 +105,7 @@ class _Search:
         builder = PipelineEvaluator(
             self.context,
             cuts,
-            functools.cache(lambda num_stages, m: self.microbatched(self.split(num_stages), m)),
+            functools.cache(lambda groups, m: self.microbatched(self.split(len(groups), groups), m)),
         )
         requested = self.context.request.num_microbatches
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
@@ -194,10 +194,13 @@ class _Search:
             return True
         return found.step_time_s > least_in_turn_s(found.staged, max(smaller))
 
-    def split(self, parts: int) -> SplitStep:
-        """The step with its scan in so many parts: the same for every number of micro-batches."""
+    def split(self, parts: int, groups: tuple[int, ...] = ()) -> SplitStep:
+        """The step with its scans in so many parts, on these groups of devices, by default one of its own each: the
+        same for every number of micro-batches.
+        """
         traced, rules = self.context.traced, self.context.rules
-        return self.context.graphs.of(traced, ("split", parts), lambda: split_scans(traced, parts, rules))
+        key = "split", groups or tuple(range(parts))
+        return self.context.graphs.of(traced, key, lambda: split_scans(traced, parts, rules, groups=groups))
 
     def microbatched(self, step: SplitStep, m: int) -> MicrobatchedStep:
         rules, whole = self.context.rules, self.context.graph

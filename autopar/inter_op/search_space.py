@@ -71,19 +71,16 @@ def odd_part(examples: int, cluster: Cluster) -> int:
     return max(d for d in _divisor_chain(_odd(cluster.num_devices)) if examples % d == 0 and d <= largest)
 
 
-def finest(trips: int) -> int:
-    """The number of parts in which a scan over layers is priced: a divisor of its trips."""
-    return max((d for d in divisors(trips) if d <= FINEST_PARTS), default=1)
-
-
-def stage_numbers(step: SplitStep, cluster: Cluster) -> list[int]:
-    """The numbers of stages that divide a scan over layers, and the devices, into equal parts."""
-    return [s for s in _equal_groups(step, cluster) if step.trips % s == 0]
+def stage_numbers(step: SplitStep, cluster: Cluster, chunks: int = 1) -> list[int]:
+    """The numbers of groups of devices, with so many stages each, that divide scans over layers, and the devices, into
+    equal parts.
+    """
+    return [s for s in _equal_groups(step, cluster) if step.divides(s * chunks)]
 
 
 def uneven_stages(step: SplitStep, cluster: Cluster) -> list[Rejection]:
     """What is not searched of a scan over layers: numbers of stages that divide the devices, and not the layers."""
-    numbers = [s for s in _equal_groups(step, cluster) if step.trips % s] if step.parts > 1 else []
+    numbers = [s for s in _equal_groups(step, cluster) if not step.divides(s)] if step.parts > 1 else []
     if not numbers:
         return []
     why = (

@@ -31,20 +31,20 @@ class LayerAssignment:
     same_as: Mapping[int, int]
 
 
-def assign_layers(graph: OpGraph, layers: Layers) -> LayerAssignment:
-    """The layer of every operation.
+def assign_layers(graph: OpGraph, layers: Layers, given: Mapping[int, int] | None = None) -> LayerAssignment:
+    """The layer of every operation. `given`: the layers at which state lies, by the position of the input.
 
     (1) Forward: as in `layers`. (2) Hoisted operations: with their arguments or readers. (3) Backward: see
     `_Backward`. (4) Sums over micro-batches: where the summand is made. (5) The update: with the state of its shape,
-    else with the largest operand. (6) State: at the first layer that reads it.
+    else with the largest operand. (6) State: where that is given, else at the first layer that reads it.
     """
-    return _Assignment(graph, layers).result()
+    return _Assignment(graph, layers, given or {}).result()
 
 
 class _Assignment:
     """The assignment while it grows. `layer` is by operation id; values are followed by their maker."""
 
-    def __init__(self, graph: OpGraph, layers: Layers) -> None:
+    def __init__(self, graph: OpGraph, layers: Layers, given: Mapping[int, int]) -> None:
         self.graph, self.ops, self.last = graph, graph.block.ops, len(layers) - 1
         self.portable = portable_ops(graph)
         self.maker = makers(self.ops)
@@ -56,6 +56,7 @@ class _Assignment:
         }
         self.touched = self._touched()
         self.home: dict[int, int] = {v: min(self.touched[v]) for v in graph.block.inputs if self.touched.get(v)}
+        self.home |= {graph.block.inputs[i]: layer for i, layer in given.items()}
 
     def result(self) -> LayerAssignment:
         self._hoisted()

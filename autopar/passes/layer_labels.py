@@ -16,7 +16,7 @@ import numpy as np
 from autopar.ir.graph import Op
 
 _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
-_SCAN_PART = re.compile(r"^layers\[\d+:\d+\]$")  # `split_scan.scope_of`
+_SCAN_PART = re.compile(r"^layers(\.\d+)?\[\d+:\d+\]$")  # `scan_in_parts.StackParts.scope`
 
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
 SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
@@ -43,7 +43,7 @@ def module_labels(
         in_scan = any(map(_SCAN_PART.match, path))
         for depth, part in enumerate(path):
             match = _NUMBERED.match(part) if not in_scan or _SCAN_PART.match(part) else None
-            if match and len(numbers[*path[:depth], f"{match[1]}#{match[3]}"]) > 1:
+            if match and (in_scan or len(numbers[*path[:depth], f"{match[1]}#{match[3]}"]) > 1):
                 label = "/".join(path[: depth + 1])
                 break
         labels.append(label)

@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 
 from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, SlotEnds, StageCosts, place
+from autopar.runtime.pipeline.schedule import PipelineSchedule, Slot, SlotEnds, StageCosts, mesh_of_stages, place
 
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
@@ -66,7 +66,7 @@ def zb_v(
         name="zb-v",
         num_microbatches=m,
         num_stages=2 * p,
-        mesh_of_stage=(*range(p), *reversed(range(p))),
+        mesh_of_stage=mesh_of_stages("zb-v", p, 2),
         lists=lists,
         splits_backward=True,
         in_flight=(2 * min(p, m),) * p,

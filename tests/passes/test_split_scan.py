@@ -12,7 +12,8 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.cost.roofline import flops_of
-from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
+from autopar.errors import DonatedStateError, InvalidArgumentError
+from autopar.frontend.pad_state import padded_step, store, unstore
 from autopar.frontend.tracing import trace
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.build_stages import cut_layers, layers_of_pieces
@@ -21,7 +22,7 @@ from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat import Recompute, rematerialise
-from autopar.passes.split_scan import LeafSlice, SplitStep, split_scans
+from autopar.passes.split_scan import LeafSlice, SplitStep, split_scans, uneven_forms
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster
@@ -93,15 +94,19 @@ def whole_of(pieces, parts):
     return [found[0] if len(found) == 1 else np.concatenate(found) for found in leaves.values()]
 
 
-def assert_same_numbers(step, state, parts=2, microbatches=(1, 2)) -> SplitStep:
+def assert_same_numbers(step, state, parts=2, microbatches=(1, 2), groups=()) -> SplitStep:
     """Holds the step in parts, evaluated operation by operation, against the step under plain jit."""
     batch = make_batch()
-    cut = split_scans(traced(step, state, batch), parts, BOOK)
+    whole = traced(step, state, batch)
+    forms = uneven_forms(whole, parts, BOOK, groups)
+    cut = split_scans(padded_step(whole, forms, num_stages=parts), parts, BOOK, groups=groups)
     expected = jax.tree.leaves(jax.jit(step)(state, batch))
-    args = [jnp.asarray(x) for x in parts_of(cut.arguments, jax.tree.leaves((state, batch)))]
+    leaves = [store(x, forms[i]) if i in forms else x for i, x in enumerate(jax.tree.leaves((state, batch)))]
+    args = [jnp.asarray(x) for x in parts_of(cut.arguments, leaves)]
     for m in microbatches:
         graph = cut_layers(cut, m, BOOK).graph
         got = whole_of(cut.results, evaluate(graph, args))
+        got = [unstore(x, forms[i]) if i in forms else x for i, x in enumerate(got)]
         for a, b in zip(got, expected, strict=True):
             scale = np.abs(np.asarray(b, np.float64)).max(initial=0) + 1e-30
             np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=1e-5 * scale)
@@ -292,11 +297,34 @@ def test_a_part_without_layers_is_refused():
         split_scans(traced(plain_step(), make_state()), 5, BOOK)
 
 
-@pytest.mark.parametrize("layers", [3, 4, 5])  # fewer than the stages, as many, and more, which they do not divide
-def test_several_stages_of_a_stack_on_one_group_of_devices_are_refused(layers):
+# Several stages on a group of devices
+
+
+def test_the_state_of_a_group_with_several_stages_is_of_neighbouring_layers():
+    """Stages 0 and 2 on one group, 1 and 3 on the other: each has half of the layers, with a stage that reads some."""
+    whole = traced(plain_step(), make_state(layers=8))
+    cut = split_scans(whole, 4, BOOK, groups=(0, 1, 0, 1))
+    assert cut.scopes == ("layers[0:2]", "layers[2:4]", "layers[4:6]", "layers[6:8]")
+    stacks = [
+        (p.part, p.parts, part) for p, part in zip(cut.arguments, cut.part_of_argument, strict=True) if p.parts > 1
+    ]
+    assert stacks == 2 * [(0, 2, 0), (1, 2, 3)]
+    assert [a.shape[0] for p, a in zip(cut.arguments, cut.traced.in_avals, strict=True) if p.parts > 1] == 4 * [4]
+    lengths = [e.params["length"] for e in cut.traced.jaxpr.eqns if e.primitive.name == "scan"]
+    assert lengths == 8 * [2]
+
+
+@pytest.mark.parametrize("layers", [5, 6, 8])  # parts of unequal layers, of a half of them each, and equal parts
+def test_numbers_of_several_stages_on_a_group(layers):
+    tx = optax.adamw(1e-2)
+    cut = assert_same_numbers(optax_step(tx), make_state(tx, layers), parts=4, groups=(0, 1, 1, 0))
+    assert {p.parts for p in cut.arguments} == {1, 2}
+
+
+def test_more_stages_than_layers_are_refused_before_they_are_planned():
     step = autopar.parallelize(plain_step(), plan=recipes.pipeline(2, "interleaved", num_microbatches=2))
-    with pytest.raises(UnsupportedError, match="one stage on each group of devices"):
-        step.plan(make_state(layers=layers), make_batch())
+    with pytest.raises(InvalidArgumentError, match="at most as many stages as its 3 layers"):
+        step.plan(make_state(layers=3), make_batch())
 
 
 # The search
@@ -335,7 +363,15 @@ def test_the_search_cuts_scans_where_links_are_slow():
 # On devices
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "zb-h1"), (4, "1f1b")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [
+        (2, "zb-h1"),
+        (2, "interleaved"),
+        (2, "zb-v"),
+        pytest.param(4, "1f1b", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pipeline_through_a_scan_gives_the_plain_steps_numbers(stages, schedule):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     plain, batch = optax_step(tx), make_batch()
@@ -347,7 +383,8 @@ def test_a_pipeline_through_a_scan_gives_the_plain_steps_numbers(stages, schedul
     w = plan.state_shardings["params"]["layers"]["w"]
     assert (w.mesh.axis_names[0], w.mesh.shape["stage"], w.mesh.size) == ("stage", stages, 8)
     assert w.shard_shape((L, WIDTH, WIDTH))[0] <= L // stages
-    assert f"in parts on stages {', '.join(map(str, range(stages)))}" in plan.table()
+    of_stages = {"interleaved": "0, 3", "zb-v": "0, 2"}.get(schedule, ", ".join(map(str, range(stages))))
+    assert f"in parts on stages {of_stages}" in plan.table()
 
     state = step.init(lambda: make_state(tx))
     assert state["params"]["layers"]["w"].sharding == w
@@ -361,9 +398,10 @@ def test_a_pipeline_through_a_scan_gives_the_plain_steps_numbers(stages, schedul
         step(old, batch)
 
 
-def test_a_saved_plan_runs_with_arrays_that_lie_elsewhere(tmp_path):
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])
+def test_a_saved_plan_runs_with_arrays_that_lie_elsewhere(tmp_path, schedule):
     plain, batch = plain_step(), make_batch()
-    step = autopar.parallelize(plain, plan=recipes.pipeline(2, "gpipe", num_microbatches=1))
+    step = autopar.parallelize(plain, plan=recipes.pipeline(2, schedule, num_microbatches=1))
     step.plan(make_state(), batch).save(tmp_path / "plan.json")
     again = autopar.parallelize(plain, plan=autopar.Plan.load(tmp_path / "plan.json"))
     state, metrics = again(make_state(), batch)
