@@ -57,6 +57,8 @@ class TracedStep:
     `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied embeddings), each summand is padded for
     itself. `trace_again` is `retrace` with what was removed of the code beside the jaxpr. `saved_names`: the names that
     `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
+    `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
+    (`autopar.passes.stack_updates`); 0: each for itself.
     """
 
     name: str
@@ -86,6 +88,7 @@ class TracedStep:
     pads_summands: bool = False
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
+    stacked_over: int = 0
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:
