@@ -34,8 +34,8 @@ MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODU
 # What takes matrices apart, or solves with them: library calls on one matrix after the other, in the last two
 # dimensions of operands and results.
 DECOMPOSITIONS = frozenset(
-    {"cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve",
-     "tridiagonal"}
+    {"cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+     "triangular_solve", "tridiagonal"}
 )  # fmt: skip
 # cuDNN's attention, forward and backward.
 CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"

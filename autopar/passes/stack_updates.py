@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import graphlib
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -242,9 +242,7 @@ def _with_scales(
     return sorted(inside.values(), key=lambda op: place[op.id])
 
 
-def _chain(
-    graph: OpGraph, ops: Sequence[Op], readers: Mapping[int, Sequence[Op]], results: Collection[int]
-) -> _Chain:
+def _chain(graph: OpGraph, ops: Sequence[Op], readers: Mapping[int, Sequence[Op]], results: Collection[int]) -> _Chain:
     inside, made = {op.id for op in ops}, {v for op in ops for v in op.outputs}
     outputs = [
         v for op in ops for v in op.outputs if v in results or any(reader.id not in inside for reader in readers[v])
@@ -266,14 +264,15 @@ def _chain(
 
 def _groups(graph: OpGraph, chains: Sequence[_Chain], parts: int, rules: RuleBook) -> list[_Group]:
     """Several matrices of equal structure of which none reads another's results, even through others."""
-    levels = _levels(graph, chains)
+    levels, equals = _levels(graph, chains), _equal_numbers(graph)
     equal: dict[tuple, list[_Chain]] = collections.defaultdict(list)
     for chain, level in zip(chains, levels, strict=True):
         if level is not None:
             equal[level, chain.key].append(chain)
     found = []
     for members in equal.values():
-        same = tuple(len(set(column)) == 1 for column in zip(*(chain.inputs for chain in members), strict=True))
+        columns = zip(*(chain.inputs for chain in members), strict=True)
+        same = tuple(len({equals.get(v, v) for v in column}) == 1 for column in columns)
         batch = _batch(graph, members[0], rules)
         if batch is not None:
             same = tuple(each and dim is None for each, dim in zip(same, batch.input_dims, strict=True))
@@ -282,6 +281,21 @@ def _groups(graph: OpGraph, chains: Sequence[_Chain], parts: int, rules: RuleBoo
         if group.layers * len(members) > 1 and (group.layers == 1 or group.layers % parts):
             found.append(group)
     return found
+
+
+def _equal_numbers(graph: OpGraph) -> dict[int, int]:
+    """For each single number that the update makes the first one that is made in the same way: schedules and conditions
+    are worked out for each matrix anew.
+    """
+    first: dict[Hashable, int] = {}
+    equals: dict[int, int] = {}
+    for op in graph.block.ops:
+        single = op.kind is OpKind.EQUATION and op.role is Role.UPDATE and not has_effects(op)
+        if single and all(graph.values[v].size == 1 for v in op.outputs):
+            read = tuple(equals.get(a, a) if isinstance(a, int) else None for a in op.inputs)
+            for number, v in enumerate(op.outputs):
+                equals[v] = first.setdefault((op.key, read, number), v)
+    return equals
 
 
 def _levels(graph: OpGraph, chains: Sequence[_Chain]) -> list[int | None]:
@@ -444,9 +458,7 @@ def _program(graph: OpGraph, group: _Group, parts: int) -> Callable[..., list[An
             columns.append(arrays[0] if same else _first([*rows] * -(-rounds * parts // total), rounds * parts))
         of_round = jax.vmap(lambda *xs: _evaluated(block, xs, values), in_axes=[0 if each else None for each in mapped])
         made = [jax.lax.split(rows, sizes) for rows in _over_rounds(of_round, columns, mapped, rounds)]
-        return [
-            _layers_back(pieces[n], dim) for n in range(count) for pieces, dim in zip(made, out_dims, strict=True)
-        ]
+        return [_layers_back(pieces[n], dim) for n in range(count) for pieces, dim in zip(made, out_dims, strict=True)]
 
     return of_all
 
