@@ -18,10 +18,10 @@ from autopar.compiler.check_decisions import (
     check_values,
 )
 from autopar.compiler.padding import stored_as_planned
+from autopar.compiler.whole_graph import program_graph
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
-from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
@@ -58,10 +58,15 @@ class ShardedFunction:
 
 
 def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
-    """The traced step as the plan has it: its attention, its modules that are taken per micro-batch, its padding."""
+    """The traced step as the plan has it: its attention, its stacks, its modules that are taken per micro-batch, its
+    padding.
+    """
     record, traced = plan.record, stored_as_planned(traced, plan)
     return dataclasses.replace(
-        traced, blockwise_attention=record.blockwise_attention, per_microbatch=record.per_microbatch
+        traced,
+        blockwise_attention=record.blockwise_attention,
+        stacked_over=record.stacked_over,
+        per_microbatch=record.per_microbatch,
     )
 
 
@@ -72,7 +77,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     """
     check_plan(plan, traced)
     traced = with_options_of(plan, traced)
-    graph = build_graph(traced, rules)
+    graph = program_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     sharding = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, graph)
     check_operations(plan.record.decisions, graph, "$.plan.decisions", traced.name)

@@ -8,6 +8,7 @@ from autopar.attention.checks import check_attention
 from autopar.compiler.advice import advised
 from autopar.compiler.comparison import best_program
 from autopar.compiler.no_plan import refuse_large_state
+from autopar.compiler.whole_graph import whole_graph
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
@@ -42,7 +43,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     request = context.request
     if request.is_built_as_asked:
         context = context.after(advised(context))
-        return context.after(requested_pipelines(context))
+        return context.after(requested_pipelines(_without_stacks(context)))
     if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
         check_state_fits(context)
     context = _bound(context)
@@ -55,8 +56,17 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         context = dataclasses.replace(context, to_beat_s=best.step_time_s)
     context = context.after(_pipelines_that_may_pay(context, best))
     if not context.candidates and not admits_one_program(context):
-        context = context.after(one_stage_candidates(context))
+        context = context.after(one_stage_candidates(_without_stacks(context)))
     return context
+
+
+def _without_stacks(context: PlanningContext) -> PlanningContext:
+    """The context for stages, each of which updates its own layers."""
+    if not context.traced.stacked_over:
+        return context
+    traced = dataclasses.replace(context.traced, stacked_over=0)
+    views = whole_graph(traced, context.rules, context.graphs)
+    return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
 
 
 def admits_one_program(context: PlanningContext) -> bool:
@@ -88,7 +98,7 @@ def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
 def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
     """The pipelines of the search over stages, or the reason for which the step has none."""
     try:
-        return list(pipeline_candidates(context))
+        return list(pipeline_candidates(_without_stacks(context)))
     except (UnsupportedError, BatchMismatchError) as error:
         why = f"no pipeline was weighed: {error.where}: {error.got}"
         return [Rejection(source=PIPELINES, why=why, is_note=True, error=error)]

@@ -1,15 +1,38 @@
-"""The graph of a step on its whole batch, built once for all that plan it."""
+"""The graph of a step on its whole batch as one program, built once for all that plan it."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
+from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
+from autopar.passes.stack_updates import stack_updates
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 
+def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
+    """The step's graph, with equal matrices of its update stacked where the step says so. Raises: as `build_graph`."""
+    graph = build_graph(traced, rules)
+    return stack_updates(graph, traced.stacked_over, flops_of, rules) if traced.stacked_over else graph
+
+
 def whole_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs) -> GraphViews:
     """The views of the step's graph, kept in `graphs`. Raises: UnsupportedError as `build_graph`."""
-    return graphs.of(traced, "whole", lambda: GraphViews(build_graph(traced, rules), flops_of))
+    return graphs.of(traced, "whole", lambda: GraphViews(program_graph(traced, rules), flops_of))
+
+
+def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: StepGraphs) -> TracedStep:
+    """The step with equal matrices of its update stacked for so many devices, where it has any."""
+    if num_devices == 1:
+        return traced
+    plain, stacked = whole_graph(traced, rules, graphs), dataclasses.replace(traced, stacked_over=num_devices)
+
+    def views() -> GraphViews:
+        graph = stack_updates(plain.graph, num_devices, flops_of, rules)
+        return plain if graph is plain.graph else GraphViews(graph, flops_of)
+
+    return traced if graphs.of(stacked, "whole", views) is plain else stacked

@@ -23,6 +23,7 @@ from autopar.cost.roofline import (
     copies_are_fused,
     flops_of,
     is_fusible,
+    launches_of,
     local_s,
     time_s,
     times_s,
@@ -224,6 +225,7 @@ class NodeCosts:
             kernel_bytes=None if kernel_bytes is None else kernel_bytes + order.more_bytes,
             order_copy=self._order_copy(op, order),
             small_kernels=small_kernels,
+            launches=launches_of(op),
             transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopar.compiler.materialize import recorded_stages, with_options_of
+from autopar.compiler.whole_graph import program_graph
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.executables.short_batches import on_other_sizes, stages_of, stages_on_other_sizes
-from autopar.frontend.build_graph import build_graph
 from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.traced_step import TracedStep
@@ -28,7 +28,7 @@ def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rul
     planned, traced = (with_options_of(plan, t) for t in (planned, traced))
     if plan.record.pipeline is not None:
         return _of_stages(plan, plan.record.pipeline, planned, traced, rules)
-    planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
+    planned_graph, graph = program_graph(planned, rules), program_graph(traced, rules)
     model = cost_model(plan.cluster, plan.mesh)
     decided = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, planned_graph)
     sharding = on_other_sizes(decided, planned_graph, graph)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, step_in_parts, with_options_of
 from autopar.compiler.write_values import planned_values, staged_values
+from autopar.compiler.whole_graph import program_graph
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
-from autopar.frontend.build_graph import build_graph
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.inter_op.isomorphism import CanonicalGraph, carried_over
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
@@ -79,7 +79,7 @@ def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] |
 
 
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
-    planned_graph, graph = build_graph(planned, rules), build_graph(traced, rules)
+    planned_graph, graph = program_graph(planned, rules), program_graph(traced, rules)
     record = plan.record
     decided = sharding_plan_of(record.decisions, record.solver, plan.mesh, planned_graph)
     sharding = on_other_sizes(decided, planned_graph, graph)

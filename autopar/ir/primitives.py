@@ -31,6 +31,12 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
 # Products of matrices, and convolutions: where a model's arithmetic is, and what reads a parameter as a matrix.
 RAGGED_PRODUCT, GROUPED_PRODUCT = "ragged_dot_general", "grouped_product"
 MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT, GROUPED_PRODUCT})
+# What takes matrices apart, or solves with them: library calls on one matrix after the other, in the last two
+# dimensions of operands and results.
+DECOMPOSITIONS = frozenset(
+    {"cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+     "triangular_solve", "tridiagonal"}
+)  # fmt: skip
 # cuDNN's attention, forward and backward.
 CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 # Calls of code that XLA does not see into, whose factors are known by rules of their own: kernels, foreign functions,

@@ -59,6 +59,8 @@ class TracedStep:
     `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
     the leaf holds none.
+    `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
+    (`autopar.passes.stack_updates`); 0: each for itself.
     """
 
     name: str
@@ -88,6 +90,7 @@ class TracedStep:
     pads_summands: bool = False
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
+    stacked_over: int = 0
     example_dims: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
 
     def example_dim(self, leaf: int) -> int | None:

@@ -306,6 +306,7 @@ class PlanRecord:
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
+    `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
@@ -334,6 +335,7 @@ class PlanRecord:
     axis_names: tuple[str, ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
     blockwise_attention: bool = False
+    stacked_over: int = 0
     per_microbatch: tuple[str, ...] = ()
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None

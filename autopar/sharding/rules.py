@@ -18,7 +18,7 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
 from autopar.ir.graph import Factor, FactorKind, Rule
-from autopar.ir.primitives import COMBINING, SUMMING, dtype_text, window_dims
+from autopar.ir.primitives import COMBINING, DECOMPOSITIONS, SUMMING, dtype_text, window_dims
 
 _RULE = re.compile(r"<\((.*?)\)->\((.*?)\)(?: \{([^}]*)\})?(.*)>")
 _TENSOR = re.compile(r"\[([^\]]*)\]")
@@ -246,6 +246,9 @@ class _Join:
         for operand, d in window_dims(eqn):
             if (tensor := ins[operand]) is not None:
                 self.fix(tensor[d])
+        if eqn.primitive.name in DECOMPOSITIONS:  # of each matrix all is needed for any part of the results
+            first = len(eqn.invars[0].aval.shape) - 2
+            self.fix(f for tensor in (*ins, *outs) if tensor is not None for dim in tensor[first:] for f in dim)
         repeated = _repeated(self, [*[t for t in ins if t is not None], *outs])
         primitive = eqn.primitive.name
 

@@ -330,21 +330,27 @@ def _purposes(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> d
     found: dict[int, Purpose] = {}
     matrices = _feeding(graph, values, dependent)
     forward_role = graph.forward_role
+
+    def has_examples(v: int) -> bool:
+        return any(Dimension.EXAMPLE in names for names in values[v].dimensions)
+
     for op in graph.ops():
+        updates = op.role is Role.UPDATE and op.role is not forward_role
         for v in op.outputs:
-            has_examples = any(Dimension.EXAMPLE in names for names in values[v].dimensions)
             if op.kind is OpKind.ACCUMULATE:
                 found[v] = Purpose.ACCUMULATOR
-            elif op.role is Role.UPDATE and op.role is not forward_role and not has_examples:
+            elif updates and not has_examples(v):
                 found[v] = Purpose.UPDATE
             elif v not in dependent:
                 copied = v in matrices and len(values[v].shape) > 1
                 found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
-            elif not has_examples and op.role is Role.BACKWARD:
+            elif op.role is Role.BACKWARD and not has_examples(v):
                 found[v] = Purpose.GRADIENT
         for block in op.blocks:
             for v in block.inputs:
-                if v not in dependent:
+                if updates and not has_examples(v):
+                    found[v] = Purpose.UPDATE
+                elif v not in dependent:
                     copied = v in matrices and len(values[v].shape) > 1
                     found[v] = Purpose.MATRIX_COPY if copied else Purpose.WEIGHT_COPY
     inputs = graph.block.inputs
