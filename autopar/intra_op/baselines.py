@@ -109,7 +109,11 @@ def why_not_tried(context: PlanningContext) -> str:
 
 
 def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:
-    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone."""
+    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone; none
+    on one device, which shares nothing.
+    """
+    if cluster.num_devices == 1:
+        return []
     found = [
         (f"ZeRO-{zero}" if zero else DATA_PARALLEL, Binding(axes=(data_axis(zero),), sizes=(None,)))
         for zero in ZERO_STAGES
