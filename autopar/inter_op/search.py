@@ -25,7 +25,7 @@ from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
-from autopar.inter_op.refine_one_stage import refine_one_stage
+from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
 from autopar.inter_op.search_space import (
     finest,
     is_long,
@@ -136,6 +136,7 @@ class _Search:
             others = self.other_numbers(step, cuts)
             refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
             refine_in_other_numbers(builder, others)
+            recompute_in_some_layers(builder, others)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
