@@ -105,11 +105,11 @@ def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
 
 
 def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
-    """Whether a pipeline may be faster than one program: where no program fits, or where communication and duplicated
-    work take long enough to outweigh the cost of many tasks.
+    """Whether a pipeline may be faster than one program: where no program fits (on one device a pipeline is the step in
+    micro-batches), or where communication and duplicated work take long enough to outweigh the cost of many tasks.
     """
     if best is None:
-        return cluster.num_devices > 1
+        return True
     if best.step_time_s <= LEAST_PIPELINE_S:
         return False
     if cluster.parts:

@@ -304,6 +304,15 @@ class PipelineEvaluator:
         self.refinements.append(found)
         return found
 
+    def as_it_is(
+        self, m: int, choice: StageChoice, binding: Binding | None = None
+    ) -> PipelineCandidate | PipelineEstimate | None:
+        """What a choice comes to without anything done to make it fit; None: no solution in time."""
+        try:
+            return self.evaluate(m, choice, binding, to_beat_s=0.0)
+        except SolverError:
+            return None
+
     def weigh(self, candidate: PipelineCandidate | PipelineEstimate) -> None:
         """Makes a candidate the best, if it is, and keeps it, if it is within the tolerance."""
         self.context.weighed(candidate.step_time_s, candidate.peak_bytes)

@@ -62,7 +62,7 @@ class PosedProblems:
                     kept = tuple(d for d in self.decided[key] if (key[0], key[-1], d.terms) in better)
                     if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
                         self.decided[key] = kept
-        for name in schedules_of(self.context.request):
+        for name in schedules_of(self.context.request, self.context.cluster):
             problems = self.on_schedule(microbatched, name, priced)
             m = microbatched.graph.num_microbatches
             posed += [(problem, (m, options)) for problem, options in problems]

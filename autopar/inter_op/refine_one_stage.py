@@ -7,20 +7,25 @@ least.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.other_numbers import OtherNumbers, Refined
-from autopar.inter_op.pipeline_candidate import PipelineEstimate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.baselines import baseline_bindings
+from autopar.passes.remat import Recompute
+from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
+from autopar.sharding.binding import Binding
 
 # One stage is decided again if it takes at most so many times as long as the best: the tables decide it too leanly.
 REFINED_WITHIN = 1.15
 BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
+IN_SOME_LAYERS = "in every layer of {}"
 
 
 class Evaluated(Refined, Protocol):
@@ -30,6 +35,10 @@ class Evaluated(Refined, Protocol):
     cluster: Cluster
     # For (stages, micro-batches): the best, and its bytes by the tables.
     best_of: dict[tuple[int, int], tuple[PipelineEstimate, int]]
+
+    def as_it_is(
+        self, m: int, choice: StageChoice, binding: Binding | None = None
+    ) -> PipelineEstimate | PipelineCandidate | None: ...
 
 
 def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterable[float]) -> None:
@@ -113,3 +122,54 @@ def _of_recipes(evaluated: Evaluated, others: OtherNumbers, m: int, choice: Stag
     ):
         return number
     return None if others.take_too_long(m, evaluated.best) else m
+
+
+def recompute_in_some_layers(evaluated: Evaluated, others: OtherNumbers) -> None:
+    """Evaluates the best pipeline of one stage with recomputation in every second layer, third, and so on, where memory
+    is short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
+    """
+    best, at = evaluated.best, _near_the_best(evaluated)
+    if best is None or at is None or not best.fits(evaluated.limit_bytes) or evaluated.context.fastest_s < math.inf:
+        return
+    binding = best.binding if isinstance(best, PipelineEstimate) and len(best.choice.first_layers) == 1 else None
+    of = best.choice if binding is not None else at.choice
+    plain = dataclasses.replace(of, terms=(), over_limit=())
+    if len(plain.policies) < 2:
+        return
+    position = others.numbers.index(at.num_microbatches)
+    for m in others.numbers[max(0, position - 1) : position + 2]:
+        if others.admits(m, plain):
+            _in_some_layers(evaluated, m, plain, binding)
+
+
+def _in_some_layers(evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None) -> None:
+    """In m micro-batches: as few layers as fit, on a line between none and all of them."""
+    limit_bytes, num_layers = evaluated.limit_bytes, len(plain.policies)
+
+    def of(policy: str) -> PipelineEstimate | PipelineCandidate | None:
+        if evaluated.deadline.passed:
+            return None
+        choice = dataclasses.replace(plain, policies=policies_of(policy, num_layers))
+        return evaluated.as_it_is(m, choice, binding)
+
+    none = of(Recompute.NOTHING.value)
+    if none is None or none.fits(limit_bytes):
+        return
+    for policy in (Recompute.CHEAP.value, Recompute.ALL.value):
+        assert evaluated.best is not None, "one fits"
+        if none.step_time_s >= evaluated.best.step_time_s:
+            return
+        every = of(policy)
+        if every is None or not every.fits(limit_bytes):
+            continue
+        saved_bytes, over_bytes = none.peak_bytes - every.peak_bytes, none.peak_bytes - limit_bytes
+        most = min(num_layers, saved_bytes // over_bytes)
+        for n in range(most, max(1, most - 2), -1):
+            expected_s = none.step_time_s + (every.step_time_s - none.step_time_s) / n
+            if expected_s >= evaluated.best.step_time_s:
+                break
+            text = f"{policy} every {n}"
+            choice = dataclasses.replace(plain, policies=policies_of(text, num_layers))
+            found = evaluated.refined(m, choice, IN_SOME_LAYERS.format(n), binding)
+            if found is None or found.fits(limit_bytes):
+                break

@@ -25,7 +25,7 @@ from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.posed_problems import Posed, PosedProblems
-from autopar.inter_op.refine_one_stage import refine_one_stage
+from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
 from autopar.inter_op.search_space import (
     FINEST_PARTS,
     is_long,
@@ -131,10 +131,12 @@ class _Search:
                 self.one_stage(step, requested, cuts, posed, builder, limit_bytes)
             if requested is None:
                 self.one_stage_in_other_numbers(step, cuts, posed, builder, answered.of_one_stage())
-            hides = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).overlap.kinds
+            row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+            hides = cluster.num_devices > 1 and cost_model(cluster, row).overlap.kinds
             others = self.other_numbers(step, cuts)
             refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
             refine_in_other_numbers(builder, others)
+            recompute_in_some_layers(builder, others)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
             best = builder.best  # where the tables promised too much, others may be needed that were left out
@@ -362,7 +364,7 @@ class _Search:
             return _NOTHING
         with self.context.progress.pass_("layer costs"):
             priced = posed.priced(microbatched, {WHOLE: [self.context.cluster.num_devices]})
-        name = schedules_of(self.context.request)[0]
+        name = schedules_of(self.context.request, self.context.cluster)[0]
         for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
             # The tables err, and an estimate takes little time.

@@ -111,13 +111,13 @@ def nearest_divisor(n: int, target: float) -> int:
     return min(divisors(n), key=lambda m: abs(math.log(m / target)))
 
 
-def schedules_of(request: PlanRequest) -> tuple[str, ...]:
-    """The schedules to search.
+def schedules_of(request: PlanRequest, cluster: Cluster) -> tuple[str, ...]:
+    """The schedules to search; one device does everything in turn, whatever the order.
 
     Raises: InvalidArgumentError for a schedule without a model in the search over stages.
     """
     if request.schedule is None:
-        return SEARCHED_SCHEDULES
+        return SEARCHED_SCHEDULES if cluster.num_devices > 1 else SEARCHED_SCHEDULES[:1]
     known = [s.value for s in SearchedSchedule]
     if request.schedule not in known:
         raise InvalidArgumentError(

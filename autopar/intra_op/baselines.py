@@ -1,4 +1,4 @@
-"""Source of candidates: manual plans of one program, namely data parallelism and the stages of ZeRO."""
+"""Source of candidates: manual plans of one program, namely data and tensor parallelism and the stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort, PlanRequest
-from autopar.plan.rivals import TENSOR_PARALLEL, tensor_group
+from autopar.plan.rivals import DATA_PARALLEL, TENSOR_PARALLEL, tensor_group
 from autopar.sharding.binding import Binding
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
@@ -28,72 +28,76 @@ ZERO_STAGES = (0, 1, 3)
 ALONG_LARGEST = "state along its largest dimension"
 
 
-def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """Data parallelism, ZeRO, and the state split along its largest dimensions as FSDP does, on a mesh of one axis; and
-    ZeRO inside of each host alone, on a mesh of two. Then tensor parallelism, in time and memory even where it is slow.
-
-    Only where some candidate sends what computing may hide; otherwise the search on meshes has them.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A manual plan by its name: its mesh, and the request that binds it. `is_told`: evaluated however slow it is, for
+    the plan says what it would cost.
     """
-    candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
-    sends = any(c.model.overlap.kinds and c.sends for c in candidates)
-    if not context.request.leaves_layouts_free or not sends or context.deadline.passed:
+
+    name: str
+    mesh: LogicalMesh
+    request: PlanRequest
+    is_told: bool = False
+
+
+def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
+    """Every manual plan, each as one constrained program that is priced like what the search finds by itself."""
+    if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
         return
     untried = why_not_tried(context)
     if untried:
         yield Rejection(source=SOURCE, text="data parallelism and ZeRO", why=f"not tried: {untried}")
         return
-    row = LogicalMesh(axis_sizes=(context.cluster.num_devices,))
-    along_largest = state_along_largest(context.graph, row)
-    asked: list[tuple[str, LogicalMesh, PlanRequest]] = []
-    if along_largest:
-        asked.append((ALONG_LARGEST, row, dataclasses.replace(context.request, fixed=along_largest)))
-    for name, binding in baseline_bindings(context.cluster):
-        mesh, _ = binding.on(context.cluster.num_devices)
-        asked.append((name, mesh, dataclasses.replace(context.request, binding=binding)))
-    for name, mesh, request in asked:
-        if context.deadline.passed and name != ALONG_LARGEST:
-            why = f"not tried: {context.deadline.text}"
-            yield Rejection(source=SOURCE, text=name, why=why)
-            continue
-        with context.progress.pass_("data parallelism"):
-            model, time_s = cost_model(context.cluster, mesh), context.deadline.solve_s()
-            bound = dataclasses.replace(context, request=request)
-            found = search_mesh(bound, model, folds=True, time_limit_s=time_s)
-        if isinstance(found, Rejection):
-            yield dataclasses.replace(found, source=SOURCE, text=name)
-        else:
-            context.weighed(found.step_time_s, found.peak_bytes)
-            candidate = dataclasses.replace(found, source=SOURCE, name=name)
-            yield candidate
-            context = context.after([candidate])  # the next ones are of use where they are faster than this too
-    yield _tensor_parallelism(context)
+    for baseline in _baselines(context):
+        found = baseline if isinstance(baseline, Rejection) else _searched(context, baseline)
+        yield found
+        context = context.after([found])  # the next ones are of use where they are faster than this too
 
 
-def _tensor_parallelism(context: PlanningContext) -> SpmdCandidate | Rejection:
-    """Tensor parallelism inside of each host, data parallelism between them, evaluated however slow: the plan says what
-    it would cost.
-    """
-    size = tensor_group(context.cluster)
-    name = f"{TENSOR_PARALLEL} over {size}"
-    if context.deadline.passed:
-        return Rejection(source=SOURCE, text=name, why=f"not tried: {context.deadline.text}")
-    graph, binding = context.views.annotated, Binding(axes=(data_axis(), tensor_axis()), sizes=(None, size))
-    try:
-        binding.check(graph, context.cluster.num_devices)
-    except InvalidArgumentError as error:
-        return Rejection(source=SOURCE, text=name, why=f"not tried: {error.got}")
-    if splits_heads(binding):
-        binding = with_heads(binding, graph)
-    mesh, _ = binding.on(context.cluster.num_devices)
-    request = dataclasses.replace(context.request, binding=binding)
-    asked = dataclasses.replace(context, request=request, keep_tolerance=math.inf)
-    with context.progress.pass_("tensor parallelism"):
-        model, time_s = cost_model(context.cluster, mesh), context.deadline.solve_s()
-        found = search_mesh(asked, model, folds=True, time_limit_s=time_s)
+def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | Rejection:
+    name, deadline = baseline.name, context.deadline
+    if deadline.passed:
+        return Rejection(source=SOURCE, text=name, why=f"not tried: {deadline.text}")
+    tolerance = math.inf if baseline.is_told else context.keep_tolerance
+    bound = dataclasses.replace(context, request=baseline.request, keep_tolerance=tolerance)
+    with context.progress.pass_(TENSOR_PARALLEL if baseline.is_told else DATA_PARALLEL):
+        model = cost_model(context.cluster, baseline.mesh)
+        found = search_mesh(bound, model, folds=True, time_limit_s=deadline.solve_s())
     if isinstance(found, Rejection):
         return dataclasses.replace(found, source=SOURCE, text=name)
     context.weighed(found.step_time_s, found.peak_bytes)
     return dataclasses.replace(found, source=SOURCE, name=name)
+
+
+def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
+    """The state split along its largest dimensions as FSDP does, data parallelism and ZeRO, on a mesh of one axis; ZeRO
+    inside of each host alone, on a mesh of two; and tensor parallelism.
+    """
+    cluster, request = context.cluster, context.request
+    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    if along_largest := state_along_largest(context.graph, row):
+        fixed = dataclasses.replace(request, fixed=along_largest)
+        yield Baseline(name=ALONG_LARGEST, mesh=row, request=fixed)
+    for name, binding in baseline_bindings(cluster):
+        mesh, _ = binding.on(cluster.num_devices)
+        yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
+    yield _tensor_parallelism(context)
+
+
+def _tensor_parallelism(context: PlanningContext) -> Baseline | Rejection:
+    """Tensor parallelism inside of each host, data parallelism between them."""
+    cluster, size = context.cluster, tensor_group(context.cluster)
+    name = f"{TENSOR_PARALLEL} over {size}"
+    graph, binding = context.views.annotated, Binding(axes=(data_axis(), tensor_axis()), sizes=(None, size))
+    try:
+        binding.check(graph, cluster.num_devices)
+    except InvalidArgumentError as error:
+        return Rejection(source=SOURCE, text=name, why=f"not tried: {error.got}")
+    if splits_heads(binding):
+        binding = with_heads(binding, graph)
+    mesh, _ = binding.on(cluster.num_devices)
+    request = dataclasses.replace(context.request, binding=binding)
+    return Baseline(name=name, mesh=mesh, request=request, is_told=True)
 
 
 def why_not_tried(context: PlanningContext) -> str:
@@ -105,9 +109,13 @@ def why_not_tried(context: PlanningContext) -> str:
 
 
 def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:
-    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone."""
+    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone; none
+    on one device, which shares nothing.
+    """
+    if cluster.num_devices == 1:
+        return []
     found = [
-        (f"ZeRO-{zero}" if zero else "data parallelism", Binding(axes=(data_axis(zero),), sizes=(None,)))
+        (f"ZeRO-{zero}" if zero else DATA_PARALLEL, Binding(axes=(data_axis(zero),), sizes=(None,)))
         for zero in ZERO_STAGES
     ]
     inside = cluster.domain_devices

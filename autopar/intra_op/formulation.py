@@ -20,13 +20,15 @@ import numpy as np
 
 from autopar import solver
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
+from autopar.cost.roofline import is_fusible
 from autopar.intra_op.choice_graph import ChoiceGraph, Layouts, Reshard
 from autopar.intra_op.masks import SECONDS, Masks
 from autopar.intra_op.symmetry import fold, joined
-from autopar.ir.graph import Op, OpGraph, OpKind
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.decisions import Relaxation
+from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.resharding import paths_by_size
 
 
@@ -56,8 +58,8 @@ class SolverInput:
     reshard_of_edge: tuple[int, ...]
 
 
-def build(graph: OpGraph, choices: ChoiceGraph, model: CostModel, costs: NodeCosts) -> Ilp:
-    """Step (1): the seconds of every strategy and of every resharding."""
+def build(graph: OpGraph, choices: ChoiceGraph, model: CostModel, costs: NodeCosts, weights: Weights = ONE_EACH) -> Ilp:
+    """Step (1): the seconds of every strategy and of every resharding. `weights`: of a graph with folded layers."""
     node_cost: list[np.ndarray] = []
     node_key: list[Hashable] = []
     number: dict[tuple, int] = {}
@@ -65,7 +67,7 @@ def build(graph: OpGraph, choices: ChoiceGraph, model: CostModel, costs: NodeCos
         cost, key = costs.of_members(node.members, node.size)
         node_cost.append(cost)
         node_key.append(number.setdefault((node.kind, node.size, node.layouts, *key), len(number)))
-    reshard_s = _ReshardSeconds(graph, model)
+    reshard_s = _ReshardSeconds(graph, model, combinable(graph, weights) if model.overlap.combined_bytes else {})
     return Ilp(
         choices=choices,
         node_cost=tuple(node_cost),
@@ -75,22 +77,36 @@ def build(graph: OpGraph, choices: ChoiceGraph, model: CostModel, costs: NodeCos
 
 
 class _ReshardSeconds:
-    """Seconds of resharding for every pair of strategies, one object for equal costs."""
+    """Seconds of resharding for every pair of strategies, one object for equal costs.
 
-    def __init__(self, graph: OpGraph, model: CostModel) -> None:
-        self.graph, self.model = graph, model
+    Collectives that the compiler combines have the latency of one together (rule (4) of `stream_simulator`): each of
+    the `combinable` values has its share of it, by number, or by bytes where they fill more than one.
+    """
+
+    def __init__(self, graph: OpGraph, model: CostModel, combinable: Mapping[int, float]) -> None:
+        self.graph, self.model, self.combinable = graph, model, combinable
         self._matrices: dict[tuple, np.ndarray] = {}
         self._numbers: dict[int, np.ndarray] = {}
 
     def of(self, reshard: Reshard) -> np.ndarray:
         v, source, target = self.graph.values[reshard.value], reshard.source, reshard.target
-        widening = self.model.widening(v.dtype)
-        key = (id(source.layouts), id(target.layouts), len(v.shape), v.nbytes, widening, reshard.count)
+        widening, together = self.model.widening(v.dtype), self.combinable.get(reshard.value, 1.0)
+        key = (id(source.layouts), id(target.layouts), len(v.shape), v.nbytes, widening, reshard.count, together)
         if key not in self._matrices:
             table = paths_by_size(len(v.shape), self.model.links)
             rows, columns = self._indices(source.layouts)[:, None], self._indices(target.layouts)[None, :]
-            self._matrices[key] = reshard.count * table.seconds(rows, columns, v.nbytes, widening)
+            share = self._latency_share(v.nbytes * widening, reshard, together) if together > 1 else 1.0
+            self._matrices[key] = reshard.count * table.seconds(rows, columns, v.nbytes, widening, share)
         return self._matrices[key]
+
+    def _latency_share(self, nbytes: float, reshard: Reshard, together: float) -> np.ndarray:
+        """The share of a collective's latency, a row for each strategy of the source: what is reduced lies whole there
+        beside its other axes, and what is gathered is whole in the target.
+        """
+        mesh = self.model.links.mesh
+        reduces = any(layout.partial for layout in reshard.source.layouts)
+        held = shards(reshard.source.layouts, mesh)[:, None] if reduces else shards(reshard.target.layouts, mesh)[None]
+        return np.clip(nbytes / held / self.model.overlap.combined_bytes, 1.0 / together, 1.0)
 
     def _indices(self, layouts: Layouts) -> np.ndarray:
         """The numbers of layouts in the table of paths of their rank."""
@@ -98,6 +114,35 @@ class _ReshardSeconds:
             table = paths_by_size(len(layouts[0].dims), self.model.links)
             self._numbers[id(layouts)] = np.array([table.index[layout] for layout in layouts])
         return self._numbers[id(layouts)]
+
+
+def combinable(graph: OpGraph, weights: Weights) -> dict[int, float]:
+    """Values whose collectives the compiler may combine -> with how many, of those of one block: gradients, of which
+    nobody but the update waits for the sum, or the end of the block; and what passes read that is there from the start.
+    """
+    found: dict[int, float] = {}
+
+    def of_block(block: Block) -> None:
+        is_light = {op.id: op.kind is OpKind.EQUATION and is_fusible(op.primitive) for op in block.ops}
+        early = set(block.inputs)
+        for op in block.ops:
+            if is_light[op.id] and early.issuperset(read_by(op)):
+                early.update(op.outputs)
+        soon: set[int] = set()  # what is waited for before the update
+        for op in reversed(block.ops):
+            passes_on = is_light[op.id] or op.primitive == "reduce_sum"
+            if op.role is not Role.UPDATE and not (passes_on and soon.isdisjoint(op.outputs)):
+                soon.update(read_by(op))
+        made = [v for op in block.ops if op.role is not Role.UPDATE for v in op.outputs if v not in early]
+        gradients = [v for v in made if v not in soon]
+        for values in (gradients, early & soon):
+            found.update(dict.fromkeys(values, sum(weights.of_value.get(v, 1.0) for v in values)))
+        for op in block.ops:
+            for inner in op.blocks:
+                of_block(inner)
+
+    of_block(graph.block)
+    return found
 
 
 def fix_layouts(ilp: Ilp, fixed: Mapping[int, Layout]) -> Ilp:

@@ -48,7 +48,7 @@ class SharedTables:
             order_of = orders.order_of if orders is not None else None
             mesh, partials = self.model.links.mesh, self.partials
             choices = build_choice_graph(graph, mesh, transfers, arrivals, order_of, weights, partials)
-            ilp = build(graph, choices, self.model, self.costs)
+            ilp = build(graph, choices, self.model, self.costs, weights)
             if transfers or arrivals:
                 return ilp
             self._built[key] = weights, ilp

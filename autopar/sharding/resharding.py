@@ -156,10 +156,22 @@ class PathsBySize:
     def index(self) -> dict[Layout, int]:
         return self.small.index
 
-    def seconds(self, rows: np.ndarray, columns: np.ndarray, nbytes: float, widening: float) -> np.ndarray:
-        """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide."""
+    def seconds(
+        self,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        nbytes: float,
+        widening: float,
+        latency_share: np.ndarray | float = 1.0,
+    ) -> np.ndarray:
+        """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide, with
+        a share of the latencies, where other values have the rest of them.
+        """
         small, large = (at.fixed_s[rows, columns] + nbytes * at.s_per_byte[rows, columns] for at in self._tables)
-        sent = [at.fixed_s[rows, columns] + widening * nbytes * at.s_per_byte[rows, columns] for at in self._tables]
+        sent = [
+            latency_share * at.fixed_s[rows, columns] + widening * nbytes * at.s_per_byte[rows, columns]
+            for at in self._tables
+        ]
         return np.where(large < small, sent[1], sent[0])
 
     def steps(self, source: Layout, target: Layout, nbytes: float) -> tuple[ReshardStep, ...]:
