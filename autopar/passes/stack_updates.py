@@ -399,7 +399,7 @@ def _batch(graph: OpGraph, chain: _Chain, rules: RuleBook) -> _Batch | None:
         padded=frozenset(),
     )  # fmt: skip
     try:
-        one = cut_graph(alone, own, size, rules, "update")
+        one = cut_graph(alone, dict.fromkeys(own, 0), size, rules, "update")
     except UnsupportedError:
         return None
     dims = {v: _cut_dims(graph.values[v].shape, one.values[v].shape) for v in values_of(chain.block)}

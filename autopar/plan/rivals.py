@@ -9,7 +9,7 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
-from autopar.plan.schema import MeshTrial, PlanRecord
+from autopar.plan.schema import MeshTrial, PlanRecord, RejectionRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
@@ -40,6 +40,7 @@ class Rival:
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     """The recipes that were weighed beside the plan, by name: data, tensor parallelism, stages of ZeRO."""
     lost = [r for r in record.rejected if r.source == BASELINES and r.text]
+    ways: list[tuple[str, RejectionRecord | MeshTrial, str]]
     ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
     ways += [(trial.name, trial, trial.status) for trial in record.tried if trial.name]
     limit_bytes = fullest(record).limit_bytes
