@@ -104,12 +104,6 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def carried_avals(params: dict[str, Any]) -> list[Any]:
-    """The types of what a scan carries."""
-    consts, carry = scan_counts(params)
-    return [v.aval for v in open_jaxpr(params["jaxpr"]).invars[consts : consts + carry]]
-
-
 def name_stack(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
 
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
 
@@ -60,10 +62,25 @@ def _without_unread_constants(op: Op) -> Op:
         return op
     return replaced(
         op,
+        eqn=scan_equation(op, kept),
         inputs=tuple(op.inputs[i] for i in kept),
         blocks=(dataclasses.replace(body, inputs=tuple(body.inputs[i] for i in kept)),),
         num_consts=op.num_consts - (len(op.inputs) - len(kept)),
     )
+
+
+def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:
+    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them, as
+    slices; of its operations and results only the graph says more.
+    """
+    jaxpr = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
+    variables, invars = [jaxpr.invars[i] for i in kept], [op.eqn.invars[i] for i in kept]
+    stacked = () if at is not None and at <= op.num_consts else (op.trips,)
+    at = len(variables) if at is None else at
+    variables[at:at] = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
+    invars[at:at] = [jax_compat.variable_of((*stacked, *v.shape), v.dtype, v.weak_type) for v in added]
+    inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
+    return op.eqn.replace(invars=invars, params={**op.eqn.params, "jaxpr": inner})
 
 
 def reading(op: Op, names: Mapping[int, int]) -> Op:

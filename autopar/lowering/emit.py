@@ -336,7 +336,7 @@ class Emitter:
         op = instruction.op
         k, c = op.num_consts, op.num_carry
         consts = operands[:k]
-        carry_avals = jax_compat.carried_avals(op.eqn.params)
+        carry_avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
 
         def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
             outs = run([*consts, *carry, *slices])

@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
-from autopar.ir.rewrite import Fresh, equal_values
-from autopar.microbatch.part_of_results import scan_equation
+from autopar.ir.rewrite import Fresh, equal_values, scan_equation
 
 _DRAWS = "random_bits"
 
@@ -311,8 +311,11 @@ def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     stacked = [copy(v, (op.trips, *values[v].shape)) for v in drawn]
     # A key that is carried on is read of the scan that draws, so that the next scan may draw of it too.
     handed_on = {j: op.outputs[j] for j in plan.carried}
+    outvars = [jax_compat.variable_of(values[v].shape, values[v].dtype, values[v].weak_type) for v in stacked]
+    outvars[:0] = [op.eqn.outvars[j] for j in plan.carried]
+    outvars += [op.eqn.outvars[j] for j in sorted(apart)]
     drawing = dataclasses.replace(
-        op, id=new_id, eqn=scan_equation(op, read), inputs=tuple(op.inputs[i] for i in read),
+        op, id=new_id, eqn=scan_equation(op, read).replace(outvars=outvars), inputs=tuple(op.inputs[i] for i in read),
         outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
         num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Block, Op, OpKind, Value, free_values, has_effects, read_by
+from autopar.ir.graph import Block, Op, OpKind, free_values, has_effects, read_by
+from autopar.ir.rewrite import scan_equation
 
 
 def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
@@ -59,17 +59,3 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
         ops.append(op)
         read |= set(read_by(op))
     return ops[::-1], read
-
-
-def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:
-    """The equation of a scan whose body has some of its inputs, and more like these values, by default behind them, as
-    slices; of its operations and results only the graph says more.
-    """
-    jaxpr = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
-    variables, invars = [jaxpr.invars[i] for i in kept], [op.eqn.invars[i] for i in kept]
-    stacked = () if at is not None and at <= op.num_consts else (op.trips,)
-    at = len(variables) if at is None else at
-    variables[at:at] = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in added]
-    invars[at:at] = [jax_compat.variable_of((*stacked, *v.shape), v.dtype, v.weak_type) for v in added]
-    inner = jaxpr.replace(constvars=[], invars=variables, outvars=variables, eqns=[])
-    return op.eqn.replace(invars=invars, params={**op.eqn.params, "jaxpr": inner})

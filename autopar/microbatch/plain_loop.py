@@ -81,7 +81,7 @@ def run_op(op: Op, env: Environment, graph: OpGraph) -> Sequence[Any]:
 
     k, c = op.num_consts, op.num_carry
     if op.kind is OpKind.SCAN:
-        avals = jax_compat.carried_avals(op.eqn.params)
+        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
 
         def body(carry: Any, xs: Any) -> Any:
             out = [*block(op.blocks[0], [*inputs[:k], *carry, *xs])]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpKind
-from autopar.ir.rewrite import Fresh, clone, reading
+from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
 from autopar.microbatch.forms import Form, State
-from autopar.microbatch.part_of_results import part_of_results, scan_equation
+from autopar.microbatch.part_of_results import part_of_results
 
 
 def apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tuple[Op, ...]:
@@ -44,7 +45,11 @@ def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tup
             read += inner.inputs
     sums = tuple(dict.fromkeys(a for a in read if isinstance(a, int) and states[a].form is Form.PARTIAL_SUM))
     stacks = tuple(fresh.value((op.trips, *v.shape), v.dtype, v.itemsize) for v in [fresh.values[s] for s in sums])
-    summing = replaced(op, outputs=(*op.outputs, *stacks), blocks=(replaced(body, outputs=(*body.outputs, *sums)),))
+    stacked = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in (fresh.values[s] for s in stacks)]
+    summing = replaced(
+        op, eqn=op.eqn.replace(outvars=[*op.eqn.outvars, *stacked]), outputs=(*op.outputs, *stacks),
+        blocks=(replaced(body, outputs=(*body.outputs, *sums)),),
+    )  # fmt: skip
     kept = {*op.outputs, *stacks} - late_results
     head = part_of_results(summing, kept)
     tail = part_of_results(_reading_sums(op, sums, stacks, fresh), late_results)
