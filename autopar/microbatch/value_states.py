@@ -68,8 +68,8 @@ class _StateFinder:
                 self.states[v] = State(form=Form.SPLIT, early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
-        for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
-            self._add(op, part, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
+        for op, of_part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
+            self._add(op, of_part, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
             dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
             for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
