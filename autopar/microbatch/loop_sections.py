@@ -89,11 +89,13 @@ class LoopSections:
         if blocks or not same:
             return
         apart = part_of_results(op, same)
-        if apart is None or any(self.states.of[v].form is not Form.INVARIANT for v in read_by(apart)):
+        read = read_by(apart) if apart is not None else ()
+        before = {v for v in read if self.states.of[v].early and self.states.of[v].form is Form.PARTIAL_SUM}
+        if apart is None or any(self.states.of[v].form is not Form.INVARIANT for v in read if v not in before):
             raise self._refusal(min(same), f"that {op.primitive} makes beside them")
         self.apart[op.outputs[0]] = apart
-        for v in read_by(apart):
-            self.after.add(v)
+        self.before |= before
+        self.after |= set(read) - before
 
     def _refusal(self, v: int, how: str) -> UnsupportedError:
         return UnsupportedError(

@@ -4,6 +4,7 @@
     python -m benchmarks.random_programs --programs 1 --seed 17             what becomes of program 17
     python -m benchmarks.random_programs --show 17                          its source
     python -m benchmarks.random_programs --shrink 17                        the smallest program that still fails
+    ... --rules             graphs of micro-batches run on one device, without plans: much faster
     ... --forms layers      each program as layers: scanned, unrolled, checkpointed, and with cast parameters
 
 Each program runs under the free search and some modes drawn by its seed: recipes, pins, schedules with 1 or 2 stages
@@ -23,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from autopar.sharding.rules import RuleBook  # noqa: E402
 from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
 from benchmarks.random_programs.forms import FORMS  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
-from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of  # noqa: E402
+from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of, modes_of_rules  # noqa: E402
 from benchmarks.random_programs.program import Program  # noqa: E402
 from benchmarks.row_processes import JobProcess, answer, jobs  # noqa: E402
 
@@ -86,9 +87,10 @@ class Row:
     outcome: Outcome
 
 
-def run_all(
-    seeds: Sequence[int], forms: Sequence[str], drawn: int, only: str, workers: int, limit_s: float
-) -> list[Row]:
+Modes = Callable[[Program], list[Mode]]
+
+
+def run_all(seeds: Sequence[int], forms: Sequence[str], modes: Modes, workers: int, limit_s: float) -> list[Row]:
     """Runs programs, some at a time, and begins none after `limit_s`; prints what is not equal."""
     end_s = time.perf_counter() + limit_s
     todo: queue.Queue[int] = queue.Queue()
@@ -103,9 +105,7 @@ def run_all(
                 seed = todo.get_nowait()
                 for form in forms:
                     program = generate(seed, form)
-                    for mode in modes_of(program, drawn):
-                        if only not in mode.name:
-                            continue
+                    for mode in modes(program):
                         row = Row(seed=seed, form=form, mode=mode, outcome=worker.run(program, mode))
                         rows.append(row)
                         _report(row)
@@ -163,7 +163,7 @@ def page(rows: Sequence[Row], args: argparse.Namespace, seconds: float) -> str:
     failures = [row for row in rows if row.outcome.failed]
     refusals = collections.Counter(_kind_of_refusal(row) for row in rows if row.outcome.kind == "refused")
     unlike = unlike_other_forms(rows)
-    forms = f" --forms {args.forms}" if args.forms != "plain" else ""
+    forms = (f" --forms {args.forms}" if args.forms != "plain" else "") + (" --rules" if args.rules else "")
     return "\n".join(
         [
             "# Random programs against plain jax.jit",
@@ -201,13 +201,11 @@ def _kind_of_refusal(row: Row) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", text)[:160]
 
 
-def shrink(seed: int, form: str, drawn: int, only: str) -> None:
+def shrink(seed: int, form: str, modes: Modes) -> None:
     """Prints the smallest program found that fails as the program of a seed does."""
     program, worker = generate(seed, form), Worker()
     try:
-        for mode in modes_of(program, drawn):
-            if only not in mode.name:
-                continue
+        for mode in modes(program):
             outcome = worker.run(program, mode)
             print(f"# {mode.text}: {outcome.kind} {outcome.reason}", flush=True)
             if outcome.failed:
@@ -248,6 +246,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others count on")
     parser.add_argument("--forms", default="plain", help=f"'layers', or some of {', '.join(FORMS)}")
     parser.add_argument("--drawn", type=int, default=3, help="modes of each program beside the free search")
+    parser.add_argument("--rules", action="store_true", help="graphs of micro-batches on one device, without plans")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more programs are begun")
@@ -262,16 +261,21 @@ def main() -> int:
     forms = FORMS[1:] if args.forms == "layers" else args.forms.split(",")
     if not set(forms) <= set(FORMS):
         parser.error(f"--forms {args.forms}: expected 'layers', or some of {', '.join(FORMS)}")
+
+    def modes(program: Program) -> list[Mode]:
+        found = modes_of_rules(program) if args.rules else modes_of(program, args.drawn)
+        return [mode for mode in found if args.only in mode.name]
+
     if args.show is not None:
         program = generate(args.show, forms[0])
-        print(program.source, *(f"# {mode.text}" for mode in modes_of(program, args.drawn)), sep="\n")
+        print(program.source, *(f"# {mode.text}" for mode in modes(program)), sep="\n")
         return 0
     if args.shrink is not None:
-        shrink(args.shrink, forms[0], args.drawn, args.only)
+        shrink(args.shrink, forms[0], modes)
         return 0
     start_s = time.perf_counter()
     seeds = range(args.seed, args.seed + args.programs)
-    rows = run_all(seeds, forms, args.drawn, args.only, args.workers, 60 * args.minutes)
+    rows = run_all(seeds, forms, modes, args.workers, 60 * args.minutes)
     text = page(rows, args, time.perf_counter() - start_s)
     print(text)
     if args.keep:

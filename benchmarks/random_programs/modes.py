@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import errors, recipes
+from autopar.frontend.tracing import trace
 from autopar.hardware import presets
+from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.plain_loop import run_graph
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
@@ -25,6 +28,7 @@ STEPS = 2
 TIME_LIMIT_S = 5.0
 SLOWNESS = 1e-4  # of the devices that are planned for, so that splitting next to nothing pays
 LIMITS = (0.6, 0.6, 0.8, 0.95)  # of the free plan's peak memory
+RULES = "rules of micro-batches"  # the mode that runs the graph of micro-batches on one device, without a plan
 KINDS = ("equal", "refused", "wrong", "refused without a line", "crash")
 
 
@@ -117,6 +121,13 @@ def modes_of(program: Program, drawn: int) -> list[Mode]:
             text, least = one(known)
             out.append(Mode(name="x64, recipes", devices=max(devices(), least), plan=f"recipes.{text}", x64=True))
     return list(dict.fromkeys(out))
+
+
+def modes_of_rules(program: Program) -> list[Mode]:
+    """The graph of two and three micro-batches, of those by which the batch divides; else of as many as examples."""
+    examples = program.batch[0].shape[0]
+    counts = [m for m in (2, 3) if examples % m == 0] or [examples]
+    return [Mode(name=RULES, devices=1, num_microbatches=m) for m in counts]
 
 
 # With the least number of devices.
@@ -258,7 +269,17 @@ class Bench:
         step._sources._rules = self.rules
         return step
 
+    def _in_micro_batches(self, count: int) -> Callable[..., Any]:
+        """The step by its graph over micro-batches, which is run as it stands."""
+        args = self.arguments(False)
+        traced = trace(self.module.step, args, names=("state", "batch"), donate=(0,), batch=(1,))
+        graph = micro_batched(traced, count, self.rules.setdefault(RULES, RuleBook()))
+        run = jax.jit(lambda leaves: run_graph(graph, leaves))
+        return lambda *args: jax.tree.unflatten(traced.out_tree, run(jax.tree.leaves(args)))
+
     def _parallel(self, mode: Mode) -> list[Any]:
+        if mode.name == RULES:
+            return self._results(self._in_micro_batches(mode.num_microbatches), *self.arguments(False))
         options = {}
         if mode.memory:
             options["memory_limit_bytes"] = int(mode.memory * self._peak(mode.devices))
@@ -275,7 +296,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x.astype({"float32": np.float64, "complex64": np.complex128}.get(str(x.dtype), x.dtype))
 
 
-_LINE = re.compile(r"program_\d+\.py:\d+")
+_LINE = re.compile(r"program_\w+\.py:\d+")
 # What the options themselves are wrong about: sizes, memory, an argument's name. No operation stands behind these.
 _OF_OPTIONS = (errors.MemoryLimitError, errors.BatchMismatchError, errors.InvalidArgumentError)
 

@@ -153,3 +153,20 @@ def test_on_devices(form, body, recipe):
     step, args = trained(through_layers(body, form)), (params_of(), examples(16))
     parallel = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False)
     assert_close(parallel(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
+
+
+def test_a_sum_over_inputs_that_each_layer_returns():
+    """It is known in front of the loop, and the layers return it beside what they make of examples."""
+
+    def step(p, b):
+        def loss(p):
+            def layer(h, w):
+                return h + jnp.tanh(h @ w), (b["label"].sum(), jnp.any(b["label"] == 1))
+
+            h, counts = jax.lax.scan(layer, b["x"], p["up"])
+            return jnp.square(h).mean(), counts
+
+        (value, counts), grads = jax.value_and_grad(loss, has_aux=True)(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), {"loss": value, "counts": counts}
+
+    check(step, params_of(), examples(12), 3)

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.random_programs.forms import FORMS
 from benchmarks.random_programs.generator import generate
-from benchmarks.random_programs.modes import Bench, Mode, difference, modes_of
+from benchmarks.random_programs.modes import Bench, Mode, difference, modes_of, modes_of_rules
 
 
 def test_a_seed_is_one_program():
@@ -62,3 +63,20 @@ def test_the_free_search_of_a_known_program_splits(tmp_path):
     bench = Bench(generate(2), {}, tmp_path)
     plan = bench._step(Mode(name="free search", devices=4)).plan(*bench.arguments(False))
     assert any(not s.is_fully_replicated for s in jax.tree.leaves((plan.state_shardings, plan.batch_shardings)))
+
+
+@pytest.mark.parametrize("seed", [501, 504])
+def test_a_program_as_layers_gives_the_same_in_each_form(seed, tmp_path):
+    """All but that of cast parameters compute the same; in micro-batches each form gives what plain jit makes of it."""
+    rules: dict = {}
+    losses = {}
+    for form in FORMS[1:]:
+        program = generate(seed, form)
+        bench = Bench(program, rules, tmp_path)
+        outcomes = [bench.run(mode) for mode in modes_of_rules(program)[:1]]
+        assert {outcome.kind for outcome in outcomes} <= {"equal", "refused"}, outcomes
+        results = jax.tree.leaves(bench.module.step(*bench.arguments(False)))
+        losses[form] = [np.asarray(x) for x in results]
+    for form in ("unrolled", "checkpointed"):
+        for a, b in zip(losses["scanned"], losses[form], strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
