@@ -144,7 +144,7 @@ def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> Unsupport
 
 def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
-    whole, part = hoist_draws(*split_known_results(whole, part))
+    whole, part = split_known_results(*hoist_draws(whole, part))
     follower = Follower(whole, part, num_microbatches, body_states=body_states)
     try:
         return _over_micro_batches(traced, whole, follower, rules)
@@ -186,7 +186,7 @@ def _accumulated(
 ) -> OpGraph:
     """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
     check_patterns(traced, whole)
-    whole, part = hoist_draws(*split_known_results(whole, build_graph(smaller, rules)))
+    whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
     follower = AccumulatingFollower(
         whole=whole,
         part=part,

@@ -263,7 +263,9 @@ def test_chunks_that_are_written_out(chunks, chunk):
 @pytest.mark.parametrize("weights", [(1.0, 2.0), (0.0, 1.0)])
 def test_chunks_that_are_written_out_with_weights(weights):
     def loss(p, h, y):
-        return sum(weight * of_chunk(p, *x)[0] for weight, x in zip(weights, zip(*halves(h, y)), strict=True))
+        return sum(
+            weight * of_chunk(p, *x)[0] for weight, x in zip(weights, zip(*halves(h, y), strict=True), strict=True)
+        )
 
     check(training(loss), state(), batch(), 2)
 
