@@ -28,6 +28,24 @@ def counted_examples(eqn: Any, part: Any, states: Sequence[State], parts: int) -
     return None if rule is None else rule(eqn, part, states, parts)
 
 
+def blocks_of_slices(eqn: Any, states: Sequence[State]) -> set[int]:
+    """In how many blocks examples would have to lie for an equation to cut an array between them; none of another one,
+    or where they lie in blocks already.
+    """
+    state = states[0]
+    if state.form is not Form.SPLIT or state.outer != 1 or state.uniform:
+        return set()
+    size = shape_of(eqn.invars[0])[state.dim]
+    if eqn.primitive.name == "slice":
+        bounds = [eqn.params[name][state.dim] for name in ("start_indices", "limit_indices")]
+    elif eqn.primitive.name == "split" and int(eqn.params["axis"]) == state.dim:
+        bounds = list(eqn.params["sizes"])
+    else:
+        return set()
+    blocks = size // math.gcd(size, *bounds)
+    return {blocks} if blocks > 1 else set()
+
+
 def _block(eqn: Any, operand: int, state: State) -> int:
     """The length of a block of an operand."""
     return shape_of(eqn.invars[operand])[state.dim] // state.outer

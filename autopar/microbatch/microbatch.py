@@ -10,6 +10,7 @@ step whose examples depend on one another is refused.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
@@ -143,8 +144,20 @@ def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> Unsupport
 
 def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
     """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
-    whole, part = hoist_draws(*split_known_results(whole, part))
-    return _over_micro_batches(traced, whole, Follower(whole, part, num_microbatches, body_states=body_states), rules)
+    whole, part = split_known_results(*hoist_draws(whole, part))
+    follower = Follower(whole, part, num_microbatches, body_states=body_states)
+    try:
+        return _over_micro_batches(traced, whole, follower, rules)
+    except MixedExamplesError as error:
+        blocks = math.lcm(*follower.wanted_blocks)
+        if blocks == 1 or num_examples(traced) % (blocks * num_microbatches):
+            raise
+        # A loss that is written out over chunks of the batch: a micro-batch has a part of each chunk.
+        in_blocks = Follower(whole, part, num_microbatches, body_states=body_states, blocks=blocks)
+        try:
+            return _over_micro_batches(traced, whole, in_blocks, rules)
+        except UnsupportedError:
+            raise error from None
 
 
 def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
@@ -173,7 +186,7 @@ def _accumulated(
 ) -> OpGraph:
     """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
     check_patterns(traced, whole)
-    whole, part = hoist_draws(*split_known_results(whole, build_graph(smaller, rules)))
+    whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
     follower = AccumulatingFollower(
         whole=whole,
         part=part,

@@ -22,7 +22,7 @@ from autopar.ir.rewrite import handed_on
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
-from autopar.microbatch.example_blocks import counted_examples, reshaped
+from autopar.microbatch.example_blocks import blocks_of_slices, counted_examples, reshaped
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
 from autopar.microbatch.example_rules import places_of_results, sums_over_examples
 from autopar.microbatch.forms import (
@@ -65,6 +65,9 @@ class Follower:
     `shard_map`, and what has a partitioner of its own. `updates` are those of state that run behind the loop, once for
     each micro-batch.
 
+    `blocks`: in so many blocks the examples of the batch's leaves are cut, of each of which a micro-batch has its part;
+    `wanted_blocks` are numbers that slices between examples would have.
+
     `shares[v]` are the positions of the operands that count once for the whole batch and that an operation with the
     first result v adds to sums over examples: each micro-batch reads a share of them, the operand divided by the number
     of micro-batches. They are found inside of loops, while `sharing`; elsewhere such a sum is added up behind the loop
@@ -84,6 +87,8 @@ class Follower:
     sharing: bool = False
     late: dict[int, Mapping[int, State]] = dataclasses.field(default_factory=dict)
     deferring: bool = False
+    blocks: int = 1
+    wanted_blocks: set[int] = dataclasses.field(default_factory=set)
 
     def same_shape(self, value: int) -> bool:
         return self.whole.values[value].shape == self.part.values[value].shape
@@ -171,6 +176,7 @@ class Follower:
         blocks = counted_examples(op.eqn, part.eqn, states, self.num_microbatches)
         if blocks is not None:
             return self._checked(op, blocks)
+        self.wanted_blocks |= blocks_of_slices(op.eqn, states)
         uniform = all(s.uniform for s in states if s.form is Form.SPLIT)
         outers = {s.outer for s in states if s.form is Form.SPLIT and not s.uniform} or {1}
         if len(outers) != 1:

@@ -65,7 +65,8 @@ class _StateFinder:
     def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
             if position in inputs_with_examples:
-                self.states[v] = State(form=Form.SPLIT, dim=inputs_with_examples[position], early=True, cut=True)
+                dim, outer = inputs_with_examples[position], self.follower.blocks
+                self.states[v] = State(form=Form.SPLIT, dim=dim, outer=outer, early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
         for op, part_op in zip(self.whole.block.ops, self.part.block.ops, strict=True):

@@ -37,7 +37,7 @@ def test_a_graph_that_is_cut_is_the_one_that_is_traced(name):
     t = traced(case.step, jax.eval_shape(case.init, jax.random.key(0)), small_steps.shapes(case.batch(0)))
     whole = build_graph(t, RULES)
     first = len(whole.block.inputs) - len(t.in_avals)
-    cut = cut_graph(whole, [first + i for i in example_leaves(t)], 2, RULES, t.name)
+    cut = cut_graph(whole, {first + i: dim for i, dim in example_leaves(t).items()}, 2, RULES, t.name)
     smaller = smaller_step(t, num_examples(t) // 2)
     part = build_graph(dataclasses.replace(smaller, jaxpr=with_literals_of(t.jaxpr, smaller.jaxpr, t.name)), RULES)
     assert [op.key for op in walk(cut.block)] == [op.key for op in walk(part.block)]
@@ -72,7 +72,7 @@ def test_arrays_that_a_scan_takes_and_does_not_read_are_cut_too():
     t = traced(step_of(loss), state_of(), batch_of())
     whole = build_graph(t, RULES)
     first = len(whole.block.inputs) - len(t.in_avals)
-    cut = cut_graph(whole, [first + i for i in example_leaves(t)], 2, RULES, t.name)
+    cut = cut_graph(whole, {first + i: dim for i, dim in example_leaves(t).items()}, 2, RULES, t.name)
     shapes = {cut.values[v].shape for op in cut.block.ops for v in op.outputs}
     assert not [shape for shape in shapes if EXAMPLES in shape]
 

@@ -241,3 +241,39 @@ def test_on_devices(recipe):
         step, plan=plans[recipe], cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False
     )
     assert_close(parallel(state(), batch()), expected)
+
+
+def halves(h, y):
+    """Two chunks of the flattened tokens, of half of the examples each."""
+    return jnp.split(h.reshape(-1, WIDTH), 2), jnp.split(y.reshape(-1), 2)
+
+
+def slices_of_examples(h, y):
+    size = len(h) // 2
+    return [h[:size], h[size:]], [y[:size], y[size:]]
+
+
+@pytest.mark.parametrize("chunk", [of_chunk, jax.checkpoint(of_chunk)], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("chunks", [halves, slices_of_examples])
+def test_chunks_that_are_written_out(chunks, chunk):
+    """A micro-batch has a part of each chunk."""
+    check(chunked(unrolled, chunks, chunk), state(), batch(), 4)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 2.0), (0.0, 1.0)])
+def test_chunks_that_are_written_out_with_weights(weights):
+    def loss(p, h, y):
+        return sum(
+            weight * of_chunk(p, *x)[0] for weight, x in zip(weights, zip(*halves(h, y), strict=True), strict=True)
+        )
+
+    check(training(loss), state(), batch(), 2)
+
+
+def test_chunks_that_read_one_another_are_refused():
+    def loss(p, h, y):
+        first, second = slices_of_examples(h, y)[0]
+        return jnp.square(first @ p["w"][0] * second[::-1]).sum()
+
+    with pytest.raises(UnsupportedError):
+        micro_batched(traced(training(loss), state(), batch()), 2, RULES)
