@@ -24,6 +24,7 @@ from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
 from autopar.kernels.local import local_rule
 from autopar.kernels.pallas_grid import is_pallas_call, with_unread_marked
+from autopar.kernels.run_island import PLACEMENTS
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -142,6 +143,8 @@ class _Builder:
             )
         if (product := as_grouped_product(eqn)) is not None:
             return self._equation(product, ins, stack, count, ops)
+        if name in PLACEMENTS:  # in the body of an island; those of the step are gone
+            return ins
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, ins, stack, count, ops)
         if (both := jax_local.transposed_first(eqn)) is not None:

@@ -55,8 +55,10 @@ class _Names:
             waiting = [self.graph.block.outputs[o]] if leaf in parameters else []
             while waiting:
                 value = waiting.pop()
-                op = maker.get(value) if isinstance(value, int) else None
-                if op is None or op.role is self.role or op.id in found:
+                if not isinstance(value, int) or value not in maker:
+                    continue
+                op = maker[value]
+                if op.role is self.role or op.id in found:
                     continue
                 if op.kind is OpKind.SCAN:  # what each turn makes of a stack, or adds to a sum
                     waiting.append(op.blocks[0].outputs[op.outputs.index(value)])
@@ -68,7 +70,7 @@ class _Names:
         return found
 
     def block(self, block: Block, updates: Mapping[int, str]) -> Block:
-        return dataclasses.replace(block, ops=tuple([self.op(op, updates) for op in block.ops]))
+        return dataclasses.replace(block, ops=_by_readers([self.op(op, updates) for op in block.ops]))
 
     def op(self, op: Op, updates: Mapping[int, str]) -> Op:
         if op.blocks:
@@ -78,8 +80,8 @@ class _Names:
         if of_parameter or op.kind is OpKind.BARRIER:
             for a, out in zip(op.inputs, op.outputs, strict=op.kind is OpKind.BARRIER):
                 self.pass_on(a, out)
-        elif op.module or name:
-            self.made_by |= dict.fromkeys(op.outputs, (op.module or name, op.role))
+        elif name and not op.module:
+            self.made_by |= dict.fromkeys(op.outputs, (name, op.role))
         return op if op.module or not name or op.kind is not OpKind.EQUATION else replaced(op, parameters=name)
 
     def pass_on(self, source: Atom, target: int) -> None:
@@ -108,6 +110,20 @@ class _Names:
                 for made, result in zip(block.outputs, op.outputs, strict=True):
                     self.pass_on(made, result)
         return replaced(op, blocks=tuple(blocks))
+
+
+def _by_readers(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Operations, of which one that reads nothing named has the name of the first that reads what it makes."""
+    named: list[Op] = []
+    reader: dict[int, str] = {}
+    for op in reversed(ops):
+        name = op.parameters or next((reader[v] for v in op.outputs if v in reader), "")
+        if name != op.parameters and not op.module and op.kind is OpKind.EQUATION:
+            op = replaced(op, parameters=name)
+        if name and not op.module:
+            reader |= dict.fromkeys((a for a in op.inputs if isinstance(a, int)), name)
+        named.append(op)
+    return tuple(reversed(named))
 
 
 def inputs_of_blocks(op: Op) -> list[tuple[Atom, ...]]:

@@ -4,7 +4,8 @@ An island is written for a mesh of its own. Each of its axes is a factor, the ma
 specs split by that axis, and the mesh axes that split the factor are the island's axis: all of it, or none. An axis
 that no mesh axes stand for is run on every device, part by part (`run_island`), which computes the same.
 
-What it does not take: islands that are manual over some axes only (`axis_names=`), and islands inside of islands.
+Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. What
+is not taken are islands inside of islands.
 """
 
 from __future__ import annotations
@@ -53,15 +54,13 @@ def island_of(eqn: Any) -> Island:
     mesh, params = eqn.params["mesh"], eqn.params
     sizes = {str(name): int(n) for name, n in mesh.shape.items()}
     manual = params.get("newly_manual_axes", params.get("manual_axes", frozenset(sizes)))
-    automatic = [name for name, n in sizes.items() if name not in manual and n > 1]
     inside = [e for e in jax_compat.equations_in(jax_compat.open_jaxpr(params["jaxpr"])) if is_island(e)]
-    if automatic or inside:
-        other = f"one that leaves {', '.join(automatic)} to the compiler" if automatic else "a shard_map inside of it"
+    if inside:
         raise UnsupportedError(
             where=f"shard_map at {jax_compat.source_line(eqn)}",
-            expected="a shard_map over all axes of its mesh, with none inside",
-            got=other,
-            hint="name all axes (leave axis_names out), and join nested calls of shard_map to one",
+            expected="a shard_map with none inside",
+            got="a shard_map inside of it",
+            hint="join nested calls of shard_map to one over the axes of both",
         )
     return Island(
         axes=tuple((name, n) for name, n in sizes.items() if name in manual),

@@ -87,11 +87,14 @@ class Pins:
         role = graph.forward_role
         modules = sorted({op.module for op in graph.ops() if op.role is role and op.module})
         modules = sorted({prefix for module in modules for prefix in _prefixes(module)})
+        by_parameters = sorted({op.parameters for op in graph.ops() if op.role is role and op.place == op.parameters})
         of_leaf: dict[int, Pin] = {}
         of_module: dict[str, Pin] = {}
         for pin in self.pins:
             hits = [i for i, path in enumerate(leaves) if matches(pin.pattern, path)]
             inside = [] if hits else [module for module in modules if matches(pin.pattern, module)]
+            if not hits and not inside:
+                inside = [path for path in by_parameters if path and matches(pin.pattern, path)]
             if not hits and not inside:
                 raise _names_nothing(pin, traced.name, [*leaves, *modules])
             for i in hits:
@@ -312,8 +315,8 @@ def _results_of(graph: OpGraph, module: str) -> list[int]:
 
     role = graph.forward_role
     forward = [op for op in graph.ops() if op.role is role]
-    made = [v for op in forward if is_inside(op.module) and not op.blocks for v in op.outputs]
-    read = {v for op in forward if not is_inside(op.module) for v in read_by(op)}
+    made = [v for op in forward if is_inside(op.place) and not op.blocks for v in op.outputs]
+    read = {v for op in forward if not is_inside(op.place) for v in read_by(op)}
     read |= {v for v in graph.block.outputs if isinstance(v, int)}
     return [v for v in made if v in read]
 

@@ -229,9 +229,19 @@ def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
     assert len(back["w"].sharding.device_set) == 8
 
 
-def test_a_leaf_that_is_no_array_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"\['f'\]: expected arrays.*got object"):
-        checkpointer(tmp_path).save(1, {"f": object()})
+@pytest.mark.parametrize("leaf", [{"a"}, np.array(["a"])], ids=["set", "array of text"])
+def test_a_leaf_that_is_neither_an_array_nor_static_is_refused(leaf, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"\['f'\]: expected arrays.*got (set|ndarray)"):
+        checkpointer(tmp_path).save(1, {"f": leaf})
+
+
+def test_a_function_in_a_state_is_taken_from_the_structure_that_it_is_restored_to(tmp_path):
+    with checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"f": jnp.sin, "w": jnp.arange(3.0)})
+        back = checkpoints.restore(like={"f": jnp.cos, "w": jnp.zeros(3)})
+        assert list(checkpoints.restore()) == ["w"]
+    assert back["f"] is jnp.cos
+    assert back["w"].tolist() == [0, 1, 2]
 
 
 def test_a_state_that_was_donated_is_refused(tmp_path):

@@ -129,11 +129,29 @@ def test_an_island_for_another_mesh_names_the_sizes_that_fit():
     assert f"{HERE}:" in caught.value.where
 
 
-def test_islands_that_are_manual_over_some_axes_are_refused():
-    island = jax.shard_map(
-        lambda x, w: jnp.tanh(x @ w), mesh=mesh_of(x=2, y=2), in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}
-    )
-    with pytest.raises(UnsupportedError, match="leaves y to the compiler") as caught:
+@pytest.mark.parametrize("recipe", [None, recipes.data_parallel(), PIPELINE], ids=["free", "data", "stages"])
+def test_axes_that_an_island_leaves_to_the_compiler_say_nothing(recipe):
+    def body(x, w):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, "y"))
+        return hidden * jax.lax.psum(jnp.sum(w[0]), "x")
+
+    mesh = mesh_of(x=2, y=2)
+    island = jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    with jax.set_mesh(mesh):
+        assert_equals_jit(step_of(island, "square"), recipe, 4, arguments())
+
+
+def test_islands_in_islands_are_refused_by_their_line():
+    def outer(x, w):
+        inner = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "y"),
+            in_specs=(P(None, "y"), P("y")), out_specs=P(), axis_names={"y"},
+        )  # fmt: skip
+        return inner(x, w)
+
+    mesh = mesh_of(x=2, y=2)
+    island = jax.shard_map(outer, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match="got a shard_map inside of it") as caught:
         parallel(step_of(island, "square"), None, 4).plan(*arguments())
     assert f"{HERE}:" in caught.value.where
 
