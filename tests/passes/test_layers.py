@@ -11,11 +11,13 @@ import pytest
 
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind
+from autopar.microbatch.plain_loop import read
 from autopar.passes import layer_labels
+from autopar.passes.assign_layers import assign_layers
 from autopar.passes.layers import find_layers, layer_ops, portable_ops
 from benchmarks.zoo.gpt import gpt, gpt_odd, gpt_remat
 from benchmarks.zoo.mlp import mlp
-from tests.sections import plain_step, zoo_step
+from tests.sections import plain_step, run, sectioned, traced_step, zoo_step
 from tests.small_steps import transformer
 
 
@@ -145,3 +147,28 @@ def test_parts_of_a_scan_are_layers_whatever_numbers_the_modules_around_them_hav
     ops = [SimpleNamespace(id=i, module=path) for i, path in enumerate(paths)]
     labels = layer_labels.module_labels(ops, [1, 1, 9, 9, 1], [2, 3], frozenset())
     assert labels == paths
+
+
+def test_only_what_is_equal_is_taken_for_computed_again():
+    """Two choices that differ in a literal, handed to one function, have equations of one text."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        y = x @ w
+        return jnp.sin(jnp.where(y > 0, 2.0, y)) * jnp.cos(jnp.where(y > 0, 3.0, y))
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean(layer(layer(x, w), w)))(w)
+
+    w, x = (np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32) for _ in range(2))
+    graph = sectioned(traced_step(step, w, x))
+    same_as = assign_layers(graph, find_layers(graph, flops_of)).same_as
+    values = dict(zip(graph.block.inputs, [*graph.constants, w, x], strict=True))
+    for op in graph.block.ops:
+        if op.kind is OpKind.ACCUMULATE:
+            values[op.outputs[0]] = values[op.inputs[0]]
+        else:
+            values.update(zip(op.outputs, run(op, lambda atom: read(values, atom), 0, 1), strict=True))
+    assert any(graph.values[v].shape == (4, 4) for v in same_as)
+    for v, first in same_as.items():
+        np.testing.assert_array_equal(values[v], values[first])
