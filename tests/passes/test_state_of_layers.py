@@ -110,7 +110,9 @@ def check(kind, plan):
     return {v.path: v.stages for v in step.plan(state, make_batch()).record.arguments if v.kind == "state"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "map" else ()) for kind in KINDS]
+)
 def test_state_of_a_layer_goes_with_its_stage(kind):
     stages = check(kind, recipes.pipeline(2, num_microbatches=2))
     assert set(stages.values()) == {(0, 1)}
