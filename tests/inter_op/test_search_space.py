@@ -1,16 +1,21 @@
 """Which numbers of stages a scan over layers is searched in, and what is said of the others; numbers of chunks."""
 
-from types import SimpleNamespace
-
 from autopar import Cluster
 from autopar.inter_op.search_space import chunk_numbers, own_meshes, stage_numbers, uneven_stages
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.split_scan import SplitStack, SplitStep
 from autopar.plan.options import PlanRequest
+
+
+def in_parts(*trips):
+    """A step whose scans are in one part for each layer, and have as much arithmetic as layers."""
+    stacks = tuple(SplitStack(trips=n, work=float(n), scopes=tuple(f"layers[{i}]" for i in range(n))) for n in trips)
+    return SplitStep(traced=None, arguments=(), results=(), part_of_argument=(), stacks=stacks)
 
 
 def test_stages_divide_the_layers_of_a_scan():
     cluster = Cluster.preset("dgx-h100", hosts=2)
-    six = SimpleNamespace(parts=6, trips=6)
+    six = in_parts(6)
     assert stage_numbers(six, cluster) == [1, 2]
     (rejection,) = uneven_stages(six, cluster)
     assert rejection.text == "4 stages of the scan's layers"
@@ -20,8 +25,22 @@ def test_stages_divide_the_layers_of_a_scan():
 
 def test_nothing_is_said_where_all_divide_or_nothing_is_scanned():
     cluster = Cluster.preset("dgx-h100")
-    assert uneven_stages(SimpleNamespace(parts=8, trips=8), cluster) == []
-    assert uneven_stages(SimpleNamespace(parts=1, trips=0), cluster) == []
+    assert uneven_stages(in_parts(8), cluster) == []
+    assert uneven_stages(in_parts(), cluster) == []
+
+
+def test_stages_of_several_on_a_group_divide_the_layers_too():
+    cluster = Cluster.preset("dgx-h100")
+    assert stage_numbers(in_parts(8), cluster) == [1, 2, 4, 8]
+    assert stage_numbers(in_parts(8), cluster, chunks=2) == [1, 2, 4]
+    assert stage_numbers(in_parts(12), cluster, chunks=3) == [1, 2, 4]
+
+
+def test_stages_divide_the_layers_of_each_of_several_scans():
+    cluster = Cluster.preset("dgx-h100")
+    assert stage_numbers(in_parts(4, 4), cluster) == [1, 2, 4, 8]
+    assert stage_numbers(in_parts(3, 3), cluster) == [1, 2, 4]  # in four, one scan is whole
+    assert stage_numbers(in_parts(5, 5), cluster) == [1, 2]
 
 
 def test_chunks_go_as_far_as_two_groups_have_layers():

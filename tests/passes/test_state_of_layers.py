@@ -8,6 +8,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.checkpoint import Checkpointer
 from tests.small_steps import assert_close
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
@@ -109,7 +110,9 @@ def check(kind, plan):
     return {v.path: v.stages for v in step.plan(state, make_batch()).record.arguments if v.kind == "state"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "map" else ()) for kind in KINDS]
+)
 def test_state_of_a_layer_goes_with_its_stage(kind):
     stages = check(kind, recipes.pipeline(2, num_microbatches=2))
     assert set(stages.values()) == {(0, 1)}
@@ -142,3 +145,24 @@ def test_what_mixes_layers_is_computed_on_all_of_them():
     parallel = autopar.parallelize(step, plan=recipes.pipeline(2, num_microbatches=2), show_progress=False)
     got, expected = parallel(more(), make_batch()), jax.jit(step)(more(), make_batch())
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, expected))
+
+
+def test_a_run_under_a_schedule_with_several_stages_on_a_group_goes_on_under_others(tmp_path):
+    """The state is one array for each leaf, with its layers in order: a checkpoint knows nothing of stages."""
+    plain, init = adam_of_each_layer()
+    expected = init()
+    for seed in range(2):
+        expected, _ = jax.jit(plain)(expected, make_batch(seed))
+    plans = recipes.pipeline(2, "zb-v", num_microbatches=4), recipes.data_parallel()
+    steps = [autopar.parallelize(plain, plan=plan, cache_dir=None, show_progress=False) for plan in plans]
+    state, _ = steps[0](steps[0].init(init), make_batch(0))
+    assert isinstance(state["w"], jax.Array)
+    np.testing.assert_allclose(state["w"][1:3], jax.jit(plain)(init(), make_batch(0))[0]["w"][1:3], rtol=1e-5)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, plan=steps[0])
+        checkpoints.wait()
+        for step in steps:
+            step.plan(jax.eval_shape(init), make_batch(0))
+            restored = checkpoints.restore(like=jax.eval_shape(init), step=step)
+            state, _ = step(restored, make_batch(1))
+            assert_close(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, expected))
