@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, with_options_of
-from autopar.compiler.write_values import planned_values, staged_values
 from autopar.compiler.whole_graph import program_graph
+from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs

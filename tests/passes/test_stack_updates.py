@@ -191,8 +191,7 @@ def test_a_condition_of_all_matrices_stays_one_and_one_of_each_is_not_stacked():
             return jax.lax.cond(predicate_of(g, count), lambda g: g @ g.T @ g, lambda g: g, g)
 
         def step(state, batch):
-            loss = lambda p: sum(jnp.mean((batch @ m) ** 2) for m in p)  # noqa: E731
-            grads = jax.grad(loss)(state["p"])
+            grads = jax.grad(lambda p: sum(jnp.mean((batch @ m) ** 2) for m in p))(state["p"])
             new = [p - direction(g, state["count"]) for p, g in zip(state["p"], grads, strict=True)]
             return {"p": new, "count": state["count"] + 1}, None
 
