@@ -43,7 +43,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     request = context.request
     if request.is_built_as_asked:
         context = context.after(advised(context))
-        return context.after(requested_pipelines(_without_stacks(context)))
+        return context.after(requested_pipelines(_for_stages(context)))
     if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
         check_state_fits(context)
     context = _bound(context)
@@ -56,16 +56,21 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         context = dataclasses.replace(context, to_beat_s=best.step_time_s)
     context = context.after(_pipelines_that_may_pay(context, best))
     if not context.candidates and not admits_one_program(context):
-        context = context.after(one_stage_candidates(_without_stacks(context)))
+        context = context.after(one_stage_candidates(_for_stages(context)))
     return context
 
 
-def _without_stacks(context: PlanningContext) -> PlanningContext:
-    """The context for stages, each of which updates its own layers."""
+def _for_stages(context: PlanningContext) -> PlanningContext:
+    """The context for stages, which cut the graph of the step without stacks: several stages update each its own
+    layers, and a single one that was asked for stacks what is left of the update.
+    """
     if not context.traced.stacked_over:
         return context
-    traced = dataclasses.replace(context.traced, stacked_over=0)
-    views = whole_graph(traced, context.rules, context.graphs)
+    plain = dataclasses.replace(context.traced, stacked_over=0)
+    views = whole_graph(plain, context.rules, context.graphs)
+    request = context.request
+    is_single = request.is_built_as_asked and (request.num_stages or 1) * (request.chunks or 1) == 1
+    traced = context.traced if is_single else plain
     return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
 
 
@@ -98,7 +103,7 @@ def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
 def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
     """The pipelines of the search over stages, or the reason for which the step has none."""
     try:
-        return list(pipeline_candidates(_without_stacks(context)))
+        return list(pipeline_candidates(_for_stages(context)))
     except (UnsupportedError, BatchMismatchError) as error:
         why = f"no pipeline was weighed: {error.where}: {error.got}"
         return [Rejection(source=PIPELINES, why=why, is_note=True, error=error)]

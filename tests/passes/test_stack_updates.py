@@ -216,6 +216,13 @@ def test_a_plan_from_a_file_has_its_stacks(tmp_path):
     check_equal(step, state, num_devices=4, plan=loaded)
 
 
+def test_one_stage_in_micro_batches_stacks_what_comes_after_them():
+    step, state = training(muon(1e-2), scanned=False)
+    plan = check_equal(step, state, num_devices=4, plan=autopar.recipes.combine(zero=3, num_microbatches=2))
+    assert plan.record.stacked_over == 4
+    assert plan.record.pipeline.num_microbatches == 2
+
+
 def test_stages_update_their_own_layers():
     step, state = training(muon(1e-2), scanned=False, layers=2)
     plan = check_equal(step, state, num_devices=4, plan=autopar.recipes.pipeline(2, num_microbatches=2))
