@@ -277,8 +277,8 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
     table = markdown(COLUMNS, [cells(name, rows) for name in names() if name in rows])
     RESULTS.write_text(
         "# Optimizers that work on whole matrices\n\n`python -m benchmarks.matrix_optimizers`: a decoder of width "
-        f"{WIDTH:,} on {CLUSTER}, {EXAMPLES} sequences of {LENGTH:,} tokens. `least`: the AdamW step and the optimizer's "
-        f"products and decompositions, shared out evenly.\n\nThe last row: {description()}\n\n{table}\n"
+        f"{WIDTH:,} on {CLUSTER}, {EXAMPLES} sequences of {LENGTH:,} tokens. `least`: the AdamW step and the products "
+        f"and decompositions of the optimizer, shared out evenly.\n\nThe last row: {description()}\n\n{table}\n"
     )
 
 

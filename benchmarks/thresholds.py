@@ -124,6 +124,14 @@ THRESHOLDS = [
     ),
     *_of("passes.fold_step", ("THIN_LAYER_OPS", "operations of a layer whose run ends are decided apart", "chain: 9")),
     *_of(
+        "passes.stack_updates",
+        (
+            "LEAST_INTENSITY",
+            "arithmetic for each byte from which on equal chains of the update are stacked",
+            "products with vectors: 0.5",
+        ),
+    ),
+    *_of(
         "sharding.padding",
         (
             "DIMENSION_WASTE",

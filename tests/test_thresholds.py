@@ -48,6 +48,7 @@ NONE = {
     "cost.xla_fusion.SEVERAL": "a mark, not a size",
     "ir.layout._PARTIAL": "a mark, not a size",
     "passes.layer_equivalence._NOWHERE": "a mark, not a size",
+    "passes.stack_updates._LONGEST_SCALE": "a limit of what is followed: beyond it a norm is made before the stack",
     "intra_op.spmd_search.EXPOSED_FRACTIONS": "both of cost.cost_model",
     "intra_op.baselines.ZERO_STAGES": "names of stages",
     "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",

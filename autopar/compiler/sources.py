@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 
 from autopar.attention.checks import check_attention
 from autopar.compiler.advice import advised
@@ -20,8 +22,12 @@ from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP
+from autopar.microbatch.smaller_step import num_examples
+from autopar.passes.split_scan import divisors
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.options import Effort
+from autopar.sharding.binding import Binding
+from autopar.sharding.parallelisms import data_axis
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
@@ -43,7 +49,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     request = context.request
     if request.is_built_as_asked:
         context = context.after(advised(context))
-        return context.after(requested_pipelines(_without_stacks(context)))
+        return context.after(requested_pipelines(_for_stages(context)))
     if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
         check_state_fits(context)
     context = _bound(context)
@@ -52,21 +58,51 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         context = context.after(advised(context))
         refuse_large_state(context)
     best = best_program(context)
-    if best is not None:
-        context = dataclasses.replace(context, to_beat_s=best.step_time_s)
+    context = context.after(_stage_with_stacks(context))
+    if best is not None or context.fastest_s < math.inf:
+        beaten_s = best.step_time_s if best is not None else math.inf
+        context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s))
     context = context.after(_pipelines_that_may_pay(context, best))
     if not context.candidates and not admits_one_program(context):
-        context = context.after(one_stage_candidates(_without_stacks(context)))
+        context = context.after(one_stage_candidates(_for_stages(context)))
     return context
 
 
-def _without_stacks(context: PlanningContext) -> PlanningContext:
-    """The context for stages, each of which updates its own layers."""
+def _for_stages(context: PlanningContext) -> PlanningContext:
+    """The context for stages, which cut the graph of the step without stacks: several stages update each its own
+    layers, and a single one that was asked for stacks what is left of the update.
+    """
     if not context.traced.stacked_over:
         return context
-    traced = dataclasses.replace(context.traced, stacked_over=0)
-    views = whole_graph(traced, context.rules, context.graphs)
+    plain = dataclasses.replace(context.traced, stacked_over=0)
+    views = whole_graph(plain, context.rules, context.graphs)
+    request = context.request
+    is_single = request.is_built_as_asked and (request.num_stages or 1) * (request.chunks or 1) == 1
+    traced = context.traced if is_single else plain
     return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
+
+
+def _stage_with_stacks(context: PlanningContext) -> Iterator[Candidate | Rejection]:
+    """One stage under ZeRO in the fewest micro-batches that fit, where no program fits: the update that comes after
+    them has stacks, which the search over stages does without.
+    """
+    request, traced = context.request, context.traced
+    is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
+    if not traced.stacked_over or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
+        return
+    binding, source = Binding(axes=(data_axis(3),), sizes=(None,)), "one stage with stacks"
+    for number in divisors(num_examples(traced) // context.cluster.num_devices)[1:]:
+        if context.deadline.passed:
+            return
+        asked = dataclasses.replace(request, binding=binding, num_stages=1, num_microbatches=number)
+        try:
+            found = list(requested_pipelines(_for_stages(dataclasses.replace(context, request=asked))))
+        except (UnsupportedError, BatchMismatchError) as error:
+            yield Rejection(source=source, why=f"{error.where}: {error.got}")
+            return
+        yield from (dataclasses.replace(candidate, source=source, name="ZeRO-3") for candidate in found)
+        if any(candidate.fits(context.limit_bytes) for candidate in found):
+            return
 
 
 def admits_one_program(context: PlanningContext) -> bool:
@@ -98,7 +134,7 @@ def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
 def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
     """The pipelines of the search over stages, or the reason for which the step has none."""
     try:
-        return list(pipeline_candidates(_without_stacks(context)))
+        return list(pipeline_candidates(_for_stages(context)))
     except (UnsupportedError, BatchMismatchError) as error:
         why = f"no pipeline was weighed: {error.where}: {error.got}"
         return [Rejection(source=PIPELINES, why=why, is_note=True, error=error)]

@@ -84,6 +84,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         fingerprint=traced.fingerprint,
         saved_names=traced.saved_names,
         blockwise_attention=traced.blockwise_attention,
+        stacked_over=staged.step.traced.stacked_over,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),

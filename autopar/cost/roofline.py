@@ -29,7 +29,8 @@ from autopar.sharding.strategies import Strategy
 # Primitives that XLA does not fuse into their neighbours. The others are elementwise, or only move or make values.
 _NOT_FUSED = MATRIX_PRODUCTS | DECOMPOSITIONS | {
     "gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k", "cumsum",
-    "cumprod", "cummax", "cummin", "cumlogsumexp", "fft", "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
+    "cumprod", "cummax", "cummin", "cumlogsumexp", "fft",
+    "reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
     "random_bits", "threefry2x32", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod",
     "reduce_xor", "argmax", "argmin", "concatenate", "dynamic_update_slice", "attention", "attention_backward",
     "kernel", "pallas_call", "ffi_call", "tpu_custom_call", "shard_map", "custom_partitioning", *cudnn.NAMES,

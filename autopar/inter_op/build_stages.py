@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.cached_attribute import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
+from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
@@ -38,6 +39,7 @@ from autopar.passes.layers import Layers, is_product
 from autopar.passes.remat import Recompute, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
 from autopar.passes.split_scan import SplitStep
+from autopar.passes.stack_updates import stack_updates
 from autopar.passes.stage_graph import StageGraph
 from autopar.passes.summed_products import with_summed_products
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
@@ -101,6 +103,8 @@ def cut_layers(
     """
     graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole, on_fewer), rules)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
+    if step.traced.stacked_over:
+        graph = stack_updates(graph, step.traced.stacked_over, flops_of, rules)
     return MicrobatchedStep(step=step, graph=graph, layers=layers_of(graph), hoist_casts=hoist_casts)
 
 

@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import graphlib
 import heapq
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -44,8 +44,9 @@ from autopar.ir.graph import (
     values_of,
     walk,
 )
-from autopar.ir.primitives import DECOMPOSITIONS, KERNEL_CALLS, MATRIX_PRODUCTS
+from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
 from autopar.ir.rewrite import renumbered
+from autopar.kernels.local import runs_locally
 from autopar.microbatch.cut_graph import cut_graph, with_rules
 from autopar.sharding.rules import RuleBook
 
@@ -182,13 +183,16 @@ def _is_heavy(op: Op) -> bool:
 
 
 def _can_be_stacked(op: Op) -> bool:
-    """Whether `jax.vmap` of the operation gives the same numbers."""
+    """Whether `jax.vmap` of the operation gives the same numbers: of random ones, and of code that jax does not see
+    into, nobody knows.
+    """
     if has_effects(op):
         return False
-    return all(
-        inner.kind in _KINDS and inner.primitive not in KERNEL_CALLS and not inner.primitive.startswith(("random", "rng"))
-        for inner in _with_inner(op)
-    )  # fmt: skip
+    for inner in _with_inner(op):
+        is_other = inner.primitive.startswith(("random", "rng")) or "callback" in inner.primitive
+        if inner.kind not in _KINDS or is_other or (inner.kind is OpKind.EQUATION and runs_locally(inner.eqn)):
+            return False
+    return True
 
 
 def _between(ops: Sequence[Op], heavy: Collection[int]) -> set[int]:
@@ -212,7 +216,7 @@ def _with_scales(
     ops: Sequence[Op],
     made: Mapping[int, Op],
     readers: Mapping[int, Sequence[Op]],
-    results: Collection[int],
+    results: Set[int],
 ) -> list[Op]:
     """The operations, and those that divide a matrix by its norm before them: a norm of a whole matrix sends nothing.
 

@@ -191,8 +191,7 @@ def test_a_condition_of_all_matrices_stays_one_and_one_of_each_is_not_stacked():
             return jax.lax.cond(predicate_of(g, count), lambda g: g @ g.T @ g, lambda g: g, g)
 
         def step(state, batch):
-            loss = lambda p: sum(jnp.mean((batch @ m) ** 2) for m in p)
-            grads = jax.grad(loss)(state["p"])
+            grads = jax.grad(lambda p: sum(jnp.mean((batch @ m) ** 2) for m in p))(state["p"])
             new = [p - direction(g, state["count"]) for p, g in zip(state["p"], grads, strict=True)]
             return {"p": new, "count": state["count"] + 1}, None
 
@@ -215,6 +214,13 @@ def test_a_plan_from_a_file_has_its_stacks(tmp_path):
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded.record.stacked_over == 4
     check_equal(step, state, num_devices=4, plan=loaded)
+
+
+def test_one_stage_in_micro_batches_stacks_what_comes_after_them():
+    step, state = training(muon(1e-2), scanned=False)
+    plan = check_equal(step, state, num_devices=4, plan=autopar.recipes.combine(zero=3, num_microbatches=2))
+    assert plan.record.stacked_over == 4
+    assert plan.record.pipeline.num_microbatches == 2
 
 
 def test_stages_update_their_own_layers():
