@@ -14,7 +14,7 @@ costs for one solution.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from autopar.cost.roofline import is_fusible
 from autopar.intra_op.choice_graph import ChoiceGraph, Layouts, Reshard
 from autopar.intra_op.masks import SECONDS, Masks
 from autopar.intra_op.symmetry import fold, joined
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import SUMMING
 from autopar.lowering.decisions import Relaxation
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.resharding import paths_by_size
@@ -122,26 +123,29 @@ def combinable(graph: OpGraph, weights: Weights) -> dict[int, float]:
     """
     found: dict[int, float] = {}
 
-    def of_block(block: Block) -> None:
+    def share(values: Iterable[int], sent: Collection[int]) -> None:
+        found.update(dict.fromkeys(values, sum(weights.of_value.get(v, 1.0) for v in values if v in sent)))
+
+    def of_block(block: Block, carried: Iterable[Atom]) -> None:
         is_light = {op.id: op.kind is OpKind.EQUATION and is_fusible(op.primitive) for op in block.ops}
         early = set(block.inputs)
         for op in block.ops:
             if is_light[op.id] and early.issuperset(read_by(op)):
                 early.update(op.outputs)
-        soon: set[int] = set()  # what is waited for before the update
+        soon = {v for v in carried if isinstance(v, int)}  # what is waited for before the update, or in the next turn
         for op in reversed(block.ops):
             passes_on = is_light[op.id] or op.primitive == "reduce_sum"
             if op.role is not Role.UPDATE and not (passes_on and soon.isdisjoint(op.outputs)):
                 soon.update(read_by(op))
-        made = [v for op in block.ops if op.role is not Role.UPDATE for v in op.outputs if v not in early]
-        gradients = [v for v in made if v not in soon]
-        for values in (gradients, early & soon):
-            found.update(dict.fromkeys(values, sum(weights.of_value.get(v, 1.0) for v in values)))
+        makers = [op for op in block.ops if op.role is not Role.UPDATE]
+        sums = {v for op in makers if op.blocks or op.primitive in SUMMING for v in op.outputs}
+        share([v for op in makers for v in op.outputs if v not in early and v not in soon], sums)
+        share(early & soon, block.inputs)
         for op in block.ops:
             for inner in op.blocks:
-                of_block(inner)
+                of_block(inner, inner.outputs[: op.num_carry] if op.kind is OpKind.SCAN else inner.outputs)
 
-    of_block(graph.block)
+    of_block(graph.block, ())
     return found
 
 

@@ -164,8 +164,8 @@ class PathsBySize:
         widening: float,
         latency_share: np.ndarray | float = 1.0,
     ) -> np.ndarray:
-        """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide, with
-        a share of the latencies, where other values have the rest of them.
+        """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide,
+        with a share of the latencies, where other values have the rest of them.
         """
         small, large = (at.fixed_s[rows, columns] + nbytes * at.s_per_byte[rows, columns] for at in self._tables)
         sent = [

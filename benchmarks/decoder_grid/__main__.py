@@ -1,10 +1,10 @@
 """The free search beside recipes, on decoders drawn at random: crashes, refusals, and what is faster than the search.
 
-    python -m benchmarks.decoder_grid --draws 20 --seed 0 [--processes 2] [--first 0] [--clusters dgx-h100 tpu-v5p:2x2x2]
-    python -m benchmarks.decoder_grid --draws 20 --run 4        four of the small ones on four CPU devices beside jit
-    python -m benchmarks.decoder_grid --draws 10 --memory       less and less memory, and every request that the search
-                                                                may take by itself: micro-batches, recomputation, recipes
-    python -m benchmarks.decoder_grid --draws 500 --keep        also writes results/decoder_grid.md
+    python -m benchmarks.decoder_grid --draws 20 --seed 0 [--processes 2] [--first 0] [--clusters dgx-h100 tpu-v6e:4x4]
+    python -m benchmarks.decoder_grid --draws 20 --run 4      four of the small ones on four CPU devices beside jit
+    python -m benchmarks.decoder_grid --draws 10 --memory     less and less memory, and every request that the search
+                                                              may take itself: micro-batches, recomputation, recipes
+    python -m benchmarks.decoder_grid --draws 500 --keep      also writes results/decoder_grid.md
 
 Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in a process of its own, in each
 of the ways of `benchmarks/decoder_grid/ways.py`; what takes more than `--limit` seconds is ended and counted. A way is
@@ -23,6 +23,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,32 +48,32 @@ Row = dict[str, Any]
 def rows_of(job: Row, limit_s: float) -> Iterator[Row]:
     """What comes of each way of a job. Where one takes too long, its process is ended, and another has the rest."""
     waiting = list(job["ways"])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
+    if not job["cluster"]:
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RUN_DEVICES}"
     while waiting:
         command = [sys.executable, "-m", "benchmarks.decoder_grid.ways", json.dumps({**job, "ways": waiting})]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
-        if not job["cluster"]:
-            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RUN_DEVICES}"
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-        errors: list[str] = []
-        threading.Thread(target=lambda child=child: errors.extend(child.stderr), daemon=True).start()
-        while waiting:
-            try:
-                line = lines.get(timeout=limit_s)
-            except queue.Empty:
-                line, why = None, {"hang": f"more than {limit_s:.0f} s"}
-            else:
-                why = {"crash": f"the process ended: {''.join(errors)[-300:]}"}
-            if line is None:
-                yield {"way": waiting.pop(0), **why}
-                break
-            waiting.pop(0)
-            yield json.loads(line)
-        child.kill()
-        child.wait()
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            lines: queue.Queue[str | None] = queue.Queue()
+            threading.Thread(target=_read, args=(child, lines), daemon=True).start()
+            while waiting:
+                try:
+                    line = lines.get(timeout=limit_s)
+                except queue.Empty:
+                    line, why = None, {"hang": f"more than {limit_s:.0f} s"}
+                else:
+                    errors.seek(0)
+                    why = {"crash": f"the process ended: {errors.read()[-300:]}"}
+                if line is None:
+                    yield {"way": waiting.pop(0), **why}
+                    break
+                waiting.pop(0)
+                yield json.loads(line)
+            child.kill()
+            child.wait()
 
 
 def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:

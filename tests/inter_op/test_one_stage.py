@@ -1,6 +1,7 @@
 """What is known of a step in one stage, and what is left out of a search for that."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import recipes
+from autopar.errors import MemoryLimitError
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op import search
@@ -132,3 +135,41 @@ def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
     assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
     builder.best_of[1, 4] = built, 150
     assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("124 bytes",)
+
+
+# One device, too little memory
+
+
+def blocks_step(weights, x):
+    """Six blocks, of each of which three arrays as large as the batch are kept."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = x + jax.nn.gelu(x @ w)
+        return jnp.mean(x**2)
+
+    value, grads = jax.value_and_grad(loss)(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+@pytest.mark.parametrize("limit_bytes", [600_000_000, 250_000_000])
+def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit_bytes):
+    args = [jax.ShapeDtypeStruct((256, 256), "float32")] * 6, jax.ShapeDtypeStruct((65_536, 256), "float32")
+
+    def step_time_s(**options):
+        try:
+            plan = autopar.plan(
+                blocks_step, *args, cluster="dgx-h100:1", memory_limit_bytes=limit_bytes, cache_dir=None,
+                show_progress=False, **options,
+            )  # fmt: skip
+        except MemoryLimitError:
+            return float("inf")
+        assert max(plan.predicted.peak_bytes) <= limit_bytes
+        return plan.predicted.step_time_s
+
+    requests = [{"num_microbatches": m} for m in (2, 4, 8)]
+    for m, policy in itertools.product((2, 4), ("matmuls every 2", "input")):
+        requests.append({"plan": recipes.combine(dp=1, num_microbatches=m, recompute=policy)})
+    of_requests_s = [step_time_s(**options) for options in requests]
+    assert step_time_s() <= min(of_requests_s) < float("inf")
+    assert float("inf") in of_requests_s

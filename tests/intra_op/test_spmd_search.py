@@ -4,8 +4,10 @@ import bisect
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar import Cluster, recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
@@ -106,3 +108,53 @@ def test_programs_on_one_mesh_share_their_tables(monkeypatch):
         bound = dataclasses.replace(context, request=recipe.request)
         again = search(bound)
     assert again[2] == 0
+
+
+def many_matrices(form, dtype):
+    """Twelve matrices of a megabyte, whose gradients the compiler adds up in one all-reduce."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w.astype(x.dtype)), None
+
+    body = jax.checkpoint(layer) if form == "checkpointed" else layer
+
+    def loss(weights, x):
+        x = x.astype(dtype)
+        if form == "scanned":
+            x, _ = jax.lax.scan(body, x, weights)
+        else:
+            for w in weights:
+                x, _ = body(x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(weights, x):
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    shape = jax.ShapeDtypeStruct((12, 512, 512) if form == "scanned" else (512, 512), jnp.float32)
+    weights = shape if form == "scanned" else [shape] * 12
+    return step, weights, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["unrolled", "scanned", "checkpointed"])
+def test_collectives_that_are_combined_share_one_latency(form, dtype):
+    """With a latency for each, no device would do less than all of the work."""
+    step, *args = many_matrices(form, dtype)
+    options = dict(cluster="dgx-h100", cache_dir=None, show_progress=False)
+    manual = autopar.plan(step, *args, plan=recipes.data_parallel(), **options)
+    found = autopar.plan(step, *args, **options)
+    assert found.predicted.step_time_s <= manual.predicted.step_time_s * (1 + NEARLY_EQUAL)
+    objective_s = manual.record.solver.objective_s
+    assert objective_s == pytest.approx(manual.predicted.step_time_s, rel=0.15)
+
+
+def test_manual_plans_are_priced_whatever_the_search_finds():
+    """A step so small that the best program of the search sends nothing."""
+    args = (MLP_STATE, MLP_BATCH)
+    plan = autopar.plan(mlp_step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False)
+    rejected = {r.text.rpartition(", ")[2] for r in plan.record.rejected if r.source == "baselines"}
+    assert rejected == {
+        "data parallelism", "ZeRO-1", "ZeRO-3", "tensor parallelism over 8", "state along its largest dimension",
+    }  # fmt: skip
+    assert all(r.step_time_s is not None or r.why for r in plan.record.rejected)
