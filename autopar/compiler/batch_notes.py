@@ -15,7 +15,7 @@ def batch_notes(traced: TracedStep, record: PlanRecord) -> Iterator[str]:
     """A note where several devices do the same work, and the examples cannot be split over them."""
     alike, wanted = max(summary.devices_alike(record, stage) for stage in range(summary.num_stages(record)))
     leaves = [i for i in sorted(traced.batch) if traced.in_avals[i].shape]
-    if alike == 1 or not leaves:
+    if alike == 1 or not leaves or not all(traced.in_avals[i].size for i in leaves):
         return
     by_loop = loops_over_first(traced) and not any(traced.example_dims.values())
     if by_loop or not any(traced.example_dim(i) is not None for i in leaves):
