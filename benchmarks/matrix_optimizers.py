@@ -1,7 +1,7 @@
 """Optimizers that work on whole matrices, beside AdamW: the predicted step, its collectives, and planning.
 
     python -m benchmarks.matrix_optimizers                    what the table does not have yet
-    python -m benchmarks.matrix_optimizers --again            all rows anew (a few minutes)
+    python -m benchmarks.matrix_optimizers --again            all rows anew (ten minutes)
     python -m benchmarks.matrix_optimizers muon "8 layers"    rows whose names have all these parts
 
 A decoder of width 4,096 on eight H100, its layers written out or scanned, planned in fresh processes with nothing
