@@ -178,8 +178,11 @@ class PassWriter:
     def as_read(self, forward: Atom, backward: Sequence[int]) -> Atom:
         """An array of the forward pass, or what the backward pass computes again for it rather than keep it."""
         again = backward[0] if backward else forward
-        is_kept = self.behind.get(again, again) == self.behind.get(forward, forward)
-        return forward if is_kept else again
+        return forward if self.root(again) == self.root(forward) else again
+
+    def root(self, atom: Atom) -> Atom:
+        """The value in front of the barriers that one passed."""
+        return self.behind.get(atom, atom) if isinstance(atom, int) else atom
 
     def as_known(self, found: _Found, use: Use, at: Labels) -> Labels:
         """The labels of a use's result, those of its own dimensions by the labels that the array is known to have."""
