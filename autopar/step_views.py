@@ -137,7 +137,8 @@ def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
 def batch_axes_of(step: Step, args: Sequence[Any]) -> dict[int, list[int | None]]:
     """The numbers of the arguments that hold examples, and of each of their leaves the dimension that counts them."""
     numbers = batch_argnums_of(step, args)
-    return dict(zip(numbers, step._arguments.axes_of([args[i] for i in numbers if i < len(args)]), strict=False))
+    batch = [set_apart(args[i]) for i in numbers if i < len(args)]
+    return dict(zip(numbers, step._arguments.axes_of(batch), strict=False))
 
 
 def function_of(step: Step) -> Callable[..., Any]:

@@ -286,7 +286,7 @@ def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples
 
 def _place(op: Op) -> str:
     line = jax_compat.source_line(op.eqn)
-    return f"{op.place or op.primitive} at {line}" if line else op.place or op.primitive
+    return f"{op.module or op.primitive} at {line}" if line else op.module or op.primitive
 
 
 def _rule_of(op: Op) -> str:

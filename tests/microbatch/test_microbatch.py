@@ -398,7 +398,7 @@ REFUSED = {
     "fixed_point": "reduce_max mixes",  # how long it iterates depends on all examples
     "clip": r"^CLIP at .*dot_general mixes the examples of the batch \(it reads examples in several places\)",
     "resnet": "^ResNet/BatchNorm_0 at .*reduce_sum mixes",
-    "nnx_model": r"reduce_sum at .*normalization.py.*reduce_sum mixes",
+    "nnx_model": r"reduce_sum at .*nnx_model.py.*reduce_sum mixes",
     "haiku_model": "^batch_norm at .*reduce_sum mixes",
     "gnn": r"gather mixes .* \(it addresses examples by their position",  # one graph of all: nodes read others
 }
