@@ -39,8 +39,8 @@ class StagedGraph:
 
 
 _FEWER_STAGES = (
-    "use fewer stages; layers are the model's numbered modules, its repeated matrix products, or those of a scan over state that the "
-    "step returns and donates (donate_argnums)"
+    "use fewer stages; layers are the model's numbered modules, its repeated matrix products, or those of a scan over "
+    "state that the step returns and donates (donate_argnums)"
 )
 
 
