@@ -50,7 +50,8 @@ def more_layers(graph: OpGraph) -> str:
     inside = [op for op in products if op.section is Section.FORWARD]
     before = [op for op in products if op.section is Section.BEFORE]
     if before and not inside and graph.num_microbatches > 1:
-        return f"use num_microbatches=1: {_made_at(before[0])} reads no example, and runs once for all micro-batches"
+        known = "works on what is known before the micro-batches, and runs once for all of them"
+        return f"use num_microbatches=1: {_made_at(before[0])} {known}"
     loops = {_made_at(op): op for op in inside if op.blocks}
     if len(loops) == 1 and all(op.blocks for op in inside):
         return f"{_FEWER_STAGES}; each trip of {next(iter(loops))} needs the parameters of all layers"
