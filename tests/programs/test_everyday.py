@@ -72,6 +72,10 @@ def test_rows_are_read_as_written(tmp_path):
     text = page(list(rows.values()))
     assert "- vae, refused (plan on dgx-h100:1 13): MemoryLimitError: too large" in text
     assert "KeyError" not in text
+    assert "- zero(3) on 2: 50 of 50 (all)" in text
+    (on_four,) = [line for line in text.splitlines() if line.startswith("- zero(3) on 4: 49 of 50")]
+    assert "nanogpt, " in on_four
+    assert "vae, " not in on_four.replace("vq_vae, ", "")
 
 
 @pytest.mark.slow
