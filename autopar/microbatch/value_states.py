@@ -156,8 +156,8 @@ class _StateFinder:
         if not is_heavy(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
-                of_batch = any(s.of_batch for s in states)
-                return [replaced(s, early=True, of_batch=of_batch, streams=False) for s in results]
+                has_rows = any(s.of_batch for s in states) or (self.num_microbatches == 1 and _draws_rows(op))
+                return [replaced(s, early=True, of_batch=has_rows, streams=False) for s in results]
             except CombinesExamples:
                 pass
         elif is_heavy(op) and any(s.form is Form.SPLIT or s.of_batch for s in states):  # for the examples of each
@@ -270,6 +270,13 @@ class _StateFinder:
 def _is_known(state: State) -> bool:
     """Whether a value is known before the first micro-batch and is not split over the loop."""
     return state.early and (not state.streams or state.form is Form.INVARIANT)
+
+
+def _draws_rows(op: Op) -> bool:
+    """Whether a step makes examples of its own: random numbers, or rows of an array such as a replay buffer."""
+    if op.primitive in ("gather", "dynamic_slice"):
+        return any(isinstance(a, int) for a in op.inputs[1:])
+    return op.primitive in ("random_bits", "random_gamma")
 
 
 def is_heavy(op: Op) -> bool:
