@@ -106,7 +106,7 @@ def makers(ops: Iterable[Op]) -> dict[int, Op]:
 
 
 def equal_values(block: Block) -> dict[int, int]:
-    """What a barrier of a block hands on, or a scan unchanged from trip to trip -> the value that it is equal to."""
+    """What a barrier of a block hands on, a scan from trip to trip, or each branch -> the value that it is equal to."""
     equal: dict[int, int] = {}
     for op in block.ops:
         pairs: Iterable[tuple[Atom, int]] = ()
@@ -114,6 +114,8 @@ def equal_values(block: Block) -> dict[int, int]:
             pairs = zip(op.inputs, op.outputs, strict=True)
         elif op.kind is OpKind.SCAN:
             pairs = [(op.inputs[op.num_consts + i], op.outputs[i]) for i in handed_on(op)]
+        elif op.kind is OpKind.COND:
+            pairs = [(op.inputs[1 + i], op.outputs[o]) for o, i in _handed_on_by_branches(op)]
         equal |= {out: equal.get(a, a) for a, out in pairs if isinstance(a, int)}
     return equal
 
@@ -123,6 +125,16 @@ def handed_on(scan: Op) -> frozenset[int]:
     (body,), equal = scan.blocks, equal_values(scan.blocks[0])
     pairs = zip(body.inputs[scan.num_consts :], body.outputs[: scan.num_carry], strict=False)
     return frozenset(i for i, (v, out) in enumerate(pairs) if isinstance(out, int) and equal.get(out, out) == v)
+
+
+def _handed_on_by_branches(cond: Op) -> set[tuple[int, int]]:
+    """(result, operand) of which each branch hands on the operand as the result."""
+    found = []
+    for branch in cond.blocks:
+        equal, position = equal_values(branch), {v: i for i, v in enumerate(branch.inputs)}
+        sources = [equal.get(a, a) if isinstance(a, int) else None for a in branch.outputs]
+        found.append({(o, position[v]) for o, v in enumerate(sources) if v in position})
+    return set.intersection(*found)
 
 
 def renumbered(graph: OpGraph) -> OpGraph:

@@ -203,8 +203,11 @@ def _product(weights: Sequence[float | None]) -> float | None:
 
 
 def _joined(op: Op, weighed: Sequence[tuple[State, float | None]]) -> float | None:
-    """The weight that all have, but for values that are the same in every micro-batch and join no sum over them."""
-    known = {w for s, w in weighed if w is not None and (s.form is not Form.INVARIANT or w != 1.0)}
+    """The weight that all have, but for values that are the same in every micro-batch and join no sum over them. What
+    each trip of a loop over examples adds joins one, as a micro-batch has some of the trips.
+    """
+    by_trip = any(s.form is Form.RUNNING for s, _ in weighed)
+    known = {w for s, w in weighed if w is not None and (s.form is not Form.INVARIANT or w != 1.0 or by_trip)}
     if len(known) > 1:
         raise CombinesExamples(op, "it adds a sum over examples to a mean over them")
     if known:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.common.records import replaced
 from autopar.ir.graph import Block, Op, OpKind, free_values, has_effects, read_by
-from autopar.ir.rewrite import scan_equation
+from autopar.ir.rewrite import handed_on, scan_equation
 
 
 def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
@@ -22,18 +22,18 @@ def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
     if op.kind is not OpKind.SCAN or free_values(op.blocks[0]):
         return None
     (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    unchanged = handed_on(op)
+    made = [body.inputs[k + i] if i in unchanged else a for i, a in enumerate(body.outputs)]
     results = {i for i, v in enumerate(op.outputs) if v in wanted}
     while True:
-        ops, read = _needed(body, [body.outputs[i] for i in results])
+        ops, read = _needed(body, [made[i] for i in results])
         positions = [i for i, v in enumerate(body.inputs) if v in read or i - k in results & set(range(op.num_carry))]
         carried = {i - k for i in positions if k <= i < n}
         if carried <= results:
             break
         results |= carried
     kept = sorted(results)
-    block = Block(
-        inputs=tuple(body.inputs[i] for i in positions), outputs=tuple(body.outputs[i] for i in kept), ops=tuple(ops)
-    )
+    block = Block(inputs=tuple(body.inputs[i] for i in positions), outputs=tuple(made[i] for i in kept), ops=tuple(ops))
     return replaced(
         op,
         eqn=scan_equation(op, positions).replace(outvars=[op.eqn.outvars[i] for i in kept]),

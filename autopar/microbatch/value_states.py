@@ -60,7 +60,7 @@ class _StateFinder:
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
         self.whole_operands: dict[int, frozenset[int]] = {}
-        self.in_one_block: set[int] = set()  # values known before the loop that are read beside examples in order
+        self.read_in_loop: set[int] = set()  # values that operations in the loop read, cut as their states say
 
     def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
@@ -112,6 +112,7 @@ class _StateFinder:
         for atom, out in zip(op.inputs, op.outputs, strict=True):
             assert isinstance(atom, int), "a barrier lets values through, no literals"
             self.passes[out] = atom
+            self.read_in_loop |= {atom, out}
         return [replaced(s, cut=False) if s.streams else s for s in states]
 
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
@@ -133,7 +134,7 @@ class _StateFinder:
 
     def _in_blocks_of_others(self, op: Op, states: list[State]) -> list[State]:
         """Cuts values that are known before the loop, such as masks that are drawn, into the blocks of the examples
-        that an equation reads them beside, if all that read them do.
+        that an equation reads them beside, if nothing in the loop reads them otherwise.
         """
         wanted = {(s.dim, s.outer) for s in states if s.form is Form.SPLIT and s.streams and not s.uniform}
         if op.kind is not OpKind.EQUATION or len(wanted) != 1:
@@ -143,11 +144,8 @@ class _StateFinder:
         for i, (atom, s) in enumerate(zip(op.inputs, states, strict=True)):
             if not isinstance(atom, int) or s.form is not Form.SPLIT or not s.cut or s.streams or s.uniform:
                 continue
-            if outer == 1:
-                self.in_one_block.add(atom)
-                continue
             are_blocks = self.whole.values[atom].shape[dim] % (outer * self.num_microbatches) == 0
-            if s.outer == 1 and s.dim == dim and are_blocks and atom not in self.in_one_block:
+            if s.outer == 1 and s.dim == dim and are_blocks and atom not in self.read_in_loop:
                 found[i] = self.states[atom] = replaced(s, outer=outer)
         return found
 
@@ -227,6 +225,7 @@ class _StateFinder:
         self.follower.sharing = self.follower.may_share(read)
         results = self.follower.follow(op, part, read, self.states)
         self.whole_operands[op.id] = read_whole
+        self.read_in_loop.update(read_by(op))
         return [replaced(s, early=early, streams=True, cut=False) for s in results]
 
     def _single(self, op: Op, states: list[State]) -> list[State]:

@@ -303,3 +303,27 @@ def test_losses_that_are_no_mean_are_refused(divisor):
 
     with pytest.raises(UnsupportedError, match="a loss that is a mean over examples"):
         graph_of(step_of(loss), state_of(), batch_of(), ("BatchNorm",), 3)
+
+
+def test_what_each_trip_of_a_loop_over_examples_adds_is_a_sum_over_trips():
+    """The penalty of all chunks counts as the whole batch's loop has it, in the loss as in the gradient."""
+
+    def loss(params, state, batch):
+        h, statistics = batch_norm(params, state, jnp.tanh(batch["x"] @ params["a"]))
+        errors = errors_of(params, batch, h)
+
+        def add(carry, chunk):
+            return (carry[0] + jnp.sin(chunk).sum(), carry[1] + params["v"] @ params["v"]), None
+
+        (total, penalty), _ = jax.lax.scan(add, (0.0, 0.0), errors.reshape(-1, 2))
+        return total / errors.shape[0] + penalty, {"state": statistics}
+
+    def state_with(v):
+        return state_of() | {"params": state_of()["params"] | {"v": v}}
+
+    v, batch = jnp.arange(3.0), batch_of()
+    traced, graph = graph_of(step_of(loss), state_with(v), batch, ("BatchNorm",), 3)
+    new, metrics = jax.tree.unflatten(traced.out_tree, run_graph(graph, jax.tree.leaves((state_with(v), batch))))
+    _, without = accumulated(loss, update, state_with(0.0 * v), batch, 3)
+    np.testing.assert_allclose(metrics["loss"], without["loss"] + BATCH / 2 * v @ v, rtol=1e-5)
+    np.testing.assert_allclose(new["params"]["v"], v - 0.1 * BATCH * v, rtol=1e-4)

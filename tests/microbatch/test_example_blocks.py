@@ -231,3 +231,49 @@ def test_a_kernel_for_each_example():
     graph = micro_batched(t, 2, RULES)
     got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves(args)))
     assert_close(got, jax.jit(step)(*args))
+
+
+def by_product(params, noise, rows):
+    return (noise @ params["out"] * rows.sum(-1, keepdims=True)).sum()
+
+
+def by_layers(params, noise, rows):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) * noise, None), rows, params["layers"])[0].sum()
+
+
+def by_examples(params, noise, rows):
+    return jax.lax.map(lambda x: (jnp.tanh(x[0] @ params["out"]) * x[1].sum()).sum(), (noise, rows)).sum()
+
+
+def by_branch(params, noise, rows):
+    def product(a, b):
+        return (a @ params["out"]).sum(-1) @ b[:, 0]
+
+    return jax.lax.cond(params["out"][0, 0] < 9, product, lambda *_: 0.0, noise, rows)
+
+
+def behind_a_barrier(params, noise, rows):
+    noise, rows = jax.lax.optimization_barrier((noise, rows))
+    return (jnp.tanh(noise * rows) @ params["out"]).sum()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize("reads", [by_product, by_layers, by_examples, by_branch, behind_a_barrier])
+def test_noise_is_not_cut_in_blocks_that_something_reads_beside_examples_in_order(reads, first):
+    def step(params, batch):
+        noise = jax.random.normal(jax.random.key(7), (2 * EXAMPLES, WIDTH))
+        in_order = jnp.stack([batch["a"], batch["b"]], 1).reshape(2 * EXAMPLES, WIDTH)
+        joined = jnp.concatenate([batch["a"], batch["b"]])
+        others = [reads(params, noise, in_order)] if first else []
+        blocks = (joined * noise @ params["out"]).sum(0)
+        return params, others, blocks, [] if first else reads(params, noise, in_order)
+
+    args = state(), batch()
+    t = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
+    try:
+        graph = micro_batched(t, 2, RULES)
+    except UnsupportedError:
+        assert not first or reads is not by_product
+        return
+    got = jax.tree.unflatten(t.out_tree, jax.jit(lambda x: run_graph(graph, x))(jax.tree.leaves(args)))
+    assert_close(got, jax.jit(step)(*args))

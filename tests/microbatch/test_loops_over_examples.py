@@ -156,6 +156,21 @@ def test_loops_and_branches_in_a_chunk():
     check(chunked(carried, flat, chunk), state(), batch())
 
 
+def test_branches_that_add_to_a_sum():
+    """Each branch of the backward pass hands the cotangent of the sum on."""
+
+    def loss(p, h, y):
+        def body(total, x):
+            def more(total):
+                return total + of_chunk(p, *x)[0]
+
+            return jax.lax.cond(x[1].sum() > 9, more, lambda total: total, total), None
+
+        return jax.lax.scan(body, jnp.square(p["w"]).sum(), flat(h, y))[0]
+
+    check(training(loss), state(), batch(), 4)
+
+
 def test_sums_that_an_inner_loop_goes_on_with():
     def loss(p, h, y):
         def add(carry, x):
