@@ -16,6 +16,7 @@ from autopar.calls.step_options import DEFAULT_ARGNUMS
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
 from autopar.executables.other_batches import peak_of_other_batch
+from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.microbatch.smaller_step import step_on
@@ -137,7 +138,8 @@ def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
 def batch_axes_of(step: Step, args: Sequence[Any]) -> dict[int, list[int | None]]:
     """The numbers of the arguments that hold examples, and of each of their leaves the dimension that counts them."""
     numbers = batch_argnums_of(step, args)
-    return dict(zip(numbers, step._arguments.axes_of([args[i] for i in numbers if i < len(args)]), strict=False))
+    batch = [set_apart(args[i]) for i in numbers if i < len(args)]
+    return dict(zip(numbers, step._arguments.axes_of(batch), strict=False))
 
 
 def function_of(step: Step) -> Callable[..., Any]:

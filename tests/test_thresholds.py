@@ -36,6 +36,8 @@ NONE = {
     "solver.anytime.compiled_loops.SAFETY": "rounding",
     "solver.stages.dynamic_program.EQUAL": "rounding",
     "microbatch.example_places.SHARED": "a mark, not a size",
+    "microbatch.forms.TRIPS": "a mark, not a size",
+    "passes.scan_stacks.MOST_STACKS": "a limit of what is followed: further loops stay whole",
     "cost.product_rate._REAL_PRODUCTS": "of a product of complex numbers",
     "kernels.carried_scratch.MOST_CELLS": "a limit of what is followed: beyond it a dimension stays whole",
     "kernels.grouped.WHOLE": "the only part of one",

@@ -62,7 +62,7 @@ class StepBatches:
     def put(self, data: Any, batch: str | None) -> Any:
         """As `Step.put_batch`."""
         mode = None if batch is None else checked_mode(batch, f"{self._name}.put_batch(batch=...)")
-        data = set_apart(data)
+        given, data = data, set_apart(data)
         if (latest := self._plans.latest()) is not None:
             self._check_structure(data, latest)
         for path, leaf in jax.tree_util.tree_flatten_with_path(data)[0]:
@@ -72,10 +72,10 @@ class StepBatches:
             placed = with_process_lost_errors(lambda: self._of_processes.put(mode, leaves, tree, self._planned))
             return jax.tree.unflatten(tree, placed)
         if latest is None:
-            return jax.tree.unflatten(tree, leaves)
+            return given
         shapes, shardings = self._planned()[-1]
         if [tuple(np.shape(leaf)) for leaf in leaves] != shapes:
-            return jax.tree.unflatten(tree, leaves)  # the call makes the plan of another shape, and puts it itself
+            return given  # the call makes the plan of another shape, and puts it itself
         return jax.tree.unflatten(tree, put(leaves, shardings()))
 
     def shardings_for(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[NamedSharding] | None:

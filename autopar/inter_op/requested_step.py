@@ -20,7 +20,7 @@ from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
 from autopar.inter_op.submeshes import part_of
 from autopar.ir.mesh import LogicalMesh
-from autopar.passes.assign_stages import balanced
+from autopar.passes.assign_stages import balanced, more_layers
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import split_scans
@@ -100,7 +100,7 @@ def equal_choice(
     first_layers = (
         layers_of_pieces(microbatched)
         if microbatched.step.parts > 1
-        else balanced(microbatched.layers, num_stages, rates * chunks)
+        else balanced(microbatched.layers, num_stages, rates * chunks, more_layers(microbatched.graph))
     )
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -114,6 +113,7 @@ class IntraOp:
         self.choices = ilp.choices
         self.masks = Masks(graph, self.choices, constraints) if constraints is not None else None
         self.relaxation: Relaxation | None = None
+        self._known_slacks_s: dict[bool, tuple[float, ...]] = {}
         ilp = fix_layouts(ilp, given.fixed)
         self._pinned = pinned_nodes(graph, self.choices, given.pins)
         ilp = charge_batch(ilp, graph, model)
@@ -127,15 +127,17 @@ class IntraOp:
         """Without prices, unfolded."""
         return self.base.problem
 
-    @functools.cached_property
-    def _slacks_s(self) -> dict[bool, tuple[float, ...]]:
-        """By whether what a loop reads may hide before it."""
-        return {ahead: slacks_s(self.graph, self.choices, self._least_s, before_loops=ahead) for ahead in (True, False)}
+    def _slacks_s(self, before_loops: bool) -> tuple[float, ...]:
+        """The slack of each resharding. `before_loops`: whether what a loop reads may hide before it."""
+        if before_loops not in self._known_slacks_s:
+            found = slacks_s(self.graph, self.choices, self._least_s, before_loops=before_loops)
+            self._known_slacks_s[before_loops] = found
+        return self._known_slacks_s[before_loops]
 
     @property
     def sends_before_loops(self) -> bool:
         """Whether anything can be sent that a loop reads."""
-        return self._slacks_s[True] != self._slacks_s[False]
+        return self._slacks_s(True) != self._slacks_s(False)
 
     def _relax(self, time_limit_s: float, rounds: int) -> None:
         """Drops as few of the contradicting constraints as make the problem solvable."""
@@ -166,7 +168,7 @@ class IntraOp:
         """
         solver_input = self.base if prices is None else price_memory(self.base, self.graph, prices)
         if exposure.fraction != 1.0:
-            solver_input = discount_overlap(solver_input, self._slacks_s[exposure.before_loops], exposure.fraction)
+            solver_input = discount_overlap(solver_input, self._slacks_s(exposure.before_loops), exposure.fraction)
         tied, undo = solver.tie(solver_input.problem, self.classes)
         solution = solver.solve(
             tied, time_limit_s=time_limit_s, relative_gap=RELATIVE_GAP, rounds=rounds, cutoff=cutoff_s

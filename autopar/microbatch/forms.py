@@ -49,12 +49,13 @@ class State:
     `dim`, `outer`: dimension `dim` of a SPLIT (or `TRIPS`) holds `outer` blocks, each with the examples in order; for
     `outer` 1, micro-batch i has the i-th of equal slices. `uniform`: along `dim` all slices of a SPLIT are alike, so
     that they are any number of blocks (`outer` is 1). `zero`: all elements are zero. `early`: the whole value can be
-    computed before the first micro-batch. `of_batch`: such a value, of one micro-batch, mixes examples, and is no part
-    of the state. `streams`: the value is computed for each micro-batch; other values are known before or after the
-    loop. `cut`: the SPLIT is a slice of the whole value, and is not computed. `cause`: the operation that combined
-    examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays the parts of its devices side by side, where that
-    is not by example; only islands read such a SPLIT. `weight`: the whole batch's value is that many times what its
-    form says; other than 1 only where literals are a micro-batch's (`accumulation`).
+    computed before the first micro-batch. `of_batch`: such a value, of one micro-batch, mixes examples, or has rows
+    that the step draws itself, and is no part of the state. `streams`: the value is computed for each micro-batch;
+    other values are known before or after the loop. `cut`: the SPLIT is a slice of the whole value, and is not
+    computed. `cause`: the operation that combined examples (PARTIAL_SUM and UNAVAILABLE). `laid`: how an island lays
+    the parts of its devices side by side, where that is not by example; only islands read such a SPLIT. `weight`: the
+    whole batch's value is that many times what its form says; other than 1 only where literals are a micro-batch's
+    (`accumulation`).
     """
 
     form: Form

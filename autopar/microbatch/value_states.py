@@ -154,8 +154,8 @@ class _StateFinder:
         if not is_heavy(op) and not any(s.cut for s in states):
             try:
                 results = self.follower.follow(op, part, states, self.states)
-                of_batch = any(s.of_batch for s in states)
-                return [replaced(s, early=True, of_batch=of_batch, streams=False) for s in results]
+                has_rows = any(s.of_batch for s in states) or (self.num_microbatches == 1 and _draws_rows(op))
+                return [replaced(s, early=True, of_batch=has_rows, streams=False) for s in results]
             except CombinesExamples:
                 pass
         elif is_heavy(op) and any(s.form is Form.SPLIT or s.of_batch for s in states):  # for the examples of each
@@ -271,6 +271,13 @@ def _is_known(state: State) -> bool:
     return state.early and (not state.streams or state.form is Form.INVARIANT)
 
 
+def _draws_rows(op: Op) -> bool:
+    """Whether a step makes examples of its own: random numbers, or rows of an array such as a replay buffer."""
+    if op.primitive in ("gather", "dynamic_slice"):
+        return any(isinstance(a, int) for a in op.inputs[1:])
+    return op.primitive in ("random_bits", "random_gamma")
+
+
 def is_heavy(op: Op) -> bool:
     """Whether an operation, or one in its blocks, is not worth doing for the whole batch outside of the loop."""
     if op.kind is not OpKind.EQUATION:
@@ -285,7 +292,7 @@ def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples
 
 def _place(op: Op) -> str:
     line = jax_compat.source_line(op.eqn)
-    return f"{op.place or op.primitive} at {line}" if line else op.place or op.primitive
+    return f"{op.module or op.primitive} at {line}" if line else op.module or op.primitive
 
 
 def _rule_of(op: Op) -> str:

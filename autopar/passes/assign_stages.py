@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.rewrite import Fresh, clone, makers, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
-from autopar.passes.layers import Layers
+from autopar.passes.layers import Layers, is_product
 
 _ADDITIONS = frozenset({"add", "add_any", "sub"})
 _FOLLOWERS = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"})
@@ -37,9 +38,36 @@ class StagedGraph:
         return 1 + max(self.stages, default=0)
 
 
-def balanced(layers: Layers, num_stages: int, rates: Sequence[float] = ()) -> tuple[int, ...]:
+_FEWER_STAGES = (
+    "use fewer stages; layers are the model's numbered modules, its repeated matrix products, or those of a scan over "
+    "state that the step returns and donates (donate_argnums)"
+)
+
+
+def more_layers(graph: OpGraph) -> str:
+    """What to do where a step has fewer layers than stages are asked for."""
+    products = [op for op in graph.block.ops if op.role is not Role.BACKWARD and is_product(op)]
+    inside = [op for op in products if op.section is Section.FORWARD]
+    before = [op for op in products if op.section is Section.BEFORE]
+    if before and not inside and graph.num_microbatches > 1:
+        known = "works on what is known before the micro-batches, and runs once for all of them"
+        return f"use num_microbatches=1: {_made_at(before[0])} {known}"
+    loops = {_made_at(op): op for op in inside if op.blocks}
+    if len(loops) == 1 and all(op.blocks for op in inside):
+        return f"{_FEWER_STAGES}; each trip of {next(iter(loops))} needs the parameters of all layers"
+    return _FEWER_STAGES
+
+
+def _made_at(op: Op) -> str:
+    line = jax_compat.source_line(op.eqn)
+    return f"the {op.primitive} at {line}" if line else f"the {op.place or op.primitive}"
+
+
+def balanced(
+    layers: Layers, num_stages: int, rates: Sequence[float] = (), hint: str = _FEWER_STAGES
+) -> tuple[int, ...]:
     """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest, where
-    each stage works at its rate (none given: all alike).
+    each stage works at its rate (none given: all alike). `hint` is that of the error (`more_layers`).
 
     Raises: InvalidArgumentError when there are fewer layers than stages.
     """
@@ -49,8 +77,7 @@ def balanced(layers: Layers, num_stages: int, rates: Sequence[float] = ()) -> tu
             where="stages",
             expected=f"at most one stage a layer ({n} layers)",
             got=f"{num_stages} stages",
-            hint="use fewer stages; layers are the model's numbered modules, its repeated matrix products, or those of "
-            "a scan over state that the step returns and donates (donate_argnums)",
+            hint=hint,
         )
     before = [0.0, *itertools.accumulate(layers.flops)]
     # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.

@@ -23,12 +23,11 @@ from pathlib import Path
 
 from benchmarks.everyday import STEPS
 from benchmarks.everyday.rows import append, load, page
-from benchmarks.everyday.running import FAILED, HANG, WAYS, Bench, Job, Row, jobs_of, run
+from benchmarks.everyday.running import DEVICES, FAILED, HANG, WAYS, Bench, Job, Row, jobs_of, run
 from benchmarks.machine import CHEAP_COMPILATION
 from benchmarks.row_processes import JobProcess, answer, jobs
 
 RESULTS = Path(__file__).parent.parent / "results" / "everyday.jsonl"
-DEVICES = (1, 2, 4, 8)
 TIMEOUT_S = 900.0  # of one job, also on a machine that does much else
 UNITS_IN_A_PROCESS = 24  # the first plan of a process derives the rules of sharding, for ten seconds
 

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.everyday import MIXING, ONE_LAYER, STEPS
-from benchmarks.everyday.running import CALLS, EQUAL, EXCUSED, FAILED, KINDS, LIMIT_S, WAYS, Job, Row
+from benchmarks.everyday.running import (
+    CALLS,
+    DEVICES,
+    EQUAL,
+    EXCUSED,
+    FAILED,
+    KINDS,
+    LIMIT_S,
+    WAYS,
+    Job,
+    Row,
+    jobs_of,
+)
 from benchmarks.machine import description, markdown
 
 
@@ -40,7 +53,8 @@ def page(rows: Sequence[Row]) -> str:
         f"`python -m benchmarks.everyday`: {len({row.job.step for row in run})} steps, {CALLS} calls each on virtual "
         "CPU devices against plain `jax.jit`. Equal: whole numbers and NaNs the same, floats within 8 times what "
         "rounding of the arguments makes of them and 32 units in the last place of the leaf's largest. Excused: "
-        "refused, where the result is one of the whole batch, which its parts do not have (below). Slow: equal, "
+        "refused, where the result is one of the whole batch, which its parts do not have, or one loop has all layers "
+        "(below). Slow: equal, "
         f"after more than {LIMIT_S:.0f} s of processor time for planning and calls. {description()}",
         "",
         *_runs(run),
@@ -51,9 +65,26 @@ def page(rows: Sequence[Row]) -> str:
     lines += ["", "## Failures", "", *(_grouped(failed) or ["None."])]
     lines += ["", "## Excused", "", *(f"- {step}: {why}" for step, why in (MIXING | ONE_LAYER).items())]
     lines += ["", *_grouped([row for row in rows if row.kind == EXCUSED])]
+    lines += ["", "## Not run yet", "", *(_not_run(run) or ["None."])]
     near = [row for row in rows if row.kind == EQUAL and row.said]
     lines += ["", "## Equal from another random key", "", *(_grouped(near) or ["None."])]
     return "\n".join(lines) + "\n"
+
+
+def _not_run(rows: Sequence[Row]) -> list[str]:
+    """The jobs of the whole table that have no row."""
+    have = {row.job.key for row in rows}
+    wanted: dict[tuple[str, int], list[Job]] = collections.defaultdict(list)
+    for step, devices in itertools.product(STEPS, DEVICES):
+        for job in jobs_of(step, devices, list(WAYS)):
+            wanted[job.way, devices].append(job)
+    lines = []
+    for (way, devices), jobs in wanted.items():
+        missing = [job.step for job in jobs if job.key not in have]
+        if missing:
+            which = "all" if len(missing) == len(jobs) else ", ".join(missing)
+            lines.append(f"- {way} on {devices}: {len(missing)} of {len(jobs)} ({which})")
+    return lines
 
 
 def _runs(rows: Sequence[Row]) -> list[str]:

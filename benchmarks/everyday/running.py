@@ -19,6 +19,7 @@ from benchmarks.random_programs.modes import slow_cluster
 from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of
 
 BATCH = 8
+DEVICES = (1, 2, 4, 8)
 CALLS = 2
 LIMIT_S = 30.0  # of processor time, for planning and two calls
 STAGES, STAGES_WHOLE, MICROBATCHES = "two stages", "two stages, whole batch", "two micro-batches"

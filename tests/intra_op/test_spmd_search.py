@@ -149,7 +149,7 @@ def test_collectives_that_are_combined_share_one_latency(form, dtype):
     assert objective_s == pytest.approx(manual.predicted.step_time_s, rel=0.15)
 
 
-def test_manual_plans_are_priced_whatever_the_search_finds():
+def test_manual_plans_are_weighed_whatever_the_search_finds():
     """A step so small that the best program of the search sends nothing."""
     args = (MLP_STATE, MLP_BATCH)
     plan = autopar.plan(mlp_step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False)
@@ -158,3 +158,13 @@ def test_manual_plans_are_priced_whatever_the_search_finds():
         "data parallelism", "ZeRO-1", "ZeRO-3", "tensor parallelism over 8", "state along its largest dimension",
     }  # fmt: skip
     assert all(r.step_time_s is not None or r.why for r in plan.record.rejected)
+
+
+def test_manual_plans_that_a_bound_leaves_out_are_not_faster():
+    step, args, fixed = mlp_step, (MLP_STATE, MLP_BATCH), {"cluster": "dgx-h100", "cache_dir": None}
+    plan = autopar.plan(step, *args, **fixed, show_progress=False)
+    bounded = [r for r in plan.record.rejected if r.source == "baselines" and "no program on its mesh" in r.why]
+    assert {"data parallelism", "ZeRO-1", "ZeRO-3"} <= {r.text for r in bounded}
+    for recipe in (autopar.recipes.data_parallel(), autopar.recipes.zero(1), autopar.recipes.zero(3)):
+        manual = autopar.plan(step, *args, **fixed, plan=recipe, show_progress=False)
+        assert manual.predicted.step_time_s >= plan.predicted.step_time_s

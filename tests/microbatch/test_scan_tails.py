@@ -137,7 +137,7 @@ def test_half_precision_that_is_too_narrow_for_a_sum():
 
 def test_a_sum_that_examples_read_is_refused_by_its_line():
     def body(h, w, shared):
-        return h * w["gain"] / jnp.sqrt(jnp.square(h).mean()), None
+        return h @ w["up"] / jnp.sqrt(jnp.square(h).mean()), None
 
     with pytest.raises(MixedExamplesError, match=r"test_scan_tails.py.*\n?.*sqrt mixes the examples"):
         check(trained(through_layers(body, "scan")), params_of(), examples(12), 3)

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import re
 import textwrap
 
 import jax
@@ -12,11 +13,14 @@ import pytest
 
 from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Section, read_by
+from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
-from autopar.passes.assign_stages import assign, balanced
+from autopar.passes.assign_stages import assign, balanced, more_layers
 from autopar.passes.layer_equivalence import layer_kinds, members_of
 from autopar.passes.layers import Layers, find_layers
+from autopar.sharding.rules import RuleBook
 from benchmarks.zoo.encoder_decoder import encoder_decoder
 from benchmarks.zoo.gpt import gpt, gpt_bf16, gpt_remat
 from benchmarks.zoo.mlp import mlp
@@ -264,6 +268,25 @@ def test_balanced_cuts_are_those_of_trying_all():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"3 layers.*5 stages"):
         balanced(of_layers(1.0, 1.0, 1.0), 5)
+
+
+def test_what_to_do_where_layers_are_too_few():
+    """A loop with all products, such as a user's own over micro-batches, and rows that the step draws itself."""
+    w, x = np.ones((4, 4), np.float32), np.ones((8, 2, 4), np.float32)
+
+    def of_own_loop(w, batch):
+        return jax.lax.scan(lambda total, x: (total + jnp.sum(jnp.tanh(x @ w) @ w), None), 0.0, batch)[0]
+
+    def of_buffer(w, batch):
+        return jnp.sum(jnp.tanh(w[jnp.arange(8) % 4] @ w) @ w)
+
+    def hint(loss_fn, num_microbatches):
+        traced = trace(sgd(loss_fn), (w, x), names=("w", "batch"), donate=(0,), batch=(1,))
+        return more_layers(micro_batched(traced, num_microbatches, RuleBook()))
+
+    assert re.search(r"each trip of the scan at .*test_assign_stages.py:\d+", hint(of_own_loop, 1))
+    assert re.search(r"use num_microbatches=1: the dot_general at .*test_assign_stages.py:\d+", hint(of_buffer, 2))
+    assert hint(of_buffer, 1).startswith("use fewer stages")
 
 
 @pytest.mark.parametrize("cut", [(), (1,), (0, 0), (0, 2, 1), (0, 9)])

@@ -82,6 +82,28 @@ def factor_of_each_layer(update):
     }
 
 
+def leaf_that_no_layer_reads():
+    """Adafactor's statistics of each leaf, also of one that the scan's body does not read; and an average."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=WIDTH)
+
+    def step(state, batch):
+        def loss_fn(params):
+            x, _ = jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p["w"]), None), batch["x"], params)
+            return jnp.mean(x**2)
+
+        loss, g = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(g, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        average = optax.incremental_update(params, state["average"], 0.1)
+        return {"params": params, "opt": opt, "average": average}, loss
+
+    def init():
+        params = {"w": make_weights(), "b": jnp.ones((LAYERS, WIDTH))}
+        return {"params": params, "opt": tx.init(params), "average": jax.tree.map(jnp.copy, params)}
+
+    return step, init
+
+
 def in_blocks(function, args):
     return jax.lax.map(function, args, batch_size=2)
 
@@ -97,10 +119,11 @@ KINDS = {
     "blocks": lambda: factor_of_each_layer(in_blocks),
     "vmap": lambda: factor_of_each_layer(all_at_once),
 }
+UNREAD = {"unread": leaf_that_no_layer_reads}
 
 
 def check(kind, plan):
-    plain, init = KINDS[kind]()
+    plain, init = (KINDS | UNREAD)[kind]()
     step = autopar.parallelize(plain, plan=plan, cache_dir=None, show_progress=False)
     state, expected = init(), init()
     for seed in range(2):
@@ -116,6 +139,12 @@ def check(kind, plan):
 def test_state_of_a_layer_goes_with_its_stage(kind):
     stages = check(kind, recipes.pipeline(2, num_microbatches=2))
     assert set(stages.values()) == {(0, 1)}
+
+
+def test_a_leaf_that_no_layer_reads():
+    """It belongs to no layer, so it is whole somewhere; what the layers read is with them all the same."""
+    stages = check("unread", recipes.pipeline(2, num_microbatches=2))
+    assert stages["state['params']['w']"] == stages["state['average']['w']"] == (0, 1)
 
 
 def test_counts_of_one_layer_a_stage():
