@@ -97,8 +97,9 @@ class CallArguments:
                 lambda axis, part: found.extend([axis] * len(jax.tree.leaves(part))),
                 axes, argument, is_leaf=lambda axis: axis is None,
             )  # fmt: skip
-        except (ValueError, TypeError) as error:
-            raise self._wrong_axis(str(error).split("\n")[0]) from None
+        except (ValueError, TypeError):
+            paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
+            raise self._wrong_axis(f"another tree than that of the leaves {', '.join(paths):.80}") from None
         return found
 
     def _example_dim(self, axis: Any, leaf: Any) -> int | None:

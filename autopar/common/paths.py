@@ -15,7 +15,7 @@ from typing import Any
 # The parts of a path as jax writes it: an attribute, a key, an index.
 _PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>\]|\[([^\]]*)\]|^([^.\[]+)")
 # The part of a scan over layers that a stage holds (`split_scan.scope_of`): no module of the step as it was written.
-_SCAN_PART = re.compile(r"(^|/)layers\[[\d*]+:[\d*]+\](?=/|$)")
+_SCAN_PART = re.compile(r"(^|/)layers(\.\d+)?\[[\d*]+:[\d*]+\](?=/|$)")
 _FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row of a table
 
 
@@ -40,6 +40,11 @@ def matches(pattern: str, path: str) -> bool:
     return any(_match(reading, parts) for reading in _readings(pattern))
 
 
+def without_scan_parts(path: str) -> str:
+    """The path without the parts of scans over layers that autopar names (`layers[0:2]`, `layers.1[0:2]`)."""
+    return _SCAN_PART.sub("", path).strip("/")
+
+
 @functools.lru_cache(maxsize=256)
 def _readings(pattern: str) -> tuple[tuple[str, ...], ...]:
     """The patterns, in parts from the end, that a text may stand for: itself, a name in which brackets are brackets
@@ -47,7 +52,7 @@ def _readings(pattern: str) -> tuple[tuple[str, ...], ...]:
     """
     text = unfolded(pattern).strip("/")
     readings = [text, text.replace("[", "[[]")]
-    if module := _SCAN_PART.sub("", text).strip("/"):
+    if module := without_scan_parts(text):
         readings.append(module.replace("[", "[[]") if module != text else text)
     if "".join(m[0] for m in _PART.finditer(text)) == text:
         readings.append("/".join(part.replace("[", "[[]") for part in parts_of(text)))

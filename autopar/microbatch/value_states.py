@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.common import jax_compat
+from autopar.common.paths import without_scan_parts
 from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, read_by
@@ -306,7 +307,8 @@ def _permission(op: Op) -> str:
     """What a user writes so that an operation before the loss may mix the examples of a micro-batch. For one that only
     gradients need this would be the mean of the micro-batches' means, which nobody means by a sum over a count.
     """
-    named = f"parallelize(..., per_microbatch=({shortest_name(op.module)!r},))" if op.module else (
+    module = without_scan_parts(op.module)
+    named = f"parallelize(..., per_microbatch=({shortest_name(module)!r},))" if module else (
         "jax.named_scope('mixing') around it, and parallelize(..., per_microbatch=('mixing',))"
     )  # fmt: skip
     return f"; if statistics of each micro-batch are meant, which give other numbers than the whole batch's: {named}"

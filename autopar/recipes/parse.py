@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from typing import Any
 
 from autopar import recipes
@@ -56,6 +57,8 @@ def _value(node: ast.expr) -> Any:
             raise ValueError("** is not taken")
         named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
         return _called(node.func.id, tuple(map(_value, node.args)), named)
+    if isinstance(node, ast.Name):
+        raise ValueError(f"no recipe {node.id!r}")
     return ast.literal_eval(node)
 
 
@@ -65,9 +68,11 @@ def _called(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _refused(text: str, got: str) -> InvalidArgumentError:
+    close = difflib.get_close_matches(text, (*NAMES, *ALIASES), 1)
+    meant = f"{close[0]!r}? or" if close else "such as 'fsdp',"
     return InvalidArgumentError(
         where=f"recipe {text!r}",
         expected=f"a call of {', '.join(NAMES)}, or {', '.join(ALIASES)}",
         got=got,
-        hint="such as 'fsdp', 'tensor_parallel(size=8)' or 'cut(zero(1), stages=2, num_microbatches=8)'",
+        hint=f"{meant} 'tensor_parallel(size=8)' or 'cut(zero(1), stages=2, num_microbatches=8)'",
     )

@@ -141,3 +141,10 @@ def test_fit_varies_the_dimension_that_is_named():
     )
     found = autopar.fit(step, state(), batch, clusters=[CLUSTER], multiple=64)
     assert found.largest(CLUSTER.name) > EXAMPLES
+
+
+def test_axes_of_another_tree_are_told_by_the_leaves_of_the_batch():
+    with pytest.raises(
+        InvalidArgumentError, match=r"batch_axis=\{'y': 0\}.*another tree than that of the leaves \['x'\]"
+    ):
+        autopar.plan(recurrent, state(), {"x": array(STEPS, EXAMPLES)}, cluster=CLUSTER, batch_axis={"y": 0})

@@ -9,7 +9,7 @@ from rich.text import Text
 
 import autopar
 from autopar import errors
-from autopar.common.paths import matches, parts_of
+from autopar.common.paths import matches, parts_of, without_scan_parts
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan import collective_rows, render, render_summary, summary
@@ -158,3 +158,11 @@ def test_what_is_called_by_no_name_is_refused_with_near_ones():
     _, _, plan = planned("mlp", "one program")
     with pytest.raises(errors.InvalidArgumentError, match="nothing that is called 'zzz'"):
         plan.explain("zzz")
+
+
+@pytest.mark.parametrize("path", ["layers[0:2]/block", "encoder/layers.2[4:8]/block", "layers.2[0:1]"])
+def test_parts_of_scans_are_no_modules_of_the_step(path):
+    """A pattern copied from a plan names the module in the step, of the first loop over layers or another one."""
+    plain = without_scan_parts(path)
+    assert ":" not in plain
+    assert not plain or matches(path, plain)
