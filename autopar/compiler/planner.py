@@ -32,6 +32,7 @@ from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
+from autopar.plan.schema import PlanRecord
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.rules import RuleBook
@@ -105,7 +106,18 @@ def make_plans(
     if chosen.pins is not None and context.request.pins is not None:
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)
-    return (plan, *(plan_of(context, other, trees, _notes(context)) for other in others))
+    plans = [plan]
+    for other in others:
+        made = plan_of(context, other, trees, _notes(context))
+        if not any(_is_same_program(made.record, known.record) for known in plans):
+            plans.append(made)
+    return tuple(plans)
+
+
+def _is_same_program(first: PlanRecord, second: PlanRecord) -> bool:
+    """Whether two plans of a step decide the same: the search and a recipe may come to one program."""
+    parts = ("axis_sizes", "decisions", "pipeline")
+    return all(getattr(first, part) == getattr(second, part) for part in parts)
 
 
 def _plans_saving(
