@@ -70,7 +70,7 @@ def _found_scan(jaxpr: Any, first: Set[Any]) -> bool:
         if not any(read):
             continue
         if eqn.primitive.name == "scan":
-            if any(read[eqn.params["num_consts"] + eqn.params["num_carry"] :]):
+            if any(read[sum(jax_compat.scan_counts(eqn.params)) :]):
                 return True
             continue
         if any(_found_scan(inner, _inside(inner, read)) for inner in _called(eqn)):
