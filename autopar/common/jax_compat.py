@@ -119,6 +119,17 @@ def lowered_jaxpr(closed: Any) -> Any:
     return closed
 
 
+def plain_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The closed jaxpr of plain equations that a function traces to."""
+    return lowered_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
+
+
+def has_own_gradient(eqn: Any) -> bool:
+    """Whether an equation calls a function of `jax.custom_vjp`, also where that is a high-level primitive."""
+    called = type(eqn.params.get("_prim")).__name__
+    return eqn.primitive.name.startswith("custom_vjp_call") or called == "CustomVJPTraced"
+
+
 def is_reference(value: Any) -> bool:
     """Whether a value, or the type of a variable, is a reference to an array (`jax.new_ref`)."""
     return isinstance(value, (Ref, AbstractRef))

@@ -12,6 +12,8 @@ from jax._src import ad_checkpoint
 from jax._src.interpreters import partial_eval
 
 NAME = "name"  # the primitive of `checkpoint_name`
+# Whether `jax_remat3` asks policies about names; before jax 0.12 it knows jax's own policies only.
+ASKS_POLICIES = hasattr(ad_checkpoint, "CheckpointNameFwd")
 _IN_HOST = "autopar: in the memory of the host"  # the name of a value that an offload policy sends there
 # The names that are saved by traces of this thread; None: those of the policies. It is in the keys of jax's caches.
 _saved: Any = jax.make_user_context(None)
@@ -68,6 +70,37 @@ def _install() -> None:
         return original(trace, *tracers, policy=policy, **params)
 
     partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p] = rule
+    if ASKS_POLICIES:
+        _install_for_high_level_primitives()
+
+
+def _install_for_high_level_primitives() -> None:
+    """The same under `jax_remat3`; names stay in the plain equations that a region is lowered to."""
+    module: Any = ad_checkpoint
+    region = module.RematTraced
+    original = region.__init__
+
+    def made(self: Any, jaxpr: Any, policy: Any, *args: Any, **kwargs: Any) -> None:
+        names = _saved.value
+        if names is not None and not isinstance(policy, SavedNames):
+            policy = SavedNames(names, policy or jax.checkpoint_policies.nothing_saveable)
+        original(self, jaxpr, policy, *args, **kwargs)
+
+    region.__init__ = made
+    for named in (module.CheckpointName, module.CheckpointNameFwd):
+        _keep_the_name(named)
+
+
+def _keep_the_name(named: Any) -> None:
+    original = named.remat
+
+    def remat(self: Any, trace: Any, x: Any) -> Any:
+        result, saved, again = original(self, trace, x)
+        is_computed_again = isinstance(saved, tuple)
+        return result, saved, (lambda _, x: type(self)(self.name, self.in_avals[0])(x)) if is_computed_again else again
+
+    named.remat = remat
+    named.expand = lambda self, x: ad_checkpoint.name_p.bind(x, name=self.name)
 
 
 _install()

@@ -143,8 +143,7 @@ def trace(
 
     def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # A fresh function object, so that jax does not answer from its cache of traces.
-        closed = jax.make_jaxpr(jax_compat.traced_as(flat, function, in_paths))(*avals)
-        return jax_compat.lowered_jaxpr(closed)
+        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *avals)
 
     original = traced_on(in_avals)
     check_effects(original, name)

@@ -17,7 +17,7 @@ from autopar.kernels.backward import passes_of
 from autopar.kernels.factors import KernelRule, check_results, parse, sizes_of
 from autopar.kernels.operation import LocalFunction, bind, vjp_in
 from autopar.kernels.twin import agreed
-from autopar.kernels.work import KernelWork, amount_of, counted_work, flops_in
+from autopar.kernels.work import KernelWork, amount_of, flops_in
 
 _Fun = TypeVar("_Fun", bound=Callable[..., Any])
 # Of the work of an operation: a number for the shapes of the call, or a function of the operands' shapes.
@@ -165,9 +165,9 @@ class _Kernel:
             structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
             arguments = _tree(tree, structs)
             if twin is None or self.flops is not None:
-                counted = counted_work(own.program(structs)) if self.flops is None or self.nbytes is None else None
+                counted = own.counted(structs) if self.flops is None or self.nbytes is None else None
             else:
-                counted = KernelWork(flops=flops_in(jax.make_jaxpr(twin)(*structs)))
+                counted = KernelWork(flops=flops_in(jax_compat.plain_jaxpr(twin, *structs)))
             flops, nbytes = (counted.flops, counted.nbytes) if counted else (0.0, None)
             if self.flops is not None:
                 flops = amount_of(self.flops, arguments, f"{where}, flops= of autopar.kernel")
@@ -181,7 +181,7 @@ class _Kernel:
 
     def differentiable(self, function: LocalFunction, structs: Sequence[Any]) -> Callable[..., Any]:
         has_own = any(
-            eqn.primitive.name.startswith("custom_vjp_call")
+            jax_compat.has_own_gradient(eqn)
             for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(function.program(structs)))
         )
         call = jax.custom_vjp(lambda *args: tuple(bind(function, args)))

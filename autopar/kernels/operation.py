@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar.common import jax_local
+from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Rule
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -75,7 +75,11 @@ class LocalFunction:
         return self._programs[key]
 
     def work(self, avals: Sequence[Any]) -> KernelWork:
-        return self.work_on(avals) if self.work_on is not None else counted_work(self.program(avals))
+        return self.work_on(avals) if self.work_on is not None else self.counted(avals)
+
+    def counted(self, avals: Sequence[Any]) -> KernelWork:
+        """The work of the operations that the function traces to."""
+        return counted_work(jax_compat.lowered_jaxpr(self.program(avals)))
 
 
 def vjp_in(function: Callable[..., Any], differentiated: Sequence[int], operands: Sequence[Any]) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ def is_scaling(path: Sequence[Any]) -> bool:
 
 def check_has_products(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises: InvalidArgumentError where no product has float8 operands."""
-    jaxpr = jax_compat.open_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
+    jaxpr = jax_compat.open_jaxpr(jax_compat.plain_jaxpr(function, *args, **kwargs))
     for eqn in jax_compat.equations_in(jaxpr):
         if eqn.primitive.name == "dot_general" and all(v.aval.dtype.itemsize == 1 for v in eqn.invars[:2]):
             return

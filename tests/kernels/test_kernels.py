@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 import autopar
 from autopar import recipes
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import FactorKind
@@ -33,6 +34,10 @@ def assert_equals_jit(step, recipe, devices, args):
     made = parallel(step, recipe, devices)
     assert_close(made(*jax.tree.map(jnp.copy, args)), expected)
     return made
+
+
+def kernels_of(fun, *args):
+    return [e for e in jax_compat.equations_in(jax_compat.plain_jaxpr(fun, *args)) if e.primitive.name == "kernel"]
 
 
 def splits(step, args, primitive):
@@ -210,15 +215,14 @@ def test_kernels_inside_of_a_scan():
 
 def test_examples_are_a_factor_that_may_be_split():
     x, w = jnp.ones((8, 16, 16)), jnp.ones(16)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda x, w: steps.scale(x, w).sum(), (0, 1)))(x, w)
-    forward, backward = (e for e in jaxpr.eqns if e.primitive.name == "kernel")
+    forward, backward = kernels_of(jax.grad(lambda x, w: steps.scale(x, w).sum(), (0, 1)), x, w)
     assert places_of_results(forward, (0, None)) == [0]
     assert places_of_results(backward, (0, None, 0)) == [0, None]  # the gradient of the vector is a sum over examples
     assert places_of_results(forward, (2, 0)) == [2]
     for places in ((0, 0), (None, 0)):
         with pytest.raises(MixesExamples):
             places_of_results(forward, places)
-    (attention,) = jax.make_jaxpr(steps.attention)(*[jnp.ones((2, 4, 8, 8))] * 3).eqns[0].params["call_jaxpr"].eqns
+    (attention,) = kernels_of(steps.attention, *[jnp.ones((2, 4, 8, 8))] * 3)
     with pytest.raises(MixesExamples):
         places_of_results(attention, (3, 3, 3))
 
@@ -246,7 +250,7 @@ def test_flops_and_bytes_may_be_given():
     called = autopar.kernel(
         lambda x: jnp.sin(x), "b d -> b d", flops=lambda x: 1e9 * x.size, bytes=lambda x: 12.0 * x.size
     )
-    (eqn,) = jax.make_jaxpr(lambda x: called(x))(jnp.ones((2, 3))).eqns[0].params["call_jaxpr"].eqns
+    (eqn,) = kernels_of(called, jnp.ones((2, 3)))
     work = eqn.params["function"].work([jax.ShapeDtypeStruct((2, 3), "float32")])
     assert (work.flops, work.nbytes) == (6e9, 72.0)
 
