@@ -482,6 +482,20 @@ def in_rows(array: Any) -> Any:
     return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
 
 
+def compiled(lowered: Any, options: dict[str, Any]) -> Any:
+    """A lowered program, compiled. The layouts of arguments of less than 8 bits an element are not compared on calls:
+    jax before 0.12 says of arrays that an element takes a byte and of programs that it takes less, and refuses all.
+    """
+    program = lowered.compile(options)
+    executable = program._executable  # shared by the calls of the program, whose check takes None for any layout
+    if any(layout is not None and layout.sub_byte_element_size_in_bits for layout in executable._xla_in_layouts):
+        executable._xla_in_layouts = [
+            None if layout is None or layout.sub_byte_element_size_in_bits else layout
+            for layout in executable._xla_in_layouts
+        ]
+    return program
+
+
 def looks_for_nans_and_infs() -> tuple[bool, bool]:  # `jax_debug_nans`, `jax_debug_infs`
     return bool(config.debug_nans.value), bool(config.debug_infs.value)
 

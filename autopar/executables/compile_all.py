@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from autopar.common import jax_compat
 from autopar.common.progress import Progress
 
 # A compiler of a GPU or a TPU takes gigabytes for a large program.
@@ -21,7 +22,7 @@ def compile_all(lowered: Sequence[Any | None], options: Sequence[Mapping[str, An
     at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
     programs = {i: program for i, program in enumerate(lowered) if program is not None}
     with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
-        compiling = {i: threads.submit(program.compile, dict(options[i])) for i, program in programs.items()}
+        compiling = {i: threads.submit(jax_compat.compiled, x, dict(options[i])) for i, x in programs.items()}
         try:
             for done, future in enumerate(as_completed(compiling.values()), start=1):
                 future.result()

@@ -21,7 +21,6 @@ from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
 from autopar.executables.step_leaves import (
     LeafwiseStep,
-    check_widths,
     copied,
     has_aval,
     is_as_compiled,
@@ -172,7 +171,6 @@ class CompiledPipeline(LeafwiseStep):
 
 def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Progress) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
-    check_widths(traced)
     traced = stored_as_planned(traced, plan)
     staged = make_staged(traced, plan, rules)
     program = staged.program()

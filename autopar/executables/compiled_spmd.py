@@ -13,7 +13,7 @@ from autopar.common import jax_compat
 from autopar.compiler.materialize import make_function
 from autopar.compiler.padding import stored_as_planned
 from autopar.executables.multiprocess import GlobalStep
-from autopar.executables.step_leaves import LeafwiseStep, check_widths, put, result_like
+from autopar.executables.step_leaves import LeafwiseStep, put, result_like
 from autopar.frontend.callbacks import raise_failures
 from autopar.ir.jax_sharding import check_host_memory, named_sharding
 from autopar.ir.traced_step import TracedStep
@@ -104,7 +104,7 @@ class LoweredWhole:
         return Compiled(
             plan=self.plan,
             traced=self.traced,
-            executable=self.lowered.compile(self.plan.compiler_options_on(self.mesh.devices.flat[0])),
+            executable=jax_compat.compiled(self.lowered, self.plan.compiler_options_on(self.mesh.devices.flat[0])),
             constants=self.constants,
             constant_shardings=self.constant_shardings,
             leaf_shardings=self.leaf_shardings,
@@ -119,7 +119,6 @@ class LoweredWhole:
 @jax_compat.no_mesh_set()
 def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
     """Lowers a step as one program for the devices of a mesh. Raises: as `build_whole`."""
-    check_widths(traced)
     traced = stored_as_planned(traced, plan)
     emitted = make_function(traced, plan, mesh, rules)
     if emitted.lowered.in_host:

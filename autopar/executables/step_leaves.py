@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.common import jax_compat
-from autopar.errors import UnsupportedError
 from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.executables.padded_arrays import PaddedArray, padded_results, stored_leaves
@@ -55,21 +54,6 @@ def text_of_leaf(leaf: Any) -> str:
         return type(leaf).__name__
     at = f" in {leaf.sharding}" if isinstance(leaf, jax.Array) else ""
     return f"{leaf.dtype}{list(leaf.shape)}{at}"
-
-
-def check_widths(traced: TracedStep) -> None:
-    """Raises: UnsupportedError for arguments of less than 8 bits, which jax's compiled programs refuse where their
-    layouts are given: they take them for arrays with a byte an element.
-    """
-    for aval, path in zip(traced.in_avals, traced.in_paths, strict=True):
-        if not jax_compat.is_key_dtype(aval.dtype) and jax.dtypes.itemsize_bits(aval.dtype) < 8:
-            raise UnsupportedError(
-                where=f"{traced.name}, {path}",
-                expected="an array of 8 bits an element or more",
-                got=f"{aval.dtype}{list(aval.shape)}",
-                hint=f"pass it in a wider type that holds its numbers, and convert it in the step: "
-                f"x.astype(jnp.{aval.dtype})",
-            )
 
 
 def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:

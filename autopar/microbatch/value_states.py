@@ -145,8 +145,9 @@ class _StateFinder:
         for i, (atom, s) in enumerate(zip(op.inputs, states, strict=True)):
             if not isinstance(atom, int) or s.form is not Form.SPLIT or not s.cut or s.streams or s.uniform:
                 continue
-            are_blocks = self.whole.values[atom].shape[dim] % (outer * self.num_microbatches) == 0
-            if s.outer == 1 and s.dim == dim and are_blocks and atom not in self.read_in_loop:
+            if s.outer != 1 or s.dim != dim or atom in self.read_in_loop:
+                continue
+            if self.whole.values[atom].shape[dim] % (outer * self.num_microbatches) == 0:
                 found[i] = self.states[atom] = replaced(s, outer=outer)
         return found
 

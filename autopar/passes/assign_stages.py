@@ -54,7 +54,9 @@ def more_layers(graph: OpGraph) -> str:
         return f"use num_microbatches=1: {_made_at(before[0])} {known}"
     loops = {_made_at(op): op for op in inside if op.blocks}
     if len(loops) == 1 and all(op.blocks for op in inside):
-        return f"{_FEWER_STAGES}; each trip of {next(iter(loops))} needs the parameters of all layers"
+        where, op = next(iter(loops.items()))
+        what = where if op.kind is OpKind.COND else f"each trip of {where}"
+        return f"{_FEWER_STAGES}; {what} needs the parameters of all layers"
     return _FEWER_STAGES
 
 

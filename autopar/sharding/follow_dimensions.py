@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
 
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, Value, walk
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Rule, Value, walk
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
 Name = TypeVar("Name", bound=enum.Enum)
@@ -25,6 +25,7 @@ Name = TypeVar("Name", bound=enum.Enum)
 Parts = tuple[tuple[int, frozenset[Name]], ...]
 
 _UNKNOWN: frozenset[Any] = frozenset()
+_OF_STACKS = frozenset({"concatenate", "dynamic_slice", "slice", "split", "stack", "unstack"})
 # A value and the position of one of its dimensions.
 DimensionOf = tuple[int, int]
 
@@ -45,7 +46,7 @@ class FollowedNames(Generic[Name]):
         self.waiting: collections.deque[int] = collections.deque()  # dimensions whose news have not gone round
         self.watching: list[tuple[Collection[int], Callable[[], None]]] = []
         for op in walk(graph.block):
-            if op.rule is not None:
+            if op.rule is not None and not _stacks_state(graph, op):
                 self.join_by_rule(op, op.rule)
         for outer, inner, dropped in links(graph.block):
             inner_rank, outer_rank = len(graph.values[inner].shape), len(graph.values[outer].shape)
@@ -170,6 +171,13 @@ class FollowedNames(Generic[Name]):
             if len(factors) == 1 and known.get(factors[0]) == self.parts.get(self.one[i]):
                 continue  # nothing new, or nothing known
             self._put(i, tuple([part for f in factors for part in known.get(f, ((sizes[f], _UNKNOWN),))]))
+
+
+def _stacks_state(graph: OpGraph, op: Op) -> bool:
+    """Whether matrices of the update become one stack, or are taken out of one: their sizes are the same, what their
+    rows and columns count is not.
+    """
+    return op.role is Role.UPDATE is not graph.forward_role and op.primitive in _OF_STACKS
 
 
 def _names_of(parts: Parts[Name] | None) -> frozenset[Name]:

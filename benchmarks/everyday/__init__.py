@@ -38,6 +38,7 @@ MIXING: dict[str, str] = {
 ONE_LAYER: dict[str, str] = {
     "neural_ode": "each step of the loop over time needs all parameters",
     "own_accumulation": "each trip of the step's own loop over micro-batches needs all parameters",
+    "lbfgs": "the loss, its gradients and the line search are branches and loops that need all parameters",
 }
 
 __all__ = ["MIXING", "ONE_LAYER", "STEPS", "Case"]

@@ -88,6 +88,30 @@ def test_the_examples_of_a_batch_whose_first_dimension_a_loop_goes_over_are_spli
     assert layout_of(plan) == P(None, "x")
 
 
+def test_a_batch_of_which_a_loop_goes_over_parts_in_another_order():
+    """No dimension counts examples; the last one is also a dimension of the matrix that is read first."""
+
+    def step(p, batch):
+        values = (jnp.tanh(batch["x"] @ p["a"]) @ p["b"])[..., 0]
+        summed = jax.lax.scan(lambda h, y: (h + y, h), jnp.zeros(EXAMPLES), batch["y"])[1]
+        rows = {"x": batch["x"].reshape(-1, WIDTH), "y": (values + summed).reshape(-1)}
+
+        def update(p, part):
+            grads = jax.grad(lambda p: jnp.square((jnp.tanh(part["x"] @ p["a"]) @ p["b"])[:, 0] - part["y"]).mean())(p)
+            return updated(p, grads), None
+
+        def epoch(p, key):
+            order = jax.random.permutation(key, STEPS * EXAMPLES)
+            return jax.lax.scan(update, p, jax.tree.map(lambda x: x[order].reshape(2, -1, *x.shape[1:]), rows))
+
+        return jax.lax.scan(epoch, p, jax.random.split(jax.random.key(1), 2))[0], {}
+
+    args = {"a": array(WIDTH, 10), "b": array(10, 1)}, {"x": array(STEPS, EXAMPLES, WIDTH), "y": array(STEPS, EXAMPLES)}
+    expected = jax.jit(step)(*args)
+    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, show_progress=False)
+    assert_close(parallel(*args), expected)
+
+
 def test_state_is_split_too():
     plan = run(accumulating, {"x": array(STEPS, EXAMPLES, WIDTH)}, plan=recipes.zero(3))
     assert layout_of(plan) == P(None, "x")

@@ -271,11 +271,14 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_what_to_do_where_layers_are_too_few():
-    """A loop with all products, such as a user's own over micro-batches, and rows that the step draws itself."""
+    """A loop or a branch with all products, such as a user's own over micro-batches, and rows that the step draws."""
     w, x = np.ones((4, 4), np.float32), np.ones((8, 2, 4), np.float32)
 
     def of_own_loop(w, batch):
         return jax.lax.scan(lambda total, x: (total + jnp.sum(jnp.tanh(x @ w) @ w), None), 0.0, batch)[0]
+
+    def of_branch(w, batch):
+        return jax.lax.cond(w[0, 0] > 0, lambda x: jnp.sum(jnp.tanh(x @ w) @ w), lambda x: jnp.sum(x @ w @ w), batch)
 
     def of_buffer(w, batch):
         return jnp.sum(jnp.tanh(w[jnp.arange(8) % 4] @ w) @ w)
@@ -285,6 +288,9 @@ def test_what_to_do_where_layers_are_too_few():
         return more_layers(micro_batched(traced, num_microbatches, RuleBook()))
 
     assert re.search(r"each trip of the scan at .*test_assign_stages.py:\d+", hint(of_own_loop, 1))
+    branch = hint(of_branch, 1)
+    assert "; the cond at" in branch
+    assert "each trip" not in branch
     assert re.search(r"use num_microbatches=1: the dot_general at .*test_assign_stages.py:\d+", hint(of_buffer, 2))
     assert hint(of_buffer, 1).startswith("use fewer stages")
 

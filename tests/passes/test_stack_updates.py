@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import recipes
 from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -163,6 +165,21 @@ def test_zero3_gives_the_numbers_of_jit(optimizer, scanned):
     step, state = training(optimizer, scanned=scanned)
     plan = check_equal(step, state, num_devices=4, plan=autopar.recipes.zero(3))
     assert plan.record.stacked_over == 4
+
+
+def test_tensor_parallelism_of_matrices_that_the_update_stacks():
+    """What the rows of one matrix count, those of the other do not, though an optimizer has both in one stack."""
+    drawn = np.random.default_rng(0)
+    state = [jnp.asarray(drawn.normal(size=(WIDTH, WIDTH)) / 4, jnp.float32) for _ in range(2)]
+
+    def step(state, batch):
+        grads = jax.grad(lambda p: jnp.mean(jnp.square(jnp.tanh(batch @ p[0]) @ p[1] - batch)))(state)
+        stack = jnp.stack(grads)
+        stack = stack / (1e-3 + jnp.sqrt(jnp.mean(jnp.square(stack), axis=(1, 2), keepdims=True)))
+        return [p - 0.1 * stack[i] for i, p in enumerate(state)], None
+
+    plan = check_equal(step, state, num_devices=4, plan=recipes.tensor_parallel())
+    assert [s.spec for s in plan.state_shardings] == [P(None, "x"), P("x")]
 
 
 def test_the_free_search_on_eight_devices():
