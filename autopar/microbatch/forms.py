@@ -34,11 +34,13 @@ TRIPS = -1
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IslandLayout:
     """Of a value that an island made for another one: its spec, and the axes of the island that examples lie on. The
-    parts of an INVARIANT are then alike on all devices of these axes.
+    parts of an INVARIANT are then alike on all devices of these axes. `inside`: how an island in its body lays the
+    parts of its devices in one part of the value.
     """
 
     spec: Spec
     axes: tuple[str, ...]
+    inside: IslandLayout | None = None
 
 
 @made_often
