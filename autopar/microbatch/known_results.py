@@ -12,8 +12,8 @@ from collections.abc import Mapping, Set
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, clone
+from autopar.microbatch.microbatch_analysis import is_heavy
 from autopar.microbatch.part_of_results import part_of_results
-from autopar.microbatch.value_states import is_heavy
 
 
 def split_known_results(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
