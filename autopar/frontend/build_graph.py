@@ -96,8 +96,7 @@ class _Builder:
         self.inner_constants: list[int] = []
         self._constant_ids: dict[int, int] = {}
         self._num_ops = 0
-        self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
-        self._library_function: tuple[str, str] | None = None  # the function whose trace is inlined, if not the user's
+        self._caller = jax_compat.STEP
 
     def value(self, var: Any, name: str = "", example_dim: int | None = None) -> int:
         aval = var.aval
@@ -172,8 +171,7 @@ class _Builder:
         self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **details: Any
     ) -> Op:
         self._num_ops += 1
-        if self._calls and not jax_compat.source_line(eqn, self._library_function):
-            eqn = jax_compat.at_line_of(self._calls[-1], eqn)
+        eqn = self._caller.located(eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
             outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **details,
@@ -182,15 +180,9 @@ class _Builder:
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
-        around = self._library_function
-        has_line = bool(jax_compat.source_line(eqn, around))
-        if has_line:
-            self._calls.append(eqn)
-        self._library_function = jax_compat.library_function(closed)
+        around, self._caller = self._caller, self._caller.of(eqn, closed)
         outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
-        self._library_function = around
-        if has_line:
-            self._calls.pop()
+        self._caller = around
         return outs
 
     def _barrier(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:

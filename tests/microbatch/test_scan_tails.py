@@ -181,6 +181,30 @@ def test_what_later_layers_read_of_all_examples_is_refused_by_its_line(form):
         check(trained(through_layers(body, form)), params_of(), examples(12), 3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_calls_a_function_of_jax_behind_the_layers_is_refused_by_its_line(form):
+    """Where scanned layers are cut into parts too: jax keeps the trace of `jnp.roll`, whose slices have no line."""
+
+    def layer(h, w):
+        return h + jnp.tanh(h @ w), None
+
+    layer = jax.checkpoint(layer) if "remat" in form else layer
+
+    def loss(p, h):
+        if "scan" in form:
+            h, _ = jax.lax.scan(layer, h, p["up"])
+        else:
+            for i in range(LAYERS):
+                h, _ = layer(h, p["up"][i])
+        return jnp.square(jnp.roll(h, 1, axis=0) @ p["up"][0]).mean(), None
+
+    step = trained(loss)
+    parallel = autopar.parallelize(step, plan=recipes.pipeline(2, num_microbatches=2), cache_dir=None)
+    with pytest.raises(MixedExamplesError, match="slice mixes the examples") as caught:
+        parallel.plan(params_of(), examples(8))
+    assert "test_scan_tails.py" in caught.value.where
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [
     recipes.cut(recipes.zero(3), num_microbatches=4), recipes.pipeline(2, num_microbatches=2)
