@@ -79,8 +79,9 @@ class _StateFinder:
 
     def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
         """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
-        self.follower.deferring, self.follower.late = may_defer, {}
         states = [state_of(a, self.states) for a in op.inputs]
+        is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
+        self.follower.deferring, self.follower.late = may_defer and not is_early, {}
         results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
         if op.outputs and op.outputs[0] in self.follower.late:
             late = self.follower.late

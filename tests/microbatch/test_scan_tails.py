@@ -173,6 +173,33 @@ def test_a_metric_that_mixes_examples_is_carried_and_made_in_a_scan_of_a_scan():
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_layers_own_loss_over_the_number_of_labels(form):
+    """The number is of the batch alone: it is known before the loop, where the layer is computed again too."""
+
+    def step(p, b):
+        def layer(h, w):
+            h = h + jnp.tanh(h @ w)
+            counted = b["label"] > 0
+            mean = jnp.where(counted, jnp.square(h).mean(-1), 0).sum() / jnp.maximum(counted.sum(), 1)
+            return h, mean
+
+        layer = jax.checkpoint(layer) if "remat" in form else layer
+
+        def loss(p, x):
+            if "scan" in form:
+                return jax.lax.scan(layer, x, p["up"])[1].sum(), None
+            total = 0.0
+            for i in range(LAYERS):
+                x, own = layer(x, p["up"][i])
+                total += own
+            return total, None
+
+        return trained(loss)(p, b)
+
+    check(step, params_of(), examples(12), 3)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_what_later_layers_read_of_all_examples_is_refused_by_its_line(form):
     def body(h, w, shared):
         return jnp.tanh((h - h.max(0)) @ w["up"]), None
