@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sysconfig
@@ -198,6 +199,28 @@ def library_function(jaxpr: Any) -> tuple[str, str] | None:
     if path is None or (is_user_filename(path) and not path.startswith(_INSTALLED)):
         return None
     return path, traced.func_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """The call whose trace is inlined: the equation of the innermost one with a line of the user's code, if any, and
+    the function of a library that was traced.
+    """
+
+    eqn: Any = None
+    library: tuple[str, str] | None = None
+
+    def of(self, eqn: Any, called: Any) -> Caller:
+        """The caller of the equations of the jaxpr that an equation calls."""
+        return Caller(eqn if source_line(eqn, self.library) else self.eqn, library_function(called))
+
+    def located(self, eqn: Any) -> Any:
+        """An equation of the inlined trace, with the line of the call where it has none of its own."""
+        has_line = self.eqn is None or source_line(eqn, self.library)
+        return eqn if has_line else at_line_of(self.eqn, eqn)
+
+
+STEP = Caller()  # of the equations of the step itself
 
 
 def present_line() -> str:

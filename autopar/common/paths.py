@@ -40,6 +40,11 @@ def matches(pattern: str, path: str) -> bool:
     return any(_match(reading, parts) for reading in _readings(pattern))
 
 
+def is_scan_part(name: str) -> bool:
+    """Whether a part of a path is the name of a part of a scan over layers."""
+    return bool(_SCAN_PART.fullmatch(name))
+
+
 def without_scan_parts(path: str) -> str:
     """The path without the parts of scans over layers that autopar names (`layers[0:2]`, `layers.1[0:2]`)."""
     return _SCAN_PART.sub("", path).strip("/")

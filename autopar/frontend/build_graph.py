@@ -17,7 +17,7 @@ from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.frontend.pad_state import pad_state
 from autopar.frontend.parameter_names import with_parameter_names
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
@@ -25,7 +25,7 @@ from autopar.kernels.grouped import as_grouped_product
 from autopar.kernels.local import local_rule
 from autopar.kernels.pallas_grid import is_pallas_call, with_unread_marked
 from autopar.kernels.run_island import PLACEMENTS
-from autopar.sharding.rules import RuleBook, equation_key, replicated_rule
+from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
 _NOISE = frozenset(
@@ -63,8 +63,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     if traced.padded:
         forms = {offset + leaf.leaf: leaf.form for leaf in traced.padded}
         graph = pad_state(graph, forms, pads_summands=traced.pads_summands)
-    rules.learn((op.key, op.eqn) for op in walk(graph.block) if op.kind is OpKind.EQUATION and op.rule is None)
-    graph = with_parameter_names(dataclasses.replace(graph, block=_with_rules(graph.block, rules)))
+    graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 
 
@@ -96,8 +95,7 @@ class _Builder:
         self.inner_constants: list[int] = []
         self._constant_ids: dict[int, int] = {}
         self._num_ops = 0
-        self._calls: list[Any] = []  # the calls around, of which jax knows the line of the user's code
-        self._library_function: tuple[str, str] | None = None  # the function whose trace is inlined, if not the user's
+        self._caller = jax_compat.STEP
 
     def value(self, var: Any, name: str = "", example_dim: int | None = None) -> int:
         aval = var.aval
@@ -172,8 +170,7 @@ class _Builder:
         self, kind: OpKind, eqn: Any, ins: Iterable[Atom], outs: Iterable[int], stack: str, count: float, **details: Any
     ) -> Op:
         self._num_ops += 1
-        if self._calls and not jax_compat.source_line(eqn, self._library_function):
-            eqn = jax_compat.at_line_of(self._calls[-1], eqn)
+        eqn = self._caller.located(eqn)
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
             outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count, **details,
@@ -182,15 +179,9 @@ class _Builder:
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
-        around = self._library_function
-        has_line = bool(jax_compat.source_line(eqn, around))
-        if has_line:
-            self._calls.append(eqn)
-        self._library_function = jax_compat.library_function(closed)
+        around, self._caller = self._caller, self._caller.of(eqn, closed)
         outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
-        self._library_function = around
-        if has_line:
-            self._calls.pop()
+        self._caller = around
         return outs
 
     def _barrier(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
@@ -297,13 +288,3 @@ def split_stack(stack: str) -> list[str]:
             parts.append(stack[start:i])
             start = i + 1
     return [*parts, stack[start:]]
-
-
-def _with_rules(block: Block, rules: RuleBook) -> Block:
-    ops = []
-    for op in block.ops:
-        if op.kind is OpKind.EQUATION:
-            ops.append(replaced(op, rule=op.rule or rules.rule(op.key)))
-        else:
-            ops.append(replaced(op, blocks=tuple(_with_rules(b, rules) for b in op.blocks)))
-    return dataclasses.replace(block, ops=tuple(ops))

@@ -4,8 +4,8 @@ An island is written for a mesh of its own. Each of its axes is a factor, the ma
 specs split by that axis, and the mesh axes that split the factor are the island's axis: all of it, or none. An axis
 that no mesh axes stand for is run on every device, part by part (`run_island`), which computes the same.
 
-Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. What
-is not taken are islands inside of islands.
+Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. An
+island inside of an island is a part of its body: every device runs all parts of the inner one.
 """
 
 from __future__ import annotations
@@ -54,19 +54,28 @@ def island_of(eqn: Any) -> Island:
     mesh, params = eqn.params["mesh"], eqn.params
     sizes = {str(name): int(n) for name, n in mesh.shape.items()}
     manual = params.get("newly_manual_axes", params.get("manual_axes", frozenset(sizes)))
-    inside = [e for e in jax_compat.equations_in(jax_compat.open_jaxpr(params["jaxpr"])) if is_island(e)]
-    if inside:
-        raise UnsupportedError(
-            where=f"shard_map at {jax_compat.source_line(eqn)}",
-            expected="a shard_map with none inside",
-            got="a shard_map inside of it",
-            hint="join nested calls of shard_map to one over the axes of both",
-        )
-    return Island(
+    island = Island(
         axes=tuple((name, n) for name, n in sizes.items() if name in manual),
         operands=_specs(params["in_specs"], eqn.invars),
         results=_specs(params["out_specs"], eqn.outvars),
     )
+    named = {name for spec in (*island.operands, *island.results) for names in spec for name in names}
+    if around := sorted(named - set(island.sizes)):
+        # The types of kept values have the axes of both calls; jax.jit cannot lower such specs either.
+        raise UnsupportedError(
+            where=f"shard_map at {jax_compat.source_line(eqn)}",
+            expected="a shard_map inside of another one whose specs name axes of its own",
+            got=f"specs over {', '.join(around)}, an axis of the call around it, which jax.grad writes",
+            hint="pass check_vma=False to both calls of jax.shard_map; jax.jit does not run the gradient without it",
+        )
+    return island
+
+
+def check_islands_inside(eqn: Any) -> None:
+    """Raises: UnsupportedError for an island in an island's body that is not taken."""
+    for inner in jax_compat.equations_in(jax_compat.open_jaxpr(eqn.params["jaxpr"])):
+        if is_island(inner):
+            island_of(inner)
 
 
 def _specs(specs: Sequence[Any], variables: Sequence[Any]) -> tuple[Spec, ...]:
@@ -152,6 +161,7 @@ def check_islands(graph: OpGraph, num_devices: int) -> None:
     for op in graph.ops():
         if is_island(op.eqn):
             _check_island(op, num_devices)
+            check_islands_inside(op.eqn)
 
 
 def _check_island(op: Op, num_devices: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from autopar.common import jax_compat
-from autopar.kernels.islands import Island, Spec
+from autopar.kernels.islands import Island, Spec, is_island, island_of
 from autopar.kernels.plain_types import without_island_mesh
 
 # What only changes the type of a value that differs, or does not differ, between the devices.
@@ -142,6 +142,8 @@ def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in TYPE_CHANGES or name in PLACEMENTS:
         return args
+    if is_island(eqn):
+        return run_parts(eqn, island_of(eqn), {}, args)
     if name == "psum_invariant":
         summed: Sequence[Any] = lax.psum(args, params["axes"])
         return summed

@@ -24,9 +24,9 @@ from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by
 from autopar.kernels.local import runs_locally
-from autopar.sharding.rules import RuleBook, equation_key
+from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 # Parameters that are the last sizes of the last result, and those that are sizes of slices of the first operand.
 _SIZES = ("shape", "new_sizes")
@@ -51,23 +51,6 @@ def cut_graph(
     values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return mark_score_kernels(dataclasses.replace(whole, values=values, block=with_rules(block, rules)))
-
-
-def with_rules(block: Block, rules: RuleBook) -> Block:
-    """The block, with the sharding rules of the equations that have none yet."""
-    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
-    return _with_known_rules(block, rules)
-
-
-def _with_known_rules(block: Block, rules: RuleBook) -> Block:
-    ops = []
-    for op in block.ops:
-        if op.kind is OpKind.EQUATION and op.rule is None:
-            op = replaced(op, rule=rules.rule(op.key))
-        if op.blocks:
-            op = replaced(op, blocks=tuple(_with_known_rules(b, rules) for b in op.blocks))
-        ops.append(op)
-    return dataclasses.replace(block, ops=tuple(ops))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

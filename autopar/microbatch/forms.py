@@ -34,11 +34,13 @@ TRIPS = -1
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IslandLayout:
     """Of a value that an island made for another one: its spec, and the axes of the island that examples lie on. The
-    parts of an INVARIANT are then alike on all devices of these axes.
+    parts of an INVARIANT are then alike on all devices of these axes. `inside`: how an island in its body lays the
+    parts of its devices in one part of the value.
     """
 
     spec: Spec
     axes: tuple[str, ...]
+    inside: IslandLayout | None = None
 
 
 @made_often
@@ -106,7 +108,8 @@ def join(op: Op, first: State, second: State) -> State:
     """The state of a value that is one of two."""
     zero = first.zero and second.zero
     for a, b in ((first, second), (second, first)):
-        if a.form is Form.UNAVAILABLE and b.form in (Form.UNAVAILABLE, Form.PARTIAL_SUM, Form.INVARIANT):
+        stays_in_trip = differs_by_trip(b) or b.form in (Form.OWN, Form.RUNNING)
+        if a.form is Form.UNAVAILABLE and not stays_in_trip:
             return a
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
             return replaced(a, zero=zero, weight=_join_weights(op, a, b))

@@ -4,7 +4,8 @@ Outside of loops, random bits of one key are drawn for the whole batch before th
 takes its part (`value_states`): their numbers depend on the position in the batch. In the body of a scan they are out
 of reach for that. Here what makes them, of keys alone, becomes a scan that returns the bits of all trips, and the scan
 over layers reads a slice of them. The bits of all layers are in memory, as they are where layers are written out. What
-is the same in all trips is made once: numbers of examples (`jnp.arange(len(x))`), bits of a key that no layer changes.
+is the same in all trips is made once: numbers of examples (`jnp.arange(len(x))`), bits of a key that no layer changes,
+and what is added up of the batch alone, such as the number of tokens that a layer's own loss is divided by.
 
 Likewise what such a scan makes without the examples, for each trip or at its end, and what leaves the step or is drawn
 of behind the scan, such as the counts and keys of each layer's random numbers, or a key that the layers hand on: it is
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects
 from autopar.ir.rewrite import Fresh, equal_values, scan_equation
+from autopar.microbatch.known_results import known_results
 
 _DRAWS = "random_bits"
 
@@ -47,41 +49,61 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
 
 
 class _Fixed:
-    """Both graphs, with what all trips of a scan make alike, for the examples but of none of them, in front of it."""
+    """Both graphs, with what all trips of a scan make alike in front of it: for the examples but of none of them, or of
+    examples that are known before the first micro-batch but for none of them.
+    """
 
     def __init__(self, whole: OpGraph, part: OpGraph) -> None:
         self.both = whole, part
         self.fresh = Fresh(whole), Fresh(part)
 
     def graphs(self) -> tuple[OpGraph, OpGraph]:
-        pairs = self._rewritten(zip(*(g.block.ops for g in self.both), strict=True))
+        known = set(self.both[0].block.inputs)
+        pairs = self._rewritten(zip(*(g.block.ops for g in self.both), strict=True), known)
         whole, part = (
             dataclasses.replace(g, values=tuple(f.values), block=dataclasses.replace(g.block, ops=tuple(ops)))
             for g, f, ops in zip(self.both, self.fresh, _columns(pairs), strict=True)
         )
         return whole, part
 
-    def _rewritten(self, pairs: Iterable[tuple[Op, Op]]) -> list[tuple[Op, Op]]:
-        """Operations of a block, with those that are made in front of its scans."""
+    def _rewritten(self, pairs: Iterable[tuple[Op, Op]], known: set[int]) -> list[tuple[Op, Op]]:
+        """Operations of a block, with those that are made in front of its scans. `known`: values that are known before
+        the first micro-batch; takes those that the block makes.
+        """
         found: list[tuple[Op, Op]] = []
         for pair in pairs:
-            found += self._in_front(*pair) if pair[0].kind is OpKind.SCAN else [pair]
+            found += self._in_front(*pair, known) if pair[0].kind is OpKind.SCAN else [pair]
+            known |= known_results(pair[0], known)
         return found
 
-    def _in_front(self, op: Op, other: Op) -> list[tuple[Op, Op]]:
+    def _in_front(self, op: Op, other: Op, known: set[int]) -> list[tuple[Op, Op]]:
         """What is made in front of a scan, and the scan."""
-        inner = self._rewritten(zip(op.blocks[0].ops, other.blocks[0].ops, strict=True))
+        consts = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
+        inside = known | {v for a, v in consts if not isinstance(a, int) or a in known}
+        inner = self._rewritten(zip(op.blocks[0].ops, other.blocks[0].ops, strict=True), inside)
         scans = tuple(_with_body(scan, ops) for scan, ops in zip((op, other), _columns(inner), strict=True))
         moved, needed = [], set[int]()
         for i, pair in enumerate(inner):
-            sources = _sources(scans[0], pair[0].inputs, self._follows_examples) if _fills(*pair) else None
-            if sources is not None and all(position < op.num_consts for position in sources[1]):
+            sources = None
+            if _fills(*pair):
+                sources = _sources(scans[0], pair[0].inputs, self._follows_examples)
+            elif self._combines(pair[0]) and inside.issuperset(pair[0].outputs):
+                sources = _sources(scans[0], pair[0].inputs, lambda v: False)
+            if sources is None or any(position >= op.num_consts for position in sources[1]):
+                continue
+            made_of = sources[0] | {i}
+            if not any(has_effects(inner[j][0]) for j in made_of):
                 moved.append(i)
-                needed |= sources[0] | {i}
+                needed |= made_of
         if not moved:
             return [(scans[0], scans[1])]
         made = [self._made(scan, sorted(needed), moved, fresh) for scan, fresh in zip(scans, self.fresh, strict=True)]
         return list(zip(*made, strict=True))
+
+    def _combines(self, op: Op) -> bool:
+        """Whether an equation makes of examples what is for none of them."""
+        of_examples = any(isinstance(a, int) and self._follows_examples(a) for a in op.inputs)
+        return op.kind is OpKind.EQUATION and of_examples and not any(map(self._follows_examples, op.outputs))
 
     def _follows_examples(self, v: int) -> bool:
         first, second = (fresh.values[v].shape for fresh in self.fresh)

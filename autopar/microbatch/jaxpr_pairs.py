@@ -38,8 +38,11 @@ class PairRewriter(abc.ABC):
     def difference(self, where: str, base: str, other: str) -> UnsupportedError:
         """The error for two jaxprs that differ."""
 
-    def rewrite(self, base: Any, other: Any, where: str) -> Any:
-        """The rewritten jaxpr of a pair, open or closed. Raises: UnsupportedError for differences beyond sizes."""
+    def rewrite(self, base: Any, other: Any, where: str, caller: str = "") -> Any:
+        """The rewritten jaxpr of a pair, open or closed as the base; `caller` is the place of the equation that has it.
+
+        Raises: UnsupportedError for differences beyond sizes.
+        """
         a, b = jax_compat.open_jaxpr(base), jax_compat.open_jaxpr(other)
         counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (a, b)]
         if counts[0] != counts[1]:
@@ -58,7 +61,7 @@ class PairRewriter(abc.ABC):
                     return self.literal(x, y)
             elif not isinstance(x, jax_compat.Literal) and counterpart.get(x) is y:
                 return rewritten[x]
-            raise self.difference(at, f"operand {x}", f"{y}")
+            raise self.difference(at, *_types(x, y))
 
         constvars, invars = bind(a.constvars, b.constvars, where), bind(a.invars, b.invars, where)
         eqns = []
@@ -71,17 +74,26 @@ class PairRewriter(abc.ABC):
             operands = [atom(v, w, at) for v, w in zip(x.invars, y.invars, strict=True)]
             params = {name: self._parameter(value, y.params[name], where, at) for name, value in x.params.items()}
             eqns.append(x.replace(invars=operands, outvars=bind(x.outvars, y.outvars, at), params=params))
-        outvars = [atom(x, y, where) for x, y in zip(a.outvars, b.outvars, strict=True)]
+        outvars = [atom(x, y, caller or where) for x, y in zip(a.outvars, b.outvars, strict=True)]
         inner = a.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
         return self.result(base, other, inner, where)
 
     def _parameter(self, base: Any, other: Any, where: str, at: str) -> Any:
         if jax_compat.is_jaxpr(base):
-            return self.rewrite(base, other, where)
+            return self.rewrite(base, other, where, at)
         if isinstance(base, (tuple, list)) and any(map(jax_compat.is_jaxpr, base)):
             members = [self._parameter(x, y, where, at) for x, y in zip(base, other, strict=True)]
             return base._make(members) if hasattr(base, "_make") else type(base)(members)
         return self.parameter(base, other, at)
+
+
+def _types(first: Any, second: Any) -> tuple[str, str]:
+    """What tells two operands or results apart, in words of the user: their types, or that their makers differ."""
+    types = [
+        f"{'a number' if isinstance(x, jax_compat.Literal) else 'a value'} of type {x.aval.str_short()}"
+        for x in (first, second)
+    ]
+    return (types[0], types[1]) if types[0] != types[1] else (f"{types[0]} of another operation", types[1])
 
 
 def _first_difference(first: Any, second: Any, where: str) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Set
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, read_by
 from autopar.ir.rewrite import Fresh, clone
+from autopar.microbatch.microbatch_analysis import is_heavy
 from autopar.microbatch.part_of_results import part_of_results
-from autopar.microbatch.value_states import is_heavy
 
 
 def split_known_results(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
@@ -52,14 +52,14 @@ def _wanted(graph: OpGraph) -> dict[int, frozenset[int]]:
     read = {a for op in graph.block.ops if op.kind is OpKind.EQUATION for a in op.inputs if isinstance(a, int)}
     wanted = {}
     for op in graph.block.ops:
-        found = _known_results(op, known)
+        found = known_results(op, known)
         known |= found
         if op.kind is OpKind.SCAN and 0 < len(found) < len(op.outputs) and not read.isdisjoint(found):
             wanted[op.outputs[0]] = frozenset(found & read)
     return wanted
 
 
-def _known_results(op: Op, known: Set[int]) -> set[int]:
+def known_results(op: Op, known: Set[int]) -> set[int]:
     """The results of an operation that are known where some values are, and cheap to make for the whole batch."""
     if op.kind is OpKind.BARRIER:
         return {v for a, v in zip(op.inputs, op.outputs, strict=True) if _is_known(a, known)}
@@ -71,7 +71,7 @@ def _known_results(op: Op, known: Set[int]) -> set[int]:
     while True:
         inside = known | others | {body.inputs[k + i] for i in carried}
         for inner in body.ops:
-            inside |= _known_results(inner, inside)
+            inside |= known_results(inner, inside)
         if all(_is_known(body.outputs[i], inside) for i in carried):
             break
         carried = {i for i in carried if _is_known(body.outputs[i], inside)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, free_values, read_by
 from autopar.microbatch.forms import Form
+from autopar.microbatch.microbatch_analysis import is_heavy
 from autopar.microbatch.part_of_results import part_of_results
-from autopar.microbatch.value_states import ValueStates, is_heavy
+from autopar.microbatch.value_states import ValueStates
 
 
 class LoopSections:

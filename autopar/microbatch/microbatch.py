@@ -20,7 +20,7 @@ from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.alignment import with_literals_of
-from autopar.microbatch.cut_graph import cut_graph, with_rules
+from autopar.microbatch.cut_graph import cut_graph
 from autopar.microbatch.hoist_draws import hoist_draws
 from autopar.microbatch.island_states import body_states
 from autopar.microbatch.known_results import split_known_results
@@ -30,7 +30,7 @@ from autopar.microbatch.microbatch_analysis import Follower
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import find_states
 from autopar.microbatch.whole_batch_work import works_on_all_at_once
-from autopar.sharding.rules import RuleBook
+from autopar.sharding.rules import RuleBook, with_rules
 
 
 def micro_batched(

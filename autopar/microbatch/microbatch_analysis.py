@@ -16,11 +16,12 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Value, has_effects
+from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, has_effects
 from autopar.ir.primitives import linear_operands
 from autopar.ir.rewrite import handed_on
 from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
+from autopar.kernels.local import runs_locally
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
 from autopar.microbatch.example_blocks import blocks_of_slices, counted_examples, reshaped
 from autopar.microbatch.example_places import AGAINST_OTHERS, COMBINES, SEVERAL, SHARED, MixesExamples, Results
@@ -40,6 +41,8 @@ from autopar.microbatch.forms import (
 from autopar.microbatch.running_state import StateUpdates
 from autopar.microbatch.shares import shared_operands, starts_sum
 
+# What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
+_HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
 # Parameters that are sizes of results, whose shapes are looked at, and of the first operand's dimensions.
 _SIZES = frozenset({"shape", "new_sizes", "sizes", "sharding"})
 _SIZES_OF_OPERAND = frozenset({"limit_indices", "slice_sizes"})
@@ -331,13 +334,17 @@ class Follower:
 
     def _can_wait(self, op: Op, states: Sequence[State]) -> bool:
         """Whether an operation in the body of a scan can run behind the loop over micro-batches: it reads sums over
-        examples, and nothing of the size of the batch.
+        examples, and nothing of the size of the batch; or it is what may run there outside of scans.
         """
-        forms = {s.form for s in states}
-        reads_sums = not forms.isdisjoint((Form.PARTIAL_SUM, Form.UNAVAILABLE))
-        if not self.deferring or not reads_sums or not forms.isdisjoint((Form.SPLIT, Form.OWN)):
+        if not self.deferring or has_effects(op):
             return False
-        return not has_effects(op) and all(self.same_shape(a) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
+        forms = {s.form for s in states}
+        is_small = forms.isdisjoint((Form.SPLIT, Form.OWN)) and all(
+            self.same_shape(a) for a in (*op.inputs, *op.outputs) if isinstance(a, int)
+        )
+        if is_small and not forms.isdisjoint((Form.PARTIAL_SUM, Form.UNAVAILABLE)):
+            return True
+        return not is_work_on_examples(op) and all(map(_can_leave_the_loop, states))
 
     def _read_shares(self, op: Op, positions: Sequence[int]) -> None:
         self.shares.pop(op.outputs[0] if op.outputs else -1, None)
@@ -479,6 +486,18 @@ class Follower:
         return [_in_some_trips(s) for s in results] if by_trip else results
 
 
+def is_heavy(op: Op) -> bool:
+    """Whether an operation, or one in its blocks, is not worth doing for the whole batch outside of the loop."""
+    if op.kind is not OpKind.EQUATION:
+        return any(is_heavy(inner) for block in op.blocks for inner in block.ops)
+    return op.primitive in _HEAVY or runs_locally(op.eqn)
+
+
+def is_work_on_examples(op: Op) -> bool:
+    """Whether an operation that mixes examples is refused, rather than run on all of them behind the loop."""
+    return op.kind is not OpKind.EQUATION or is_heavy(op) or op.role is Role.BACKWARD
+
+
 def state_of(atom: Atom, states: Mapping[int, State]) -> State:
     if isinstance(atom, Constant):
         return State(form=Form.INVARIANT, early=True, streams=False, zero=_is_zero(atom))
@@ -495,6 +514,13 @@ def _dims_that_vary(op: Op) -> set[int] | None:
         shape = op.eqn.invars[0].aval.shape
         return {d for d, n in zip(op.eqn.params["broadcast_dimensions"], shape, strict=True) if n != 1}
     return None
+
+
+def _can_leave_the_loop(state: State) -> bool:
+    """Whether the whole batch's value can be put together of those of the micro-batches, whatever its shape."""
+    if state.form in (Form.OWN, Form.RUNNING) or state.laid is not None:
+        return False
+    return state.form is not Form.SPLIT or (state.dim != TRIPS and state.outer == 1)
 
 
 def _in_some_trips(state: State) -> State:

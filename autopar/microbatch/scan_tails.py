@@ -2,8 +2,9 @@
 
 Outside of scans, an operation that reads a sum over examples and is not linear in it runs behind the loop, on the sum
 of all micro-batches: the cast of a parameter's gradient to a narrower type, the root of a mean square that is returned.
-In the body of a scan over layers such operations become a scan of their own, the tail. The sums that it reads are
-results of each trip of the scan that remains, so that their micro-batches are added up as those of any other result.
+So does a metric that mixes examples otherwise, such as the largest activation. In the body of a scan over layers such
+operations become a scan of their own, the tail. The sums and the rows of examples that it reads are results of each
+trip of the scan that remains, so that their micro-batches are put together as those of any other result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpKind
 from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
-from autopar.microbatch.forms import Form, State
+from autopar.microbatch.forms import Form, State, of_stack
 from autopar.microbatch.part_of_results import part_of_results
 
 
@@ -31,8 +32,8 @@ def apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tupl
     return _apart(op, late, fresh)[0]
 
 
-def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tuple[tuple[Op, ...], tuple[int, ...]]:
-    """The scans, and the stacked sums that the first one hands to the second."""
+def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tuple[tuple[Op, ...], dict[int, State]]:
+    """The scans, and the stacks that the first one hands to the second, with their states."""
     states = dict(late[op.outputs[0]])
     op = _with_inner_tails(op, late, states, fresh)
     (body,), k, carried = op.blocks, op.num_consts, op.num_carry
@@ -43,7 +44,14 @@ def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tup
     for inner in body.ops:
         if inner.kind is not OpKind.BARRIER and any(_is_late(v, states) for v in inner.outputs):
             read += inner.inputs
-    sums = tuple(dict.fromkeys(a for a in read if isinstance(a, int) and states[a].form is Form.PARTIAL_SUM))
+    outer = {*body.inputs[:k], *body.inputs[k + carried :]}  # the tail reads these itself
+    of_micro_batches = [
+        a
+        for a in read
+        if isinstance(a, int)
+        and (states[a].form is Form.PARTIAL_SUM or (states[a].form is Form.SPLIT and a not in outer))
+    ]
+    sums = tuple(dict.fromkeys(of_micro_batches))
     stacks = tuple(fresh.value((op.trips, *v.shape), v.dtype, v.itemsize) for v in [fresh.values[s] for s in sums])
     stacked = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in (fresh.values[s] for s in stacks)]
     summing = replaced(
@@ -53,10 +61,11 @@ def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tup
     kept = {*op.outputs, *stacks} - late_results
     head = part_of_results(summing, kept)
     tail = part_of_results(_reading_sums(op, sums, stacks, fresh), late_results)
-    if head is None or tail is None or _reads_examples(tail, states):
+    if head is None or tail is None or _makes_examples(tail, states):
         raise next(s.cause for s in states.values() if s.form is Form.UNAVAILABLE and s.cause is not None)
     tail = replaced(clone(tail, {}, fresh), outputs=tail.outputs)  # with values of its own but for the results
-    return ((head, tail) if kept else (tail,)), stacks
+    stacked_states = {stack: of_stack(states[s]) for stack, s in zip(stacks, sums, strict=True)}
+    return ((head, tail) if kept else (tail,)), stacked_states
 
 
 def _with_inner_tails(
@@ -67,7 +76,7 @@ def _with_inner_tails(
     for inner in body.ops:
         if inner.kind is OpKind.SCAN and inner.outputs[0] in late:
             scans, stacks = _apart(inner, late, fresh)
-            states.update(dict.fromkeys(stacks, State(form=Form.PARTIAL_SUM)))
+            states.update(stacks)
             ops += scans
         else:
             ops.append(inner)
@@ -94,7 +103,9 @@ def _reading_sums(op: Op, sums: tuple[int, ...], stacks: tuple[int, ...], fresh:
     )
 
 
-def _reads_examples(tail: Op, states: Mapping[int, State]) -> bool:
+def _makes_examples(tail: Op, states: Mapping[int, State]) -> bool:
+    """Whether the body of the tail makes rows of examples, or carries them."""
     (body,) = tail.blocks
-    values = [*body.inputs, *(v for op in body.ops for v in op.outputs)]
+    carry = body.inputs[tail.num_consts : tail.num_consts + tail.num_carry]
+    values = [*carry, *(v for op in body.ops for v in op.outputs)]
     return any(states[v].form in (Form.SPLIT, Form.OWN) for v in values if v in states)

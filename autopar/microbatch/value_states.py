@@ -15,15 +15,11 @@ from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh
-from autopar.kernels.local import runs_locally
 from autopar.microbatch.accumulation import shortest_name
 from autopar.microbatch.forms import CombinesExamples, Form, State
-from autopar.microbatch.microbatch_analysis import Follower, is_number, state_of
+from autopar.microbatch.microbatch_analysis import Follower, is_heavy, is_number, is_work_on_examples, state_of
 from autopar.microbatch.part_of_results import part_of_results
 from autopar.microbatch.scan_tails import apart
-
-# What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +56,7 @@ class _StateFinder:
         self.ops: tuple[list[Op], list[Op]] = ([], [])
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
+        self.tails: set[int] = set()  # scans of what was found to run behind the loop
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.read_in_loop: set[int] = set()  # values that operations in the loop read, cut as their states say
 
@@ -82,8 +79,9 @@ class _StateFinder:
 
     def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
         """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
-        self.follower.deferring, self.follower.late = may_defer, {}
         states = [state_of(a, self.states) for a in op.inputs]
+        is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
+        self.follower.deferring, self.follower.late = may_defer and not is_early, {}
         results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
         if op.outputs and op.outputs[0] in self.follower.late:
             late = self.follower.late
@@ -93,6 +91,7 @@ class _StateFinder:
                 results = self._mixed(op, states, mixes)
             else:
                 self._set_values()
+                self.tails.add(pairs[0][-1].id)
                 for scan, of_part in zip(*pairs, strict=True):
                     self._add(scan, of_part)
                 return
@@ -255,7 +254,7 @@ class _StateFinder:
         cause = _cause(mixes, states)
         values = [a for a in (*op.inputs, *op.outputs) if isinstance(a, int)]
         of_examples = any(not self.follower.same_shape(v) for v in values)
-        is_work = op.kind is not OpKind.EQUATION or is_heavy(op) or op.role is Role.BACKWARD
+        is_work = is_heavy(op) if op.id in self.tails else is_work_on_examples(op)
         if self.num_microbatches > 1 and of_examples and is_work:
             beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
             raise MixedExamplesError(
@@ -278,13 +277,6 @@ def _draws_rows(op: Op) -> bool:
     if op.primitive in ("gather", "dynamic_slice"):
         return any(isinstance(a, int) for a in op.inputs[1:])
     return op.primitive in ("random_bits", "random_gamma")
-
-
-def is_heavy(op: Op) -> bool:
-    """Whether an operation, or one in its blocks, is not worth doing for the whole batch outside of the loop."""
-    if op.kind is not OpKind.EQUATION:
-        return any(is_heavy(inner) for block in op.blocks for inner in block.ops)
-    return op.primitive in _HEAVY or runs_locally(op.eqn)
 
 
 def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:

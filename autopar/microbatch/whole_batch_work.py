@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autopar.ir.graph import OpGraph, OpKind, Section, read_by
-from autopar.microbatch.value_states import is_heavy
+from autopar.microbatch.microbatch_analysis import is_heavy
 
 
 def works_on_all_at_once(graph: OpGraph, examples: int, batch: Collection[int]) -> bool:

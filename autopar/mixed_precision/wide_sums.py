@@ -155,7 +155,14 @@ class _Widening:
 
     # The program
 
-    def run(self, jaxpr: Any, args: Sequence[Any], is_wide: Sequence[bool], results: Sequence[bool]) -> list[Any]:
+    def run(
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        is_wide: Sequence[bool],
+        results: Sequence[bool],
+        caller: jax_compat.Caller = jax_compat.STEP,
+    ) -> list[Any]:
         """Evaluates a jaxpr on arguments of which some are wide; some of its results come back wide."""
         inner = jax_compat.open_jaxpr(jaxpr)
         sums = self.sums_in(inner, is_wide)
@@ -164,21 +171,30 @@ class _Widening:
         values.write(inner.invars, args, is_wide)
         for eqn in inner.eqns:
             flags: Sequence[bool] = _flags(eqn.outvars, wanted)
-            with jax_compat.standing_at(eqn), eqn.ctx.manager:
+            with jax_compat.standing_at(caller.located(eqn)), eqn.ctx.manager:
                 if any(flags):
                     operands, flags = self.wanted_by(eqn, _flags(eqn.invars, sums), flags)
-                    outs = self.evaluate(eqn, values, operands, flags)
+                    outs = self.evaluate(eqn, values, operands, flags, caller)
                 else:
                     outs = jax_compat.rebind(eqn, [values.read(a) for a in eqn.invars])
             values.write(eqn.outvars, outs, flags)
         return [values.read(v, wide) for v, wide in zip(inner.outvars, results, strict=True)]
 
-    def evaluate(self, eqn: Any, values: _Values, operands: Sequence[bool], results: Sequence[bool]) -> Sequence[Any]:
+    def evaluate(
+        self,
+        eqn: Any,
+        values: _Values,
+        operands: Sequence[bool],
+        results: Sequence[bool],
+        caller: jax_compat.Caller,
+    ) -> Sequence[Any]:
         """The results of an equation, some of them wide."""
         name = eqn.primitive.name
         if _is_read(eqn) or name in _PASSING:
             args = [values.read(a, wide) for a, wide in zip(eqn.invars, operands, strict=True)]
-            return jax_compat.rebind(eqn, args) if name in _PASSING else self.call(eqn, args, operands, results)
+            if name in _PASSING:
+                return jax_compat.rebind(eqn, args)
+            return self.call(eqn, args, operands, results, caller)
         wide_type = self.wide_type(eqn.outvars[0].aval)
         if name == "convert_element_type":
             return [jax.lax.convert_element_type(values.read(eqn.invars[0], operands[0]), wide_type)]
@@ -190,7 +206,14 @@ class _Widening:
             return [jax.lax.scatter_add(*args, **{key: eqn.params[key] for key in how})]
         return jax_compat.rebind(eqn, args)
 
-    def call(self, eqn: Any, args: Sequence[Any], operands: Sequence[bool], results: Sequence[bool]) -> Sequence[Any]:
+    def call(
+        self,
+        eqn: Any,
+        args: Sequence[Any],
+        operands: Sequence[bool],
+        results: Sequence[bool],
+        caller: jax_compat.Caller,
+    ) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             runs = [
@@ -205,8 +228,9 @@ class _Widening:
             made = jax.make_jaxpr(lambda *args: self.run(params["jaxpr"], args, operands, results))(*args)
             assert not jax_compat.jaxpr_consts(made), "all that a call reads are its operands"
             return jax_compat.rebind(eqn, args, jaxpr=jax_compat.open_jaxpr(made))
-        args = _placed(args, params.get("in_shardings", ()))
-        return _placed(self.run(_called(eqn), args, operands, results), params.get("out_shardings", ()))
+        args, called = _placed(args, params.get("in_shardings", ())), _called(eqn)
+        outs = self.run(called, args, operands, results, caller.of(eqn, called))
+        return _placed(outs, params.get("out_shardings", ()))
 
     def scan(self, eqn: Any, args: Sequence[Any], operands: Sequence[bool], results: Sequence[bool]) -> Sequence[Any]:
         params, carried = eqn.params, _carried(eqn)

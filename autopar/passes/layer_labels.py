@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.common.paths import is_scan_part
 from autopar.ir.graph import Op
 
 _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
-_SCAN_PART = re.compile(r"^layers(\.\d+)?\[\d+:\d+\]$")  # `scan_in_parts.StackParts.scope`
 
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
 SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
@@ -40,9 +40,9 @@ def module_labels(
     labels = []
     for path in paths:
         label = ""
-        in_scan = any(map(_SCAN_PART.match, path))
+        in_scan = any(map(is_scan_part, path))
         for depth, part in enumerate(path):
-            match = _NUMBERED.match(part) if not in_scan or _SCAN_PART.match(part) else None
+            match = _NUMBERED.match(part) if not in_scan or is_scan_part(part) else None
             if match and (in_scan or len(numbers[*path[:depth], f"{match[1]}#{match[3]}"]) > 1):
                 label = "/".join(path[: depth + 1])
                 break

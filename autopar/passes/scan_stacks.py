@@ -244,7 +244,9 @@ def _flattened(traced: TracedStep) -> Any:
     return jax.make_jaxpr(run)(*avals)
 
 
-def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _inline(
+    jaxpr: Any, constants: Sequence[Any], args: Sequence[Any], caller: jax_compat.Caller = jax_compat.STEP
+) -> list[Any]:
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
     def read(atom: Any) -> Any:
@@ -252,12 +254,13 @@ def _inline(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[A
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        with jax_compat.standing_at(eqn):
+        with jax_compat.standing_at(caller.located(eqn)):
             inner = called_jaxpr(eqn)
             if inner is None:
                 outs = jax_compat.bind(eqn, operands)
             else:
-                outs = _inline(jax_compat.open_jaxpr(inner), jax_compat.jaxpr_consts(inner), operands)
+                called = jax_compat.open_jaxpr(inner), jax_compat.jaxpr_consts(inner)
+                outs = _inline(*called, operands, caller.of(eqn, inner))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

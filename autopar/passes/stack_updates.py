@@ -47,8 +47,8 @@ from autopar.ir.graph import (
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
 from autopar.ir.rewrite import renumbered
 from autopar.kernels.local import runs_locally
-from autopar.microbatch.cut_graph import cut_graph, with_rules
-from autopar.sharding.rules import RuleBook
+from autopar.microbatch.cut_graph import cut_graph
+from autopar.sharding.rules import RuleBook, with_rules
 
 # Arithmetic operations for each byte that enters and leaves: below it a chain multiplies matrices with vectors, which
 # takes less time than bringing the matrices to other devices.

@@ -17,7 +17,8 @@ import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
-from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.common.records import replaced
+from autopar.ir.graph import Block, Factor, FactorKind, OpKind, Rule, walk
 from autopar.ir.primitives import COMBINING, DECOMPOSITIONS, SUMMING, dtype_text, window_dims
 
 _RULE = re.compile(r"<\((.*?)\)->\((.*?)\)(?: \{([^}]*)\})?(.*)>")
@@ -88,6 +89,23 @@ class RuleBook:
     def rule(self, key: str) -> Rule:
         """The rule of an equation that was learned."""
         return self._known[key]
+
+
+def with_rules(block: Block, rules: RuleBook) -> Block:
+    """The block, with the sharding rules of the equations that have none yet."""
+    rules.learn((op.key, op.eqn) for op in walk(block) if op.kind is OpKind.EQUATION and op.rule is None)
+    return _with_known_rules(block, rules)
+
+
+def _with_known_rules(block: Block, rules: RuleBook) -> Block:
+    ops = []
+    for op in block.ops:
+        if op.kind is OpKind.EQUATION and op.rule is None:
+            op = replaced(op, rule=rules.rule(op.key))
+        if op.blocks:
+            op = replaced(op, blocks=tuple(_with_known_rules(b, rules) for b in op.blocks))
+        ops.append(op)
+    return dataclasses.replace(block, ops=tuple(ops))
 
 
 def rule_of_parts(function: Callable[..., Any], avals: Sequence[Any]) -> Rule:

@@ -33,7 +33,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from autopar.sharding.rules import RuleBook  # noqa: E402
 from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
-from benchmarks.random_programs.forms import FORMS  # noqa: E402
+from benchmarks.random_programs.forms import FORMS, SAME_RESULTS  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
 from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of, modes_of_rules  # noqa: E402
 from benchmarks.random_programs.program import Program  # noqa: E402
@@ -50,31 +50,34 @@ class Worker:
 
     def __init__(self) -> None:
         self._process = JobProcess("benchmarks.random_programs", ["--worker"], TIMEOUT_S)
-        self._done: set[tuple[int, str]] = set()
+        self._seeds: set[int] = set()
 
     def run(self, program: Program, mode: Mode) -> Outcome:
-        if len(self._done | {(program.seed, program.form)}) > PROGRAMS_IN_A_PROCESS:
+        if len(self._seeds | {program.seed}) > PROGRAMS_IN_A_PROCESS:
             self.close()
-        self._done.add((program.seed, program.form))
+        self._seeds.add(program.seed)
         start_s = time.perf_counter()
         found = self._process.run((program, mode))
         if "failure" in found:
-            self._done.clear()
+            self._seeds.clear()
             found = {"kind": "crash", "reason": found["failure"]}
         return Outcome(**found, seconds=time.perf_counter() - start_s)
 
     def close(self) -> None:
         self._process.close()
-        self._done.clear()
+        self._seeds.clear()
 
 
 def work() -> None:
     """Reads programs and modes, writes outcomes."""
     rules: dict[Any, RuleBook] = {}
     bench: Bench | None = None
+    forms: dict[Program, Bench] = {}  # the first form of a program, of those which compute the same
     for program, mode in jobs():
         if bench is None or bench.program != program:
-            bench = Bench(program, rules)
+            first = dataclasses.replace(program, form="scanned") if program.form in SAME_RESULTS else program
+            bench = Bench(program, rules, other_form=forms.get(first))
+            forms = {first: bench.other_form or bench}
         outcome = bench.run(mode)
         answer({"kind": outcome.kind, "reason": outcome.reason})
 

@@ -17,6 +17,7 @@ for i in range({layers}):
 out = jax.tree.map(lambda *xs: jnp.stack(xs), *outs)"""
 _CAST = "p = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(w.dtype) if w.dtype == jnp.float32 else w, p)"
 FORMS = ("plain", "scanned", "unrolled", "checkpointed", "cast")
+SAME_RESULTS = ("scanned", "unrolled", "checkpointed")
 
 
 def layers_of(

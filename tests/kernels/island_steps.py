@@ -45,6 +45,22 @@ def megatron(data, model):
     )  # fmt: skip
 
 
+def nested(data, model, check_vma=False):
+    """Rows split over one axis by the outer island, a product over the other by the one inside of it."""
+
+    def body(x, up, down):
+        inner = jax.shard_map(
+            lambda x, up, down: lax.psum(jnp.tanh(x @ up) @ down, "model"),
+            in_specs=(P(), P(None, "model"), P("model")), out_specs=P(), axis_names={"model"}, check_vma=check_vma,
+        )  # fmt: skip
+        return jnp.sin(inner(x, up, down))
+
+    return jax.shard_map(
+        body, mesh=mesh_of(data=data, model=model), in_specs=(P("data"), P(), P()), out_specs=P("data"),
+        axis_names={"data"}, check_vma=check_vma,
+    )  # fmt: skip
+
+
 def step_of(island, *names):
     """A training step that calls an island on the batch's rows and some parameters."""
 

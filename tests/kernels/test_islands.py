@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import MixedExamplesError, UnsupportedError
-from tests.kernels.island_steps import P, arguments, megatron, mesh_of, normalised, rows, step_of
+from tests.kernels.island_steps import P, arguments, megatron, mesh_of, nested, normalised, rows, step_of
 from tests.kernels.test_kernels import assert_equals_jit, parallel, splits
 
 HERE = "island_steps.py"
@@ -141,18 +141,70 @@ def test_axes_that_an_island_leaves_to_the_compiler_say_nothing(recipe):
         assert_equals_jit(step_of(island, "square"), recipe, 4, arguments())
 
 
-def test_islands_in_islands_are_refused_by_their_line():
+@pytest.mark.parametrize(
+    ("recipe", "devices"),
+    [(None, 4), (recipes.data_parallel(), 2), (PIPELINE, 4), (recipes.cut(recipes.zero(3), num_microbatches=2), 4)],
+)
+def test_an_island_inside_of_an_island_equals_plain_jit(recipe, devices):
+    assert_equals_jit(step_of(nested(2, 2), "up", "down"), recipe, devices, arguments())
+
+
+def test_an_island_inside_of_a_checkpointed_scan_body_equals_plain_jit():
+    island = nested(2, 2)
+
+    def step(state, batch):
+        def body(x, p):
+            return jnp.tanh(x + island(x, p["up"], p["down"])), None
+
+        def loss(state):
+            return jnp.mean((jax.lax.scan(jax.checkpoint(body), batch["x"], state)[0] - batch["y"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+    state, batch = arguments()
+    layers = {name: jnp.stack([state[name]] * 2) for name in ("up", "down")}
+    assert_equals_jit(step, recipes.cut(recipes.zero(3), num_microbatches=2), 4, (layers, batch))
+
+
+def test_an_island_inside_that_sums_over_the_devices_of_examples_is_not_cut_into_micro_batches():
     def outer(x, w):
         inner = jax.shard_map(
-            lambda x, w: jax.lax.psum(x @ w, "y"),
-            in_specs=(P(None, "y"), P("y")), out_specs=P(), axis_names={"y"},
+            lambda x, w: jax.lax.psum(jnp.tanh(x @ w), "x"),
+            in_specs=(P(), P(None, "y")), out_specs=P(None, "y"), axis_names={"y"}, check_vma=False,
         )  # fmt: skip
-        return inner(x, w)
+        return jnp.sin(inner(x, w))
 
     mesh = mesh_of(x=2, y=2)
-    island = jax.shard_map(outer, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
-    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match="got a shard_map inside of it") as caught:
-        parallel(step_of(island, "square"), None, 4).plan(*arguments())
+    island = jax.shard_map(
+        outer, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False
+    )
+    step = step_of(island, "square")
+    with pytest.raises(MixedExamplesError, match="it combines examples") as caught:
+        parallel(step, PIPELINE, 4)(*arguments())
+    assert f"{HERE}:" in caught.value.where
+    assert_equals_jit(step, None, 4, arguments())
+
+
+def test_an_island_inside_that_numbers_the_devices_of_examples_is_not_cut_into_micro_batches():
+    def outer(x, w):
+        inner = jax.shard_map(
+            lambda w: w * (1.0 + jax.lax.axis_index("x")),
+            in_specs=P("y"), out_specs=P("y"), axis_names={"y"}, check_vma=False,
+        )  # fmt: skip
+        return x @ inner(w)
+
+    mesh = mesh_of(x=2, y=2)
+    island = jax.shard_map(
+        outer, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False
+    )
+    with pytest.raises(MixedExamplesError, match="by their position"):
+        parallel(step_of(island, "square"), PIPELINE, 4)(*arguments())
+
+
+def test_the_gradient_of_islands_in_islands_that_jax_does_not_lower_is_refused_by_its_line():
+    step = step_of(nested(2, 2, check_vma=True), "up", "down")
+    with pytest.raises(UnsupportedError, match="check_vma=False to both calls") as caught:
+        parallel(step, None, 4).plan(*arguments())
     assert f"{HERE}:" in caught.value.where
 
 
