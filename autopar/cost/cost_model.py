@@ -160,6 +160,16 @@ class NodeCosts:
             self._seconds[key] = strategy, op.count * self._strategy_s(op, split)
         return self._seconds[key][1]
 
+    def shared_s(self, op: Op, num_devices: int) -> float:
+        """Seconds of an operation in a step at least, where so many devices share it: its kernels take their time
+        however small their part is.
+        """
+        if op.primitive in ring.PRIMITIVES or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
+            return self.compute_s(op, None) / num_devices
+        work = self._work(op)
+        parts = ((num_devices,) * len(work.operand_bytes), (num_devices,) * len(work.result_bytes))
+        return op.count * time_s(work, num_devices, parts, self.model.device)
+
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
         the copies by which pieces are cut out of operands, added up and put together. Of a sum of pieces each is 32
