@@ -128,6 +128,7 @@ class NodeCosts:
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
         self._alone: dict[tuple[int, int], float] = {}  # without sends, of the strategies in `_known`
+        self._shared: dict[tuple[int, int], float] = {}  # of one run, by the works in `_works`
         self._counted: dict[int, tuple[tuple[Strategy, ...], _Counts]] = {}
         self.equations = LoweredEquations()
         self.works: dict[tuple[int, float], KeptWork] = {}
@@ -167,8 +168,11 @@ class NodeCosts:
         if op.primitive in ring.PRIMITIVES or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
             return self.compute_s(op, None) / num_devices
         work = self._work(op)
-        parts = ((num_devices,) * len(work.operand_bytes), (num_devices,) * len(work.result_bytes))
-        return op.count * time_s(work, num_devices, parts, self.model.device)
+        key = id(work), num_devices
+        if key not in self._shared:
+            parts = ((num_devices,) * len(work.operand_bytes), (num_devices,) * len(work.result_bytes))
+            self._shared[key] = time_s(work, num_devices, parts, self.model.device)
+        return op.count * self._shared[key]
 
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and

@@ -42,9 +42,9 @@ def _processes(group: Submesh, devices: int) -> Iterable[int]:
 
 
 def least_handed_out_s(cluster: Cluster, num_stages: int, num_microbatches: int, *, has_backward: bool) -> float:
-    """The same of any pipeline of so many stages: in each micro-batch every stage has a forward and a backward task,
-    the last one, for which nobody waits, both in one.
+    """The same of any pipeline of so many stages, two or more: each has a forward task in every micro-batch, and a
+    backward task where the step has a backward pass.
     """
-    runs = num_microbatches * (2 * num_stages - 1 if has_backward else num_stages)
+    runs = num_stages * num_microbatches * (2 if has_backward else 1)
     num_processes = -(-cluster.num_devices // process_devices(cluster))
     return hand_out_s(cluster) * runs / min(num_processes, num_stages)

@@ -20,7 +20,7 @@ from autopar.solver import Schedule, Stage, StageOption, StageProblem, step_time
 
 
 def least_pipeline_s(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest) -> float:
-    """Seconds of a pipeline of this step at least, whatever its stages and decisions.
+    """Seconds of a pipeline of this step in two stages or more at least, whatever these and its decisions.
 
     All devices share every operation evenly, but each runs its kernels, which take their time however small they are;
     nothing is sent, and the stages take equally long, which by the model of their schedule is the least. Nor are tasks
@@ -38,8 +38,7 @@ def least_pipeline_s(microbatched: MicrobatchedStep, cluster: Cluster, request: 
                 stages_s = _equal_stages_s(name, groups, chunks, m, forward_s, backward_s)
                 handed_s = least_handed_out_s(cluster, groups * chunks, m, has_backward=has_backward)
                 least_s = min(least_s, max(stages_s, handed_s))
-    alone_s = sum(seconds.values()), least_handed_out_s(cluster, 1, m, has_backward=has_backward)
-    return min(least_s, max(alone_s))
+    return least_s
 
 
 def _shared_s(graph: OpGraph, cluster: Cluster) -> dict[Section, float]:

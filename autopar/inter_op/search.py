@@ -285,7 +285,9 @@ class _Search:
         return cuts[m]
 
     def may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
-        """Whether a pipeline in these micro-batches may take less than the best plan so far, or is wanted beside it."""
+        """Whether a pipeline in these micro-batches may take less than the best program that fits, or is wanted beside
+        it. One stage is no faster than that: it does what a program does, in more tasks.
+        """
         context = self.context
         too_long_s = context.keep_tolerance * context.to_beat_s
         return too_long_s == math.inf or least_pipeline_s(microbatched, context.cluster, context.request) < too_long_s

@@ -64,6 +64,8 @@ def _priced(
     """A baseline with its time, or why it has none. `hopeful`: the meshes on which a program may be faster, and those
     on which none is.
     """
+    if baseline.is_told:  # a bound of all programs on its mesh would take longer
+        return _searched(context, baseline)
     mesh = searched_form(baseline.mesh, context.cluster)
     if mesh not in hopeful:
         hopeful[mesh] = may_be_faster(context, cost_model(context.cluster, mesh))
