@@ -51,7 +51,9 @@ def least_s(arguments, m, cluster):
 def test_no_pipeline_takes_less(monkeypatch, m, stages):
     monkeypatch.setattr(handing_out, "HAND_OUT_S", 0.0)
     arguments, cluster = chain(512, 1024), hosts(5e10)
-    found_s = planned(cluster, arguments, plan=autopar.recipes.pipeline(stages, num_microbatches=m)).predicted.step_time_s
+    found_s = planned(
+        cluster, arguments, plan=autopar.recipes.pipeline(stages, num_microbatches=m)
+    ).predicted.step_time_s
     assert 0.2 * found_s < least_s(arguments, m, cluster) <= found_s
 
 

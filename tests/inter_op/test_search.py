@@ -316,7 +316,14 @@ def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
 
 @pytest.mark.parametrize(
     ("hosts", "step_time_s", "lost", "pays"),
-    [(1, 1.0, 0.2, False), (1, 1.0, 0.4, True), (2, 1.0, 0.08, False), (2, 1.0, 0.12, True), (2, 0.004, 0.5, True), (2, 9e-5, 0.5, False)],
+    [
+        (1, 1.0, 0.2, False),
+        (1, 1.0, 0.4, True),
+        (2, 1.0, 0.08, False),
+        (2, 1.0, 0.12, True),
+        (2, 0.004, 0.5, True),
+        (2, 9e-5, 0.5, False),
+    ],
 )
 def test_stages_are_searched_where_a_program_loses_enough(hosts, step_time_s, lost, pays):
     best = SimpleNamespace(step_time_s=step_time_s, shared_out_s=(1.0 - lost) * step_time_s)
