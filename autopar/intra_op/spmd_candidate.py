@@ -29,7 +29,7 @@ class SpmdCandidate:
 
     `ran` is its simulation and `compute_s` the seconds of each operation, by its number, without collectives.
     `shared_out_s` is the step time without communication if every operation were split over all devices, each of which
-    still runs its kernels; `sends` tells whether there is communication. `name` names the constraints of a baseline.
+    still runs its kernels. `name` names the constraints of a baseline.
     """
 
     model: CostModel
@@ -40,7 +40,6 @@ class SpmdCandidate:
     compute_s: Mapping[int, float] = dataclasses.field(repr=False)
     step_time_s: float
     shared_out_s: float
-    sends: bool
     pins: PinsOnMesh | None = None
     source: str = "logical meshes"
     name: str = ""
@@ -118,7 +117,6 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> tuple
         ran=ran,
         compute_s=seconds,
         step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
-        sends=ran.send_s > 0,
         shared_out_s=_shared_out_s(graph, seconds, found),
     )
     return candidate, memory
