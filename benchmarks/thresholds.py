@@ -77,7 +77,11 @@ THRESHOLDS = [
             "plans of benchmarks/auto_vs_manual",
         ),
         ("LOST_INSIDE_HOST", "the same inside one host", "plans of benchmarks/auto_vs_manual"),
-        ("LEAST_PIPELINE_S", "length of a step below which no pipeline is searched", TASKS),
+    ),
+    *_of(
+        "inter_op.handing_out",
+        ("HAND_OUT_S", "time of a process for each run of a task of a pipeline", TASKS),
+        ("SLICE_HOST_DEVICES", "devices of a host of a TPU slice", "25 GB/s a host of 4 chips, scaling-book tpus.md"),
     ),
     *_of(
         "plan.options",

@@ -14,6 +14,7 @@ from autopar.compiler.whole_graph import whole_graph
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
@@ -33,8 +34,8 @@ from autopar.sharding.parallelisms import data_axis
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice, and how long the step must be, so that handing out tasks (about 0.1 ms each) does not matter.
-LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST, LEAST_PIPELINE_S = 0.1, 0.3, 5e-3
+# work done twice.
+LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST = 0.1, 0.3
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -142,11 +143,12 @@ def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
 
 def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
     """Whether a pipeline may be faster than one program: where no program fits (on one device a pipeline is the step in
-    micro-batches), or where communication and duplicated work take long enough to outweigh the cost of many tasks.
+    micro-batches), or where communication and duplicated work take long, and longer than the fewest tasks of a pipeline
+    are handed out in.
     """
     if best is None:
         return True
-    if best.step_time_s <= LEAST_PIPELINE_S:
+    if best.step_time_s <= least_handed_out_s(cluster, 2, 1, has_backward=False):
         return False
     if cluster.parts:
         return True  # one program is as slow as the slowest devices

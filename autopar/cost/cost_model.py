@@ -128,6 +128,7 @@ class NodeCosts:
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
         self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
         self._alone: dict[tuple[int, int], float] = {}  # without sends, of the strategies in `_known`
+        self._shared: dict[tuple[int, int], float] = {}  # of one run, by the works in `_works`
         self._counted: dict[int, tuple[tuple[Strategy, ...], _Counts]] = {}
         self.equations = LoweredEquations()
         self.works: dict[tuple[int, float], KeptWork] = {}
@@ -159,6 +160,19 @@ class NodeCosts:
             split = strategy or replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
             self._seconds[key] = strategy, op.count * self._strategy_s(op, split)
         return self._seconds[key][1]
+
+    def shared_s(self, op: Op, num_devices: int) -> float:
+        """Seconds of an operation in a step at least, where so many devices share it: its kernels take their time
+        however small their part is.
+        """
+        if op.primitive in ring.PRIMITIVES or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
+            return self.compute_s(op, None) / num_devices
+        work = self._work(op)
+        key = id(work), num_devices
+        if key not in self._shared:
+            parts = ((num_devices,) * len(work.operand_bytes), (num_devices,) * len(work.result_bytes))
+            self._shared[key] = time_s(work, num_devices, parts, self.model.device)
+        return op.count * self._shared[key]
 
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and

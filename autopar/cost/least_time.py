@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from autopar.cost.cost_model import CostModel, NodeCosts, cost_model
 from autopar.hardware.cluster import Cluster
-from autopar.ir.graph import OpGraph, OpKind
+from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.mesh import LogicalMesh
 
 
@@ -21,5 +23,18 @@ def least_step_time_s(graph: OpGraph, model: CostModel) -> float:
     done twice.
     """
     costs = NodeCosts(graph, model)
-    ops = (op for op in graph.ops() if op.kind is OpKind.EQUATION and not op.blocks)
-    return sum(costs.compute_s(op, None) for op in ops) / model.links.mesh.num_devices
+    return in_turn_s(graph.block.ops, lambda op: costs.compute_s(op, None)) / model.links.mesh.num_devices
+
+
+def in_turn_s(ops: Iterable[Op], seconds_of: Callable[[Op], float]) -> float:
+    """Seconds of operations and of those in their bodies, one after the other; of branches, the one that takes longest,
+    as `compute_times_s` counts them.
+    """
+    total_s = 0.0
+    for op in ops:
+        if op.blocks:
+            of_blocks = [in_turn_s(block.ops, seconds_of) for block in op.blocks]
+            total_s += max(of_blocks) if op.kind is OpKind.COND else sum(of_blocks)
+        elif op.kind is OpKind.EQUATION:
+            total_s += seconds_of(op)
+    return total_s

@@ -17,7 +17,7 @@ from autopar.cost.overlap import timed_together
 from autopar.cost.stream_work import Ran
 from autopar.errors import PlanMismatchError
 from autopar.hardware import host_cpu
-from autopar.inter_op.staged import JoinedTask, StagedStep, pipeline_page_fault_s
+from autopar.inter_op.staged import JoinedTask, StagedStep, with_waits
 from autopar.lowering.instructions import Key
 from autopar.runtime.pipeline.dataflow import Node
 from autopar.runtime.pipeline.emit import emit
@@ -178,6 +178,5 @@ def with_joined(staged: StagedStep, joined: Sequence[JoinedTask]) -> StagedStep:
     task_s = (*staged.task_s, *(task.seconds for task in joined))
     task_bytes = (*staged.task_bytes, *(task.nbytes for task in joined))
     simulation = simulate(program, task_s, sent_s, task_bytes)
-    waiting_s = pipeline_page_fault_s(simulation, program, staged.stages)
-    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
+    simulation = with_waits(simulation, program, staged.stages, staged.submeshes, staged.cluster)
     return dataclasses.replace(staged, joined=tuple(joined), simulated=program, simulation=simulation)

@@ -18,6 +18,7 @@ from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.held_memory import why_too_large
+from autopar.inter_op.least_pipeline import least_pipeline_s
 from autopar.inter_op.mesh_options import MeshOptions
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
@@ -97,7 +98,9 @@ class _Search:
             begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
         step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS))
         check_parts(cluster, step)
-        cuts, too_large = self.that_may_fit(self.cuts(step))
+        if not (cuts := self.cuts(step)):
+            return (Rejection(source=SOURCE, why="a bound says that no pipeline is faster"),), False
+        cuts, too_large = self.that_may_fit(cuts)
         if not cuts:
             return (Rejection(source=SOURCE, why=f"no pipeline: {too_large}", is_note=True),), False
         screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
@@ -220,20 +223,26 @@ class _Search:
             )
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
-        """The step in each number of micro-batches that it admits; a step that mixes its examples, as one where no
-        program fits: stages and recomputation need less memory. Raises: the reason, where it admits none.
+        """The step in each number of micro-batches that it admits, where it may be faster so; a step that mixes its
+        examples, as one where no program fits: stages and recomputation need less memory. Raises: the reason, where it
+        admits none.
         """
         cuts: dict[int, MicrobatchedStep] = {}
         error_of_last: AutoparError | None = None
+        is_cut = False
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
             if cuts and (self.context.deadline.passed or self.are_enough(step, cuts)):
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.microbatched(step, m)
+                    found = self.microbatched(step, m)
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
-        if error_of_last is not None and not cuts:
+                continue
+            is_cut = True
+            if self.may_be_faster(found):
+                cuts[m] = found
+        if error_of_last is not None and not is_cut:
             fits = self.context.fastest_s < math.inf
             if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
                 raise error_of_last
@@ -261,14 +270,27 @@ class _Search:
         return {m: cut for m, cut in cuts.items() if why[m] is None}, texts[-1] if texts else ""
 
     def cut_in(self, step: SplitStep, m: int, cuts: dict[int, MicrobatchedStep]) -> MicrobatchedStep | None:
-        """The step in a number of micro-batches, which is added to the dictionary; None where it does not admit it."""
+        """The step in a number of micro-batches, which is added to the dictionary; None where it does not admit it, or
+        no pipeline of it may be faster.
+        """
         if m not in cuts:
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    cuts[m] = self.microbatched(step, m)
+                    found = self.microbatched(step, m)
             except (UnsupportedError, BatchMismatchError):
                 return None  # as in `cuts`
+            if not self.may_be_faster(found):
+                return None
+            cuts[m] = found
         return cuts[m]
+
+    def may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
+        """Whether a pipeline in these micro-batches may take less than the best program that fits, or is wanted beside
+        it. One stage is no faster than that: it does what a program does, in more tasks.
+        """
+        context = self.context
+        too_long_s = context.keep_tolerance * context.to_beat_s
+        return too_long_s == math.inf or least_pipeline_s(microbatched, context.cluster, context.request) < too_long_s
 
     def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> OtherNumbers:
         """The numbers of micro-batches of one stage."""

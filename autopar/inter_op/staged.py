@@ -16,6 +16,7 @@ from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.fit_schedule import fitted_schedule
+from autopar.inter_op.handing_out import handed_out_s
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
@@ -99,6 +100,7 @@ class StagedStep:
     task_lost_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
+    cluster: Cluster
     joined: tuple[JoinedTask, ...] = ()
     memory_shares: tuple[float, ...] = ()
 
@@ -278,8 +280,6 @@ def stage_program(
         program = emit(smaller, each)
         ran.append((each, program, simulate(program, task_s, sent_s, task_bytes)))
     schedule, program, simulation = min(ran, key=lambda made: made[2].step_time_s)
-    waiting_s = pipeline_page_fault_s(simulation, program, planned)
-    simulation = dataclasses.replace(simulation, step_time_s=simulation.step_time_s + waiting_s, waiting_s=waiting_s)
     return StagedStep(
         step=step,
         graph=graph,
@@ -295,12 +295,27 @@ def stage_program(
         task_bytes=task_bytes,
         task_lost_bytes=tuple(cost.lost_bytes for cost in task_costs),
         transfer_s=transfer_s,
-        simulation=simulation,
+        simulation=with_waits(simulation, program, planned, submeshes, cluster),
+        cluster=cluster,
         memory_shares=tuple(
             memory_share(cluster, submeshes[q].first_device, submeshes[q].mesh.num_devices)
             for q in map(schedule.mesh_of_stage.index, range(schedule.num_groups))
         ),
     )
+
+
+def with_waits(
+    simulation: Simulation,
+    program: Program,
+    planned: Sequence[PlannedStage],
+    submeshes: Sequence[Submesh],
+    cluster: Cluster,
+) -> Simulation:
+    """A simulation whose step also waits for memory, and until all its tasks are handed out."""
+    waiting_s = pipeline_page_fault_s(simulation, program, planned)
+    groups = {p.lowered.mesh_index: at for p, at in zip(planned, submeshes, strict=True)}
+    step_time_s = max(simulation.step_time_s + waiting_s, handed_out_s(program, groups, cluster))
+    return dataclasses.replace(simulation, step_time_s=step_time_s, waiting_s=waiting_s)
 
 
 def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Sequence[PlannedStage]) -> float:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.intra_op.logical_meshes import searched_form
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.intra_op.spmd_search import may_be_faster, search_mesh
+from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -42,35 +41,17 @@ class Baseline:
 
 
 def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """Every manual plan, each as one constrained program that is priced like what the search finds by itself, where a
-    program on its mesh may be faster.
-    """
+    """Every manual plan, each as one constrained program that is priced like what the search finds by itself."""
     if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
         return
     untried = why_not_tried(context)
     if untried:
         yield Rejection(source=SOURCE, text="data parallelism and ZeRO", why=f"not tried: {untried}")
         return
-    hopeful: dict[LogicalMesh, bool] = {}
     for baseline in _baselines(context):
-        found = baseline if isinstance(baseline, Rejection) else _priced(context, baseline, hopeful)
+        found = baseline if isinstance(baseline, Rejection) else _searched(context, baseline)
         yield found
         context = context.after([found])  # the next ones are of use where they are faster than this too
-
-
-def _priced(
-    context: PlanningContext, baseline: Baseline, hopeful: dict[LogicalMesh, bool]
-) -> SpmdCandidate | Rejection:
-    """A baseline with its time, or why it has none. `hopeful`: the meshes on which a program may be faster, and those
-    on which none is.
-    """
-    mesh = searched_form(baseline.mesh, context.cluster)
-    if mesh not in hopeful:
-        hopeful[mesh] = may_be_faster(context, cost_model(context.cluster, mesh))
-    if hopeful[mesh]:
-        return _searched(context, baseline)
-    why = "a bound says that no program on its mesh is faster"
-    return Rejection(source=SOURCE, text=baseline.name, why=why, axis_sizes=baseline.mesh.axis_sizes)
 
 
 def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | Rejection:

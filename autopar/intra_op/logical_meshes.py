@@ -36,10 +36,3 @@ def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
             if len(set(cluster.axis_links(ordered.axis_sizes))) > 1 or ordered == mesh:
                 meshes[ordered] = None
     return tuple(meshes)
-
-
-def searched_form(mesh: LogicalMesh, cluster: Cluster) -> LogicalMesh:
-    """The same mesh as the search has it: without axes of one device, the largest last where the links are equal."""
-    sizes = tuple(size for size in mesh.axis_sizes if size > 1)
-    rising = tuple(sorted(sizes))
-    return LogicalMesh(axis_sizes=rising if len(set(cluster.axis_links(rising))) == 1 else sizes)

@@ -28,8 +28,8 @@ class SpmdCandidate:
     """The decisions of one program on one mesh, lowered, with exact memory and time.
 
     `ran` is its simulation and `compute_s` the seconds of each operation, by its number, without collectives.
-    `shared_out_s` is the step time without communication if every operation were split over all devices; `sends` tells
-    whether there is communication. `name` names the constraints of a baseline.
+    `shared_out_s` is the step time without communication if every operation were split over all devices, each of which
+    still runs its kernels. `name` names the constraints of a baseline.
     """
 
     model: CostModel
@@ -40,7 +40,6 @@ class SpmdCandidate:
     compute_s: Mapping[int, float] = dataclasses.field(repr=False)
     step_time_s: float
     shared_out_s: float
-    sends: bool
     pins: PinsOnMesh | None = None
     source: str = "logical meshes"
     name: str = ""
@@ -110,8 +109,6 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> tuple
     sharding, lowered, ran = found.sharding, found.lowered, found.ran
     memory = memory_of(graph, lowered, model)
     seconds = compute_times_s(graph, lowered, model, found.costs)
-    split = {op: s.split / model.links.mesh.num_devices for op, s in sharding.strategy.items()}
-    least = 1 / model.links.mesh.num_devices
     candidate = SpmdCandidate(
         model=model,
         sharding=sharding,
@@ -120,10 +117,19 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> tuple
         ran=ran,
         compute_s=seconds,
         step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
-        sends=ran.send_s > 0,
-        shared_out_s=sum(t * split.get(op, least) for op, t in seconds.items()),
+        shared_out_s=_shared_out_s(graph, seconds, found),
     )
     return candidate, memory
+
+
+def _shared_out_s(graph: OpGraph, seconds: Mapping[int, float], found: TimedSharding) -> float:
+    num_devices, strategies = found.sharding.mesh.num_devices, found.sharding.strategy
+    shared_s = 0.0
+    for op in graph.ops():
+        if op.id in seconds:
+            split = strategies[op.id].split if op.id in strategies else 1
+            shared_s += max(seconds[op.id] * split / num_devices, found.costs.shared_s(op, num_devices))
+    return shared_s
 
 
 def over_limit_values(memory: ProgramMemory, compiler: Compiler, limit_bytes: int) -> frozenset[tuple[int, str]]:

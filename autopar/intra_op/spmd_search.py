@@ -16,7 +16,6 @@ from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.mesh_choice import (
     SOURCE,
     extra_s_of,
-    fastest_fitting,
     longest_s,
     slower,
 )
@@ -109,21 +108,6 @@ def search_mesh(
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, memory, exposure)
-
-
-def may_be_faster(context: PlanningContext, model: CostModel) -> bool:
-    """Whether a program on one mesh may be faster than the fastest so far that fits, where that one sends nothing and
-    no other is wanted beside it: by the least objective of all programs on the mesh, each of whose sends is charged the
-    least that may count of it. True of what sends itself, whose objective says more than it takes.
-    """
-    best = fastest_fitting(context)
-    if best is None or best.sends or context.keep_tolerance > 1:
-        return True
-    intra_op, _ = _problem(context, model, None, folds=True)
-    too_long_s = best.sharding.report.objective_s - context.request.effort.least_gain * best.step_time_s
-    exposure = Exposure(LEAST_EXPOSED_FRACTION) if model.overlap.kinds else ALL_EXPOSED
-    solution = intra_op.solve(time_limit_s=context.deadline.solve_s(), exposure=exposure, cutoff_s=too_long_s)
-    return solution.bound < too_long_s
 
 
 def _problem(

@@ -5,6 +5,8 @@
     python -m benchmarks.decoder_grid --draws 10 --memory     less and less memory, and every request that the search
                                                               may take itself: micro-batches, recomputation, recipes
     python -m benchmarks.decoder_grid --draws 500 --keep      also writes results/decoder_grid.md
+    python -m benchmarks.decoder_grid --draws 60 --spread --rows rows.jsonl     each on one of the clusters, in turn
+    python -m benchmarks.decoder_grid --of rows.jsonl --keep  the page of rows that were made before
 
 Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in a process of its own, in each
 of the ways of `benchmarks/decoder_grid/ways.py`; what takes more than `--limit` seconds is ended and counted. A way is
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,11 @@ def jobs_of(arguments: argparse.Namespace) -> list[Row]:
         names = list(ways(RUN_DEVICES))
         return [{"seed": arguments.seed, "number": n, "cluster": "", "ways": names} for n in small]
     found: list[Row] = []
-    for number, cluster in itertools.product(numbers, arguments.clusters):
+    pairs = list(itertools.product(numbers, arguments.clusters))
+    if arguments.spread:  # on all in turn, small and large ones on each
+        n = len(arguments.clusters)
+        pairs = [(number, arguments.clusters[(number + number // n) % n]) for number in numbers]
+    for number, cluster in pairs:
         num_devices = autopar.Cluster.parse(cluster).num_devices
         names = list((requests if arguments.memory else ways)(num_devices))
         job = {"seed": arguments.seed, "number": number, "cluster": cluster, "requests": arguments.memory}
@@ -162,13 +168,21 @@ def _cells(row: Row, kind: str, text: str) -> list[str]:
     return [str(row["number"]), where, row["way"], kind, text.replace("|", "/").replace("\n", " ")]
 
 
-def page(summary: Summary, arguments: argparse.Namespace) -> str:
+def kept_jobs(path: Path) -> list[tuple[Row, list[Row]]]:
+    """The jobs of rows that were kept, each with its rows."""
+    found: dict[tuple[int, str, bool], list[Row]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((row["number"], row["cluster"], "share" in row), []).append(row)
+    return [({"number": number, "cluster": cluster}, rows) for (number, cluster, _), rows in found.items()]
+
+
+def page(summary: Summary, draws: Collection[int], seed: int) -> str:
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(summary.kinds.items()))
     refusals = [[text, str(n)] for text, n in summary.refusals.most_common()]
     return (
         "# Decoders drawn at random\n\n"
-        f"`python -m benchmarks.decoder_grid`, draws {arguments.first} to {arguments.first + arguments.draws - 1} of "
-        f"seed {arguments.seed}: {summary.rows} rows of {summary.jobs} decoders on clusters: {kinds}.\n\n"
+        f"`python -m benchmarks.decoder_grid`, {len(draws)} draws from {min(draws)} to {max(draws)}, seed {seed}: "
+        f"{summary.rows} rows of {summary.jobs} decoders on clusters: {kinds}.\n\n"
         f"{description()}\n\n"
         f"{markdown(('draw', 'cluster', 'way', 'kind', 'what'), summary.notable)}\n\n## Refusals\n\n"
         f"{markdown(('way and reason', 'rows'), refusals)}\n"
@@ -188,25 +202,34 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES, help="of memory")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one way")
     parser.add_argument("--rows", type=Path, help="a file to which every row is added, a JSON object a line")
+    parser.add_argument("--spread", action="store_true", help="each decoder on one of the clusters")
+    parser.add_argument("--of", type=Path, help="no new rows: those of this file")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     return parser.parse_args()
 
 
-def main() -> int:
-    arguments = parsed()
-    jobs, summary = jobs_of(arguments), Summary()
+def new_jobs(arguments: argparse.Namespace) -> Iterator[tuple[Row, list[Row]]]:
+    jobs = jobs_of(arguments)
     with ThreadPoolExecutor(arguments.processes) as pool:
         for job, rows in zip(jobs, pool.map(lambda job: results_of(job, arguments), jobs), strict=True):
             if arguments.rows:
                 with arguments.rows.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows)
-            print(f"{job['number']} {job['cluster']} {drawn(job['seed'], job['number'])}", flush=True)
-            for cells in summary.add(job, rows):
-                print("   ", " | ".join(cells), flush=True)
+            yield job, rows
+
+
+def main() -> int:
+    arguments = parsed()
+    summary, draws = Summary(), set[int]()
+    for job, rows in kept_jobs(arguments.of) if arguments.of else new_jobs(arguments):
+        draws.add(job["number"])
+        print(f"{job['number']} {job['cluster']} {drawn(arguments.seed, job['number'])}", flush=True)
+        for cells in summary.add(job, rows):
+            print("   ", " | ".join(cells), flush=True)
     print(dict(summary.kinds))
     print(markdown(("way and reason", "rows"), [[text, str(n)] for text, n in summary.refusals.most_common()]))
     if arguments.keep:
-        RESULTS.write_text(page(summary, arguments))
+        RESULTS.write_text(page(summary, draws, arguments.seed))
     return 0
 
 

@@ -316,7 +316,14 @@ def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
 
 @pytest.mark.parametrize(
     ("hosts", "step_time_s", "lost", "pays"),
-    [(1, 1.0, 0.2, False), (1, 1.0, 0.4, True), (2, 1.0, 0.08, False), (2, 1.0, 0.12, True), (2, 0.004, 0.5, False)],
+    [
+        (1, 1.0, 0.2, False),
+        (1, 1.0, 0.4, True),
+        (2, 1.0, 0.08, False),
+        (2, 1.0, 0.12, True),
+        (2, 0.004, 0.5, True),
+        (2, 9e-5, 0.5, False),
+    ],
 )
 def test_stages_are_searched_where_a_program_loses_enough(hosts, step_time_s, lost, pays):
     best = SimpleNamespace(step_time_s=step_time_s, shared_out_s=(1.0 - lost) * step_time_s)
@@ -331,8 +338,8 @@ def test_each_task_is_called():
     def called_s(m):
         recipe = autopar.recipes.pipeline(1, num_microbatches=m)
         args = arguments(layers=2, width=64, batch=1024)
-        with_calls, without = (plan(virtual_cpus(call_s), *args, plan=recipe) for call_s in (1e-3, 0.0))
-        return with_calls.predicted.step_time_s - without.predicted.step_time_s
+        with_calls, with_fewer = (plan(virtual_cpus(call_s), *args, plan=recipe) for call_s in (2e-3, 1e-3))
+        return with_calls.predicted.step_time_s - with_fewer.predicted.step_time_s
 
     assert called_s(8) - called_s(4) == pytest.approx(4 * 1e-3)
     assert called_s(4) == pytest.approx((4 + 2) * 1e-3)

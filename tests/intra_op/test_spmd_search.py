@@ -160,11 +160,12 @@ def test_manual_plans_are_weighed_whatever_the_search_finds():
     assert all(r.step_time_s is not None or r.why for r in plan.record.rejected)
 
 
-def test_manual_plans_that_a_bound_leaves_out_are_not_faster():
+def test_no_manual_plan_is_faster_than_the_search():
+    """Whose best program sends nothing here, so that the objective says little of what hides."""
     step, args, fixed = mlp_step, (MLP_STATE, MLP_BATCH), {"cluster": "dgx-h100", "cache_dir": None}
     plan = autopar.plan(step, *args, **fixed, show_progress=False)
-    bounded = [r for r in plan.record.rejected if r.source == "baselines" and "no program on its mesh" in r.why]
-    assert {"data parallelism", "ZeRO-1", "ZeRO-3"} <= {r.text for r in bounded}
+    priced = {r.text for r in plan.record.rejected if r.source == "baselines" and r.why.startswith("slower")}
+    assert {"data parallelism", "ZeRO-1", "ZeRO-3"} <= {text.rpartition(", ")[2] for text in priced}
     for recipe in (autopar.recipes.data_parallel(), autopar.recipes.zero(1), autopar.recipes.zero(3)):
         manual = autopar.plan(step, *args, **fixed, plan=recipe, show_progress=False)
         assert manual.predicted.step_time_s >= plan.predicted.step_time_s
