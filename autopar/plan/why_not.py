@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
@@ -19,6 +19,7 @@ from autopar.plan.schema import ModuleRow, PlanRecord
 COLUMNS = 100
 MODULES_SHOWN = 8
 NO_MODULE = "(no module)"
+AS_FAST = 1e-3  # of a step: plans that differ by less are as fast
 TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
 
 
@@ -178,6 +179,24 @@ class WhyNot:
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
             f"{text_of_s(losing.other.waited_s - losing.plan.waited_s)} {self._sends}."
         )
+
+    @property
+    def in_short(self) -> str:
+        """Where the other plan, which fits, loses, in one sentence."""
+        step_s = self.plan.predicted.step_time_s
+        if abs(self.slower_s) < AS_FAST * step_s:
+            return "as fast"
+        if self.slower_s < 0:
+            return f"{text_of_part(-self.slower_s / step_s)} faster"
+        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
+        told = larger[:1] + [q for q in larger[1:2] if q.more >= TOLD_SHARE * self.slower_s]
+        text = f"{text_of_part(self.slower_s / step_s)} slower"
+        if told:
+            text += f": {' and '.join(f'{text_of_s(q.more)} more {q.name}' for q in told)}"
+        losing = next(iter(self.modules()), None)
+        if losing is None or losing.more_s <= TOLD_SHARE * self.slower_s:
+            return text
+        return f"{text}, most in {losing.module}"
 
     @property
     def _sends(self) -> str:

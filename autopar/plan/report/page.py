@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_part, text_of_s
 from autopar.plan.fit_row import FitRow
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.report.compare_data import CompareData, compare_data
@@ -66,7 +66,7 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
         "s": text_of_s,
         "b": text_of_bytes,
         "flop": text_of_flops,
-        "pct": percent,
+        "pct": text_of_part,
         "tokens": tokens_of,
         "hue": hue,
         "curve": curve_points,
@@ -77,13 +77,6 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
     }
     fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     return environment.get_template(template).render(fields)
-
-
-def percent(part: float) -> str:
-    """`3.2 %`; a part below a thousandth is `< 0.1 %`."""
-    if 0 < part < 0.001:
-        return "< 0.1 %"
-    return f"{part:.1%}".replace("%", " %") if part < 0.1 else f"{part:.0%}".replace("%", " %")
 
 
 def hue(stage: int, groups: int) -> int:

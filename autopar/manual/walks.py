@@ -5,12 +5,14 @@ Megatron's grid leaves open how many devices share what. Each is a generator: it
 to, and goes on from that.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
+from autopar.manual.settings import RECOMPUTE, Attempt, Outcome, Point, Problem, Walk
 from autopar.recipes import Recipe
-from benchmarks.auto_vs_manual.settings import RECOMPUTE, Attempt, Outcome, Point, Problem, Walk
 
 FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins that is lean
 # How far above the limit the peak may be that a line through two settings gives for a third, which is tried all the
@@ -27,11 +29,9 @@ def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **sett
     is a part that stays and a part for each example of a micro-batch: of settings between those that were tried, or
     beyond them, a line tells which may fit.
     """
-    copies = problem.cluster.num_devices // setting.get("tp", 1)
-    share, rest = divmod(problem.examples, copies)
-    if rest or not share:
-        return
-    sizes, fitting = [e for e in range(1, share + 1) if share % e == 0], 0
+    share = problem.examples // (problem.cluster.num_devices // setting.get("tp", 1))
+    points = (Point(examples=e, recompute="nothing", **setting) for e in range(1, share + 1))
+    sizes, fitting = [point.examples for point in points if point.num_microbatches(problem) is not None], 0
     for recompute in RECOMPUTE:
         larger = [e for e in sizes if e > fitting]
         if larger:
@@ -54,7 +54,7 @@ def _largest_fitting(
     while True:
         m = point.num_microbatches(problem)
         assert m is not None, "the sizes divide the examples of a copy"
-        outcome = yield dataclasses.replace(attempt_of(point, m, recipe_of), frontier=True)
+        outcome = yield dataclasses.replace(attempt_of(problem, point, m, recipe_of), frontier=True)
         left.remove(point.examples)
         may_fit = left
         if outcome is not None and outcome.too_slow:
@@ -88,9 +88,9 @@ def least_peak_bytes(peaks: Mapping[int, int], examples: int) -> float:
     return (peaks[a] + (peaks[b] - peaks[a]) * (examples - a) / (b - a)) / (1 + LINE_ERROR)
 
 
-def attempt_of(point: Point, m: int, recipe_of: Callable[[Point, int], Recipe]) -> Attempt:
+def attempt_of(problem: Problem, point: Point, m: int, recipe_of: Callable[[Point, int], Recipe]) -> Attempt:
     """The attempt at a setting, which has m micro-batches."""
-    return Attempt(text=point.text(m), options=recipe_of(point, m).request)
+    return Attempt(text=point.text(m), options=problem.under(recipe_of(point, m)))
 
 
 def first_points(problem: Problem, **setting: int) -> list[Point]:
@@ -146,7 +146,7 @@ def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, 
                 continue  # a leaner one did not fit
             if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
                 continue  # a richer one fits
-            seen[point] = yield attempt_of(point, m, recipe_of)
+            seen[point] = yield attempt_of(problem, point, m, recipe_of)
 
     def best() -> Point | None:
         known = [(outcome.rank(), n, point) for n, (point, outcome) in enumerate(seen.items()) if outcome is not None]

@@ -1,4 +1,6 @@
-"""A setting of a recipe, an attempt at it, and what that came to."""
+"""A step on a cluster, a setting of a recipe for it, an attempt at it, and what that came to."""
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
@@ -6,25 +8,36 @@ from collections.abc import Generator
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import PlanRequest
-from benchmarks.auto_vs_manual.models import Model
+from autopar.plan.plan import Trees
+from autopar.plan.step_graphs import StepGraphs
+from autopar.recipes import Recipe
+from autopar.sharding.rules import RuleBook
 
 RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A model's step, traced, on a cluster."""
+    """A traced step on a cluster. `request` is what holds for all plans of it, such as a memory limit; `examples` those
+    of the batch, `experts` what a number of devices has to divide that shares experts (1: the step has none). Plans of
+    the step share `graphs`.
+    """
 
-    model: Model
     traced: TracedStep
+    trees: Trees
     cluster: Cluster
+    examples: int
+    experts: int = 1
+    request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
+    rules: RuleBook = dataclasses.field(default_factory=RuleBook)
+    graphs: StepGraphs = dataclasses.field(default_factory=StepGraphs)
 
-    @property
-    def examples(self) -> int:
-        return self.model.sizes["batch"]
+    def under(self, recipe: Recipe) -> PlanRequest:
+        """The request of a plan under a recipe."""
+        return self.request.with_recipe(recipe.request)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One plan to be made. `frontier`: it is one of settings without stages of which the fastest that fits is looked
     for, so that an estimate or a bound may do for one that is slower or does not fit.
@@ -35,7 +48,7 @@ class Attempt:
     frontier: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What an attempt came to; no time where a plan was refused for the memory it needs. `too_slow`: the time is a
     lower bound, which other settings are below, of this recomputation in any number of micro-batches.
@@ -58,7 +71,7 @@ class Outcome:
 Walk = Generator[Attempt, Outcome | None, None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One setting: devices that share each matrix, stages, ZeRO, examples of a copy in a micro-batch, recomputation."""
 
@@ -69,11 +82,13 @@ class Point:
     recompute: str
 
     def num_microbatches(self, problem: Problem) -> int | None:
-        """None where the batch cannot be cut so."""
+        """None where the batch cannot be cut so, or the step names another number of micro-batches."""
         together = problem.cluster.num_devices // (self.tp * self.pp) * self.examples
-        return problem.examples // together if problem.examples % together == 0 else None
+        number, rest = divmod(problem.examples, together)
+        named = problem.request.num_microbatches
+        return number if not rest and named in (None, number) else None
 
-    def saves_more(self, other: "Point") -> bool:
+    def saves_more(self, other: Point) -> bool:
         """Whether the same setting needs less memory than another, or as much, by micro-batches and recomputation."""
         same = (self.tp, self.pp, self.zero) == (other.tp, other.pp, other.zero)
         level = RECOMPUTE.index
