@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import as_step
+from autopar.calls import nnx_objects
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
@@ -21,7 +22,7 @@ from autopar.ir.graph import Dimension, Purpose
 from autopar.ir.traced_step import TracedStep
 from autopar.manual.making import Made, made_of, outcome_of
 from autopar.manual.settings import Attempt, Problem, Walk
-from autopar.manual.ways import WAYS, applicable
+from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan import bench_text
 from autopar.plan.bench_row import BenchRow, ranked
@@ -32,7 +33,9 @@ from autopar.plan.step_graphs import StepGraphs
 from autopar.recipes import Recipe
 from autopar.recipes.parse import recipe_of
 from autopar.step import Step
-from autopar.step_views import on_cluster, problem_of_shapes, save_rules
+from autopar.step_views import on_cluster, planning_problem_of, problem_of_shapes, save_rules, with_plan
+from autopar.tuning import FAILURES, Turn, alternate, check_one_process, program_of, quartiles, reason_of, turn_of
+from autopar.verification import compare_numbers, rounding_of
 
 COLUMNS = 100
 SEARCH = "search"
@@ -90,6 +93,8 @@ def bench(
     *args: Any,
     clusters: Cluster | str | Sequence[Cluster | str] | None = None,
     recipes: Mapping[str, Way] | Iterable[Way] | None = None,
+    measure: bool = False,
+    seconds: float = 20.0,
 ) -> Bench:
     """Plans a step by the search and by manual ways, each at the best of the settings that it leaves open.
 
@@ -102,24 +107,50 @@ def bench(
         step: A step of `autopar.parallelize` without a plan or a recipe, which keeps its options, or a function.
         args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`).
         clusters: The hardware to plan for, one or several, also as text; None: that of the step.
-        recipes: What to compare the search with: names of these ways, recipes and pins, also as text
-            (`"tensor_parallel(size=8)"`), which are taken as they are, plans, and the files of plans; in a mapping
-            under names of their own. None: all ways.
+        recipes: What to compare the search with: names of these ways, or short ones (`"fsdp"`, `"tp"`); recipes and
+            pins, also as text (`"tensor_parallel(size=8)"`), which are taken as they are; plans, and the files of
+            plans; in a mapping under names of their own. None: all ways.
+        measure: Whether to run those that fit, in turns, on the devices of this program: their times beside the
+            predicted ones, their numbers beside those of plain `jax.jit`. The arguments are then arrays, which survive.
+        seconds: Approximate duration of the timed steps, without compilation. Each way has at least a few turns.
 
-    Raises: InvalidArgumentError; UnsupportedError where the step cannot be planned.
+    Raises: InvalidArgumentError; UnsupportedError where the step cannot be planned, or to measure in a program of
+    several processes.
     """
-    parallel = as_step(step)
-    given: list[Cluster | str | None] = (
-        [None] if clusters is None else [clusters] if isinstance(clusters, Cluster | str) else list(clusters)
-    )
+    parallel, args = as_step(step), nnx_objects.split(args)
+    given = [clusters] if clusters is None or isinstance(clusters, Cluster | str) else clusters
+    named: list[Cluster | str | None] = [*given]
+    if measure:
+        _check_measured_here(named)
     rows: list[BenchRow] = []
-    for cluster in given:
-        placed = parallel
-        if cluster is not None:
-            placed = on_cluster(parallel, Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+    for cluster in named:
+        placed = parallel if cluster is None else on_cluster(parallel, as_cluster(cluster))
         found = _on_one_cluster(placed, args, recipes)
-        rows += [dataclasses.replace(row, cluster=cluster) if isinstance(cluster, str) else row for row in found]
+        if measure:
+            found = _measured(placed, args, found, seconds)
+        rows += [
+            dataclasses.replace(row, cluster=cluster) if isinstance(cluster, str) else row for row in ranked(found)
+        ]
     return Bench(step=parallel.__name__, rows=tuple(rows))
+
+
+def as_cluster(cluster: Cluster | str) -> Cluster:
+    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+
+
+def _check_measured_here(clusters: Sequence[Cluster | str | None]) -> None:
+    """Raises: InvalidArgumentError for hardware that is said not to be that of this program; UnsupportedError in a
+    program of several processes.
+    """
+    absent = [c for c in clusters if isinstance(c, str) and not c.startswith("local") and not c.endswith(".json")]
+    if absent:
+        raise InvalidArgumentError(
+            where="autopar.bench(measure=True)",
+            expected="the devices here: local, local:4, or a .json file that was measured on them",
+            got=absent[0],
+            hint="measure where the hardware is, or leave measure out to predict",
+        )
+    check_one_process("autopar.bench(measure=True)")
 
 
 def _on_one_cluster(
@@ -136,7 +167,40 @@ def _on_one_cluster(
             rows.append(row)
             logger.info("%s", bench_text.line_of(row))
     save_rules(step)
-    return ranked(rows)
+    return rows
+
+
+def _measured(step: Step, args: Sequence[Any], rows: Sequence[BenchRow], seconds: float) -> list[BenchRow]:
+    """The rows with what those that fit take on the devices here, in turns, and how far they are from plain `jax.jit`.
+
+    Ways that came to the same program share its turns.
+    """
+    arguments = planning_problem_of(step, *args).arguments
+    turns: dict[str, Turn] = {}
+    checked: list[tuple[BenchRow, str]] = []
+    for row in rows:
+        if row.plan is None or not row.fits:
+            checked.append((row, ""))
+            continue
+        placed = with_plan(step, row.plan)
+        try:
+            compiled = placed.compile(*args)
+            program = program_of(compiled)
+            turns.setdefault(program, turn_of(compiled, arguments))
+            difference = max(compare_numbers(placed, compiled, args).values(), default=0.0)
+            differs = not difference <= rounding_of(compiled.traced.jaxpr)
+            checked.append((dataclasses.replace(row, difference=difference, differs=differs), program))
+        except FAILURES as error:
+            checked.append((dataclasses.replace(row, why=f"not measured: {reason_of(error)}"), ""))
+    took = dict(zip(turns, alternate(list(turns.values()), seconds), strict=True))
+    return [_with_times(row, took[program]) if program else row for row, program in checked]
+
+
+def _with_times(row: BenchRow, took: Sequence[float] | Exception) -> BenchRow:
+    if isinstance(took, Exception):
+        return dataclasses.replace(row, why=f"not measured: {reason_of(took)}")
+    first, middle, third = quartiles(took)
+    return dataclasses.replace(row, measured_s=middle, quartiles_s=(first, third))
 
 
 def problem_of(step: Step, *args: Any) -> Problem:
@@ -206,8 +270,9 @@ def _ways_by_name(problem: Problem, recipes: Mapping[str, Way] | Iterable[Way] |
         recipes = [recipes]
     named = recipes.items() if isinstance(recipes, Mapping) else ((_name_of(way), way) for way in recipes)
     for name, way in named:
-        if isinstance(way, str) and way in WAYS:
-            found[name] = WAYS[way](problem)
+        known = way_called(way) if isinstance(way, str) else None
+        if known is not None:
+            found[known if name == way else name] = WAYS[known](problem)
             continue
         if isinstance(way, str):
             way = Plan.load(way) if Path(way).is_file() else recipe_of(way)

@@ -20,6 +20,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.microbatch.smaller_step import step_on
+from autopar.plan.plan import Plan
 from autopar.step import BoundStep, Step
 
 
@@ -97,6 +98,11 @@ def followed(step: Step) -> FollowedStep:
 def on_cluster(step: Step, cluster: Cluster) -> Step:
     """The same step, planned for a cluster."""
     return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def with_plan(step: Step, plan: Plan) -> Step:
+    """The same step under a plan."""
+    return Step(function_of(step), dataclasses.replace(step._options, plan=plan, cluster=plan.cluster))
 
 
 def with_whole_batch(step: Step) -> Step:

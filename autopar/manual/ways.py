@@ -116,10 +116,11 @@ def sequence(problem: Problem, kind: str, zero: int = 0) -> Walk:
     )
 
 
-# What `autopar.bench` compares with where nothing is named, in the order of its table.
+# In the order in which they are planned.
 WAYS: dict[str, Callable[[Problem], Walk]] = {
     "data parallel": data_parallel,
     "ZeRO-1": functools.partial(data_parallel, zero=1),
+    "ZeRO-2": functools.partial(data_parallel, zero=2),
     "ZeRO-3 (FSDP)": functools.partial(data_parallel, zero=3),
     "hybrid sharded": hybrid_sharded,
     "tensor parallel": tensor_parallel,
@@ -131,11 +132,26 @@ WAYS: dict[str, Callable[[Problem], Walk]] = {
 }
 
 
+# Their short names, those of `autopar.recipes.parse.ALIASES` and some more.
+SHORT = {
+    "dp": "data parallel", "ddp": "data parallel", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3 (FSDP)",
+    "fsdp": "ZeRO-3 (FSDP)", "hsdp": "hybrid sharded", "tp": "tensor parallel", "pp": "pipeline", "sp": "sequence",
+    "ep": "expert",
+}  # fmt: skip
+NOT_BY_DEFAULT = "ZeRO-2"  # lies between its neighbours
+
+
+def way_called(name: str) -> str | None:
+    """The way of a name or a short name, in whatever case; None where there is none."""
+    known = {way.lower(): way for way in WAYS} | SHORT
+    return known.get(name.lower().replace("_", " "))
+
+
 def applicable(problem: Problem) -> list[str]:
     """The names of the ways that are ways of their own for a step on a cluster."""
     n, inside = problem.cluster.num_devices, inside_host(problem)
     if n == 1:
         return ["data parallel"]  # what is left is how much is recomputed, and in how many micro-batches
-    missing = {"hybrid sharded": inside in (1, n), "expert": problem.experts == 1}
+    missing = {NOT_BY_DEFAULT: True, "hybrid sharded": inside in (1, n), "expert": problem.experts == 1}
     missing |= dict.fromkeys(("tensor parallel", "tensor and FSDP", "pipeline and tensor", "sequence"), inside == 1)
     return [name for name in WAYS if not missing.get(name, False)]

@@ -12,7 +12,7 @@ from autopar.common.units import text_of_bytes, text_of_count, text_of_part, tex
 from autopar.plan.bench_row import PARTS, BenchRow, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 
-BAR_COLUMNS = 24
+BAR_COLUMNS, MEASURED_BAR_COLUMNS = 24, 16
 MARKS = dict(zip(PARTS, "#=~.", strict=True))
 COLOURS = dict(zip(PARTS, ("green", "yellow", "red", "bright_black"), strict=True))
 
@@ -27,14 +27,16 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
         legend = ", ".join(f"{MARKS[part]} {part}" for part in PARTS)
         console.line(f"Bars are seconds of a step: {legend}.")
         console.table(_shares([row for row in rows if row.fits]))
+        if checked := [row for row in rows if row.difference is not None]:
+            worst = max(checked, key=lambda row: row.difference or 0.0)
+            found = f"at most {worst.difference:.2e} of a leaf's largest value from plain jax.jit ({worst.name})"
+            if not worst.difference:
+                found = "those of plain jax.jit, to the last bit"
+            console.line(f"{'Numbers differ' if any(row.differs for row in checked) else 'Numbers'}: {found}.")
     for row in rows:
         setting = f" ({row.setting})" if row.setting else ""
-        if row is best:
-            console.line(f"{row.name}{setting}: the fastest")
-        elif best is not None and row.fits:
-            console.line(f"{row.name}{setting}: {row.loses(best)}")
-        else:
-            console.line(f"{row.name}{setting}: {row.why_none}")
+        told = row.why_none if best is None or not row.fits else "the fastest" if row is best else row.loses(best)
+        console.line(f"{row.name}{setting}: {told}{f' ({row.why})' if row.fits and row.why else ''}")
 
 
 def line_of(row: BenchRow) -> str:
@@ -53,6 +55,7 @@ def speed(row: BenchRow) -> str:
 def _speeds(rows: Sequence[BenchRow], best: BenchRow) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     measured = any(row.measured_s is not None for row in rows)
+    columns = MEASURED_BAR_COLUMNS if measured else BAR_COLUMNS
     for name in ("", "step", *(("measured",) if measured else ()), "", f"{'tokens' if best.tokens else 'examples'}/s"):
         table.add_column(name, no_wrap=True)
     table.add_column("MFU", justify="right")
@@ -63,19 +66,24 @@ def _speeds(rows: Sequence[BenchRow], best: BenchRow) -> Table:
         peak = f"{text_of_bytes(row.peak_bytes or 0)} of {text_of_bytes(row.limit_bytes or 0)}"
         cells = [escape(row.name), text_of_s(row.step_time_s or 0.0)]
         cells += ["" if row.measured_s is None else text_of_s(row.measured_s)] if measured else []
-        cells += [_bar(row, longest_s), text_of_count(row.per_s or 0.0), text_of_part(row.record.predicted.mfu), peak]
+        cells += [
+            _bar(row, longest_s, columns),
+            text_of_count(row.per_s or 0.0),
+            text_of_part(row.record.predicted.mfu),
+            peak,
+        ]
         table.add_row(*cells)
     return table
 
 
-def _bar(row: BenchRow, longest_s: float) -> str:
+def _bar(row: BenchRow, longest_s: float, columns: int) -> str:
     """The step in parts: each ends where the sum so far does, so that the bar is as long as the step."""
     if row.record is None or not longest_s:
         return ""
     text, done, total_s = "", 0, 0.0
     for part, seconds in parts(row.record).items():
         total_s += seconds
-        end = round(BAR_COLUMNS * total_s / longest_s)
+        end = round(columns * total_s / longest_s)
         text += f"[{COLOURS[part]}]{MARKS[part] * (end - done)}[/]"
         done = max(done, end)
     return text

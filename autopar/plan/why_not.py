@@ -190,7 +190,8 @@ class WhyNot:
             return f"{text_of_part(-self.slower_s / step_s)} faster"
         larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
         told = larger[:1] + [q for q in larger[1:2] if q.more >= TOLD_SHARE * self.slower_s]
-        text = f"{text_of_part(self.slower_s / step_s)} slower"
+        times = self.other.predicted.step_time_s / step_s
+        text = f"{text_of_part(times - 1)} slower" if times < 2 else f"{times:.3g} times as long"
         if told:
             text += f": {' and '.join(f'{text_of_s(q.more)} more {q.name}' for q in told)}"
         losing = next(iter(self.modules()), None)
