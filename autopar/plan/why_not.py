@@ -14,12 +14,12 @@ from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
+from autopar.plan.options import AS_FAST
 from autopar.plan.schema import ModuleRow, PlanRecord
 
 COLUMNS = 100
 MODULES_SHOWN = 8
 NO_MODULE = "(no module)"
-AS_FAST = 1e-3  # of a step: plans that differ by less are as fast
 TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
 
 
@@ -98,6 +98,11 @@ class WhyNot:
         return self.other.predicted.step_time_s - self.plan.predicted.step_time_s
 
     @property
+    def is_as_fast(self) -> bool:
+        """Whether the two take about the same time."""
+        return abs(self.slower_s) <= AS_FAST * self.plan.predicted.step_time_s
+
+    @property
     def knows_waits(self) -> bool:
         """Whether both plans say which of their collectives the step waits for."""
         return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
@@ -154,9 +159,9 @@ class WhyNot:
                 f"({text_of_bytes(most.more)})."
             )
             return f"{text} Without the limit a step would take {text_of_s(other_s)} ({text_of_s(step_s)} here)."
+        if self.is_as_fast:
+            return f"It takes {text_of_s(other_s)} a step, as the plan does{'' if not self.slower_s else ', to 0.1 %'}."
         if self.slower_s <= 0:
-            if not self.slower_s:
-                return f"It takes {text_of_s(other_s)} a step, as the plan does."
             faster = f"{text_of_s(-self.slower_s)} less than the plan"
             return (
                 f"It takes {text_of_s(other_s)} a step, {faster}: the plan was asked for by a recipe or pins, or the "
@@ -184,7 +189,7 @@ class WhyNot:
     def in_short(self) -> str:
         """Where the other plan, which fits, loses, in one sentence."""
         step_s = self.plan.predicted.step_time_s
-        if abs(self.slower_s) < AS_FAST * step_s:
+        if self.is_as_fast:
             return "as fast"
         if self.slower_s < 0:
             return f"{text_of_part(-self.slower_s / step_s)} faster"
