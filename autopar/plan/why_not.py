@@ -138,7 +138,7 @@ class WhyNot:
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
         is_known = self.knows_waits
-        own, others = _costs(self.plan, is_known), _costs(self.other, is_known)
+        own, others = module_costs(self.plan, is_known), module_costs(self.other, is_known)
         rows = [
             ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
             for m in dict.fromkeys((*own, *others))
@@ -269,11 +269,11 @@ def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
 
 
 def _sent_bytes(record: PlanRecord) -> float:
-    return sum(cost.sent_bytes for cost in _costs(record, knows_waits=False).values())
+    return sum(cost.sent_bytes for cost in module_costs(record, knows_waits=False).values())
 
 
-def _costs(record: PlanRecord, knows_waits: bool) -> dict[str, ModuleCost]:
-    """What modules cost, by their names without numbers."""
+def module_costs(record: PlanRecord, knows_waits: bool = True) -> dict[str, ModuleCost]:
+    """What modules cost, by their names without numbers. `knows_waits`: the plan says what the step waits for."""
     out: dict[str, ModuleCost] = {}
     none = ModuleCost(exposed_s=0.0 if knows_waits else None)
     for row in record.modules:
