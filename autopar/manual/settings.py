@@ -73,30 +73,39 @@ Walk = Generator[Attempt, Outcome | None, None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One setting: devices that share each matrix, stages, ZeRO, examples of a copy in a micro-batch, recomputation."""
+    """One setting: devices that share each matrix, or each sequence, stages, ZeRO, examples of a copy in a micro-batch,
+    recomputation, and the schedule of stages where it is not 1F1B.
+    """
 
     tp: int = 1
+    sp: int = 1
     pp: int = 1
     zero: int = 0
     examples: int
     recompute: str
+    schedule: str = ""
 
     def num_microbatches(self, problem: Problem) -> int | None:
         """None where the batch cannot be cut so, or the step names another number of micro-batches."""
-        together = problem.cluster.num_devices // (self.tp * self.pp) * self.examples
+        together = problem.cluster.num_devices // (self.tp * self.sp * self.pp) * self.examples
         number, rest = divmod(problem.examples, together)
         named = problem.request.num_microbatches
         return number if not rest and named in (None, number) else None
 
     def saves_more(self, other: Point) -> bool:
         """Whether the same setting needs less memory than another, or as much, by micro-batches and recomputation."""
-        same = (self.tp, self.pp, self.zero) == (other.tp, other.pp, other.zero)
+        own, others = ((p.tp, p.sp, p.pp, p.zero, p.schedule) for p in (self, other))
         level = RECOMPUTE.index
-        return same and self.examples <= other.examples and level(self.recompute) >= level(other.recompute)
+        return own == others and self.examples <= other.examples and level(self.recompute) >= level(other.recompute)
 
     def text(self, m: int) -> str:
         """The setting in words, which has m micro-batches."""
-        parts = [f"tp {self.tp}"] * (self.tp > 1) + [f"{self.pp} stages"] * (self.pp > 1)
+        parts = (
+            [f"tp {self.tp}"] * (self.tp > 1)
+            + [f"sp {self.sp}"] * (self.sp > 1)
+            + [f"{self.pp} stages"] * (self.pp > 1)
+        )
         parts += [f"ZeRO {self.zero}"] * (self.zero > 0) + [f"{m} micro-batches"] * (m > 1)
+        parts += [self.schedule] * bool(self.schedule)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "nothing")
         return ", ".join(parts) or "one program"

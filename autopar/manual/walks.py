@@ -29,7 +29,7 @@ def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **sett
     is a part that stays and a part for each example of a micro-batch: of settings between those that were tried, or
     beyond them, a line tells which may fit.
     """
-    share = problem.examples // (problem.cluster.num_devices // setting.get("tp", 1))
+    share = problem.examples // (problem.cluster.num_devices // (setting.get("tp", 1) * setting.get("sp", 1)))
     points = (Point(examples=e, recompute="nothing", **setting) for e in range(1, share + 1))
     sizes, fitting = [point.examples for point in points if point.num_microbatches(problem) is not None], 0
     for recompute in RECOMPUTE:
@@ -108,12 +108,12 @@ def first_points(problem: Problem, **setting: int) -> list[Point]:
     return [few] if setting.get("pp", 1) > 1 else [Point(examples=share, recompute="nothing", **setting), few]
 
 
-def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
+def neighbours(point: Point, m: int, outcome: Outcome, schedules: Sequence[str] = ()) -> Iterator[Point]:
     """What may be better than a point, which has m micro-batches: leaner where it does not fit, else faster.
 
     Micro-batches grow and shrink as memory allows, by two at least: what does not depend on them makes both steps
     careful. Smaller ones are faster where there are stages, for they leave smaller bubbles; and where they make room to
-    keep more for the backward pass.
+    keep more for the backward pass. Of stages that fit, other schedules are looked at too.
     """
     level, leaner = RECOMPUTE.index(point.recompute), RECOMPUTE.index(point.recompute) + 1
     smaller = [point.examples // parts for parts in (2, 4) if point.examples % parts == 0]
@@ -125,6 +125,8 @@ def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
                 yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[level - 1])
         if point.pp > 1 and smaller:
             yield dataclasses.replace(point, examples=smaller[0])
+        if point.pp > 1 and not point.schedule:
+            yield from (dataclasses.replace(point, schedule=schedule) for schedule in schedules)
     else:
         parts = math.gcd(power_below(outcome.peak_bytes / outcome.limit_bytes), point.examples)
         if parts > 1:
@@ -134,7 +136,12 @@ def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
             yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[leaner])
 
 
-def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, int], Recipe]) -> Walk:
+def walk(
+    problem: Problem,
+    starts: Iterable[Point],
+    recipe_of: Callable[[Point, int], Recipe],
+    schedules: Sequence[str] = (),
+) -> Walk:
     """All starts, then from the best of them to its neighbours for as long as one is better."""
     seen: dict[Point, Outcome | None] = {}
 
@@ -159,7 +166,7 @@ def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, 
         m = here.num_microbatches(problem)
         assert outcome is not None, "the best came to something"
         assert m is not None, "what was tried can be cut"
-        yield from tried(neighbours(here, m, outcome))
+        yield from tried(neighbours(here, m, outcome, schedules))
         if best() == here:
             return
         here = best()

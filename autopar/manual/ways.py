@@ -6,13 +6,15 @@ A new one is a function here and a line of `WAYS`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar import recipes
 from autopar.manual.settings import Problem, Walk
 from autopar.manual.walks import first_points, frontier, walk
 
 MOST_STAGES = 16
+# Beside 1F1B: the zero-bubble schedule that needs no more memory.
+SCHEDULES = ("zb-h1",)
 
 
 def cut(m: int, pp: int = 1) -> int | None:
@@ -68,7 +70,13 @@ def tensor_parallel(problem: Problem, zero: int = 0) -> Walk:
             yield from tensor_groups(problem, tp, zero)
 
 
-def megatron(problem: Problem, most_tp: int | None = None, least_tp: int = 1, least_pp: int = 1) -> Walk:
+def megatron(
+    problem: Problem,
+    most_tp: int | None = None,
+    least_tp: int = 1,
+    least_pp: int = 1,
+    schedules: Sequence[str] = (),
+) -> Walk:
     """Every product of tensor (inside of a host), pipeline and data parallelism; the optimiser's state in parts.
 
     Those with most tensor parallelism come first: they are the likeliest to fit, where a walk is ended early.
@@ -85,8 +93,14 @@ def megatron(problem: Problem, most_tp: int | None = None, least_tp: int = 1, le
         problem,
         starts,
         lambda p, m: recipes.combine(
-            tp=p.tp, pp=p.pp, zero=p.zero, num_microbatches=cut(m, p.pp), recompute=p.recompute
+            tp=p.tp,
+            pp=p.pp,
+            zero=p.zero,
+            schedule=p.schedule or None,
+            num_microbatches=cut(m, p.pp),
+            recompute=p.recompute,
         ),
+        schedules,
     )
 
 
@@ -112,7 +126,8 @@ def sequence(problem: Problem, kind: str, zero: int = 0) -> Walk:
     return frontier(
         problem,
         lambda p, m: recipes.combine(sp=sp, sequence=kind, zero=zero, num_microbatches=cut(m), recompute=p.recompute),
-        tp=sp,
+        sp=sp,
+        zero=zero,
     )
 
 
@@ -125,8 +140,8 @@ WAYS: dict[str, Callable[[Problem], Walk]] = {
     "hybrid sharded": hybrid_sharded,
     "tensor parallel": tensor_parallel,
     "tensor and FSDP": functools.partial(tensor_parallel, zero=3),
-    "pipeline": functools.partial(megatron, most_tp=1, least_pp=2),
-    "pipeline and tensor": functools.partial(megatron, least_tp=2, least_pp=2),
+    "pipeline": functools.partial(megatron, most_tp=1, least_pp=2, schedules=SCHEDULES),
+    "pipeline and tensor": functools.partial(megatron, least_tp=2, least_pp=2, schedules=SCHEDULES),
     "sequence": functools.partial(sequence, kind="ulysses", zero=3),
     "expert": expert_and_data,
 }

@@ -34,7 +34,7 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
                 found = "those of plain jax.jit, to the last bit"
             console.line(f"{'Numbers differ' if any(row.differs for row in checked) else 'Numbers'}: {found}.")
     for row in rows:
-        setting = f" ({row.setting})" if row.setting else ""
+        setting = f", {row.setting}" if row.setting else ""
         told = row.why_none if best is None or not row.fits else "the fastest" if row is best else row.loses(best)
         console.line(f"{row.name}{setting}: {told}{f' ({row.why})' if row.fits and row.why else ''}")
 
@@ -98,7 +98,9 @@ def _shares(rows: Sequence[BenchRow]) -> Table:
     for row in rows:
         assert row.record is not None, "what fits has a plan"
         shares, sizes = parts(row.record), sent(row.record)
-        cells = [text_of_part(shares[part] / row.step_time_s) if row.step_time_s else "" for part in PARTS]
+        cells = [
+            text_of_part(shares[part] / row.step_time_s) if row.step_time_s and shares[part] else "" for part in PARTS
+        ]
         cells += [text_of_bytes(sizes[where]) if where in sizes else "" for where in (INSIDE, BETWEEN)]
         table.add_row(escape(row.name), *cells)
     return table
