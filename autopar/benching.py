@@ -179,7 +179,7 @@ def _measured(step: Step, args: Sequence[Any], rows: Sequence[BenchRow], seconds
     turns: dict[str, Turn] = {}
     checked: list[tuple[BenchRow, str]] = []
     for row in rows:
-        if row.plan is None or not row.fits:
+        if not isinstance(row.plan, Plan) or not row.fits:
             checked.append((row, ""))
             continue
         placed = with_plan(step, row.plan)

@@ -95,7 +95,8 @@ class _Making:
 
     def planned(self, attempt: Attempt, *, is_counted: bool = False) -> Outcome | None:
         """What the plan of an attempt comes to, which is kept where it is the best. `is_counted`: among `fitting`."""
-        problem, plan, error, outcome = self.problem, None, None, None
+        problem, plan, outcome = self.problem, None, None
+        error: AutoparError | None = None
         progress = Progress("", show=False)
         try:
             plan = make_plan(
@@ -110,8 +111,7 @@ class _Making:
         best = self.made.outcome
         fitting = self.made.fitting + (plan is not None and outcome is not None and outcome.fits) - is_counted
         self.made = dataclasses.replace(self.made, fitting=fitting, planned_s=time.perf_counter() - self.begun)
-        is_better = best is None if outcome is None else best is None or outcome.rank() < best.rank()
-        if is_better:
+        if best is None or (outcome is not None and outcome.rank() < best.rank()):
             self.made = dataclasses.replace(self.made, text=attempt.text, plan=plan, outcome=outcome, error=error)
         self.report(self.made)
         return outcome

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from autopar.manual.settings import RECOMPUTE, Attempt, Outcome, Point, Problem, Walk
 from autopar.recipes import Recipe
@@ -20,7 +21,7 @@ FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk b
 LINE_ERROR = 0.1
 
 
-def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **setting: int) -> Walk:
+def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **setting: Any) -> Walk:
     """The settings without stages among which the fastest is: for each way to recompute, the largest micro-batches that
     fit.
 
@@ -93,7 +94,7 @@ def attempt_of(problem: Problem, point: Point, m: int, recipe_of: Callable[[Poin
     return Attempt(text=point.text(m), options=problem.under(recipe_of(point, m)))
 
 
-def first_points(problem: Problem, **setting: int) -> list[Point]:
+def first_points(problem: Problem, **setting: Any) -> list[Point]:
     """Where a walk over a setting begins: the batch as it is (where that fits nothing leaner is looked at), and a few
     examples at a time with everything recomputed; with stages the latter alone.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from autopar.common.units import text_of_bytes
 from autopar.plan import summary
-from autopar.plan.plan import Plan
 from autopar.plan.report.drawing import link_loads
 from autopar.plan.schema import PlanRecord
 from autopar.plan.why_not import WhyNot
@@ -26,6 +25,13 @@ _PART_OF = {
 }
 
 
+class HasRecord(Protocol):
+    """A plan, which imports the page of these rows."""
+
+    @property
+    def record(self) -> PlanRecord: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     """One way on one cluster, at the best of the settings that it leaves open.
@@ -41,7 +47,7 @@ class BenchRow:
     examples: int
     tokens: int = 0
     setting: str = ""
-    plan: Plan | None = None
+    plan: HasRecord | None = None
     fits: bool = False
     why: str = ""
     peak_bytes: int | None = None

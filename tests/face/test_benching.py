@@ -69,7 +69,9 @@ def test_the_table_has_a_line_for_each_way(wide):
     text = str(wide)
     assert "wide_step on dgx-h100x2: a batch of 1,024 examples" in text
     for row in wide.rows:
-        assert len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE)) == 3  # its bar, its shares and its sentence
+        assert (
+            len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE)) == 3
+        )  # its bar, its shares and its sentence
     assert max(map(len, text.splitlines())) <= 100
 
 
