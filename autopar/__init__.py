@@ -9,6 +9,7 @@ from importlib import metadata
 if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwise(sys.orig_argv)):
     from autopar import checkpoint, data, distributed, errors, recipes
     from autopar.api import parallelize, plan
+    from autopar.benching import Bench, bench
     from autopar.executables.compiled_spmd import Compiled
     from autopar.executables.padded_arrays import PaddedArray, unpadded
     from autopar.fitting import Fitting, fit
@@ -30,6 +31,7 @@ except metadata.PackageNotFoundError:  # a checkout on the path that is not inst
     __version__ = "0+checkout"
 
 __all__ = [
+    "Bench",
     "Cluster",
     "Compiled",
     "DeviceKind",
@@ -43,6 +45,7 @@ __all__ = [
     "Timed",
     "Tuning",
     "Verification",
+    "bench",
     "checkpoint",
     "constrain",
     "data",

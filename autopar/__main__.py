@@ -1,6 +1,7 @@
 """Plans of JAX training steps: how a step is split over many devices, how long it takes, what it needs.
 
     autopar plan FILE:FUNCTION --cluster dgx-h100x16 --save plan.json --report plan.html
+    autopar bench FILE:FUNCTION --cluster dgx-h100x8 --report bench.html
     autopar explain plan.json WHAT
     autopar why-not FILE:FUNCTION "tensor_parallel(size=8)" --cluster dgx-h100x16
     autopar diff plan.json other.json
@@ -134,6 +135,20 @@ def _add_planning(add: Add) -> None:
     _cluster(why_not, "as for plan")
     _memory_limit(why_not)
     _effort(why_not)
+
+    bench = add(
+        "bench", commands.bench, "the plan of the search beside manual ways to run the same step",
+        "bench train.py:job --cluster dgx-h100x8 --recipes fsdp tp 'combine(pp=2, tp=4)' plan.json --report bench.html",
+    )  # fmt: skip
+    _function(bench, "as for plan; run for real with --measure")
+    text = "as for plan; several are compared one by one (local)"
+    _cluster(bench, text, action="append", default=None, help=text)
+    _memory_limit(bench)
+    _effort(bench)
+    text = "ways (fsdp, tp, pipeline), which get their best settings, recipes as for why-not, saved plans (all ways)"
+    bench.add_argument("--recipes", nargs="+", metavar="RECIPE", help=text)
+    bench.add_argument("--measure", action="store_true", help="run those that fit in turns on the devices here")
+    bench.add_argument("--report", metavar="PATH", help="write the comparison as a page for a browser")
 
     fit = add(
         "fit", commands.fit, "the largest batch that fits, and the time of an example",

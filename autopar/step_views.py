@@ -20,6 +20,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.microbatch.smaller_step import step_on
+from autopar.plan.plan import Plan
 from autopar.step import BoundStep, Step
 
 
@@ -44,11 +45,18 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
     """
     args = nnx_objects.split(args)
     check_leaves_plan_open(step.__name__, step._options)
-    dynamic, names = step._arguments.dynamic(args), step._arguments.dynamic_names(len(args))
-    step._arguments.check_usable(dynamic, names)
+    step._arguments.check_usable(step._arguments.dynamic(args), step._arguments.dynamic_names(len(args)))
+    problem = problem_of_shapes(step, *args)
+    problem.traced.is_pure()  # what is measured is not compiled by the step
+    return problem
+
+
+def problem_of_shapes(step: Step, *args: Any) -> PlanningProblem:
+    """As `planning_problem_of`, for arrays or shapes, which are not run."""
+    args = nnx_objects.split(args)
+    check_leaves_plan_open(step.__name__, step._options)
     traced, trees = step._traced(args)
     traced = checked_when_traced_again(traced, step._warn)
-    traced.is_pure()  # what is measured is not compiled by the step
     cluster, request = step._sources.request(traced)
     return PlanningProblem(
         traced=traced,
@@ -56,7 +64,7 @@ def planning_problem_of(step: Step, *args: Any) -> PlanningProblem:
         cluster=cluster,
         request=request,
         rules=step._sources.rules(),
-        arguments=tuple(dynamic),
+        arguments=tuple(step._arguments.dynamic(args)),
         show_progress=step._options.show_progress,
     )
 
@@ -90,6 +98,11 @@ def followed(step: Step) -> FollowedStep:
 def on_cluster(step: Step, cluster: Cluster) -> Step:
     """The same step, planned for a cluster."""
     return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def with_plan(step: Step, plan: Plan) -> Step:
+    """The same step under a plan."""
+    return Step(function_of(step), dataclasses.replace(step._options, plan=plan, cluster=plan.cluster))
 
 
 def with_whole_batch(step: Step) -> Step:

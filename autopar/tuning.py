@@ -170,9 +170,7 @@ def tuned_by(
         if isinstance(steps, Exception):
             failed.append(_FailedPlan(candidate.name, steps, candidate.plan))
         else:
-            first, middle, third = (
-                statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else [*steps] * 3
-            )
+            first, middle, third = quartiles(steps)
             rows.append(
                 dataclasses.replace(_row(candidate.name, candidate.plan), measured_s=middle, quartiles_s=(first, third))
             )
@@ -185,7 +183,7 @@ def tuned_by(
             got="; ".join(f"{row.name}: {row.why}" for row in rows),
             hint="raise memory_limit_bytes, or name other recipes (beside)",
         )
-    rows += [_row(candidate.name, candidate.plan, why=_reason(candidate.error)) for candidate in failed + refused]
+    rows += [_row(candidate.name, candidate.plan, why=reason_of(candidate.error)) for candidate in failed + refused]
     rows.sort(key=lambda row: [math.inf if s is None else s for s in (row.measured_s, row.predicted_s)])
     target = f"{jax.default_backend()} x {problem.cluster.num_devices}"
     return Tuning(target=target, rows=(_with_note(rows), *rows[1:]))
@@ -256,9 +254,14 @@ def _check(step: Any, within: float, most: int, seconds: float) -> None:
                 got=repr(value),
                 hint="leave it out",
             )
+    check_one_process("autopar.tune")
+
+
+def check_one_process(where: str) -> None:
+    """Raises: UnsupportedError in a program of several processes."""
     if jax.process_count() > 1:
         raise UnsupportedError(
-            where="autopar.tune",
+            where=where,
             expected="a program of one process",
             got=f"{jax.process_count()} processes",
             hint="give each plan to a step (plan=...), and time it where it runs",
@@ -273,7 +276,7 @@ def _planned(
     try:
         plans = make_plans(*inputs, problem.request, problem.rules, progress, within)
     except AutoparError as error:
-        yield "search", _without_traceback(error)
+        yield "search", without_traceback(error)
     else:
         occurrences: dict[str, int] = {}
         for number, plan in enumerate(plans):
@@ -284,7 +287,7 @@ def _planned(
         try:
             yield name, make_plan(*inputs, problem.request.with_recipe(recipe.request), problem.rules, progress)
         except AutoparError as error:
-            yield name, _without_traceback(error)
+            yield name, without_traceback(error)
 
 
 def _compiled(
@@ -313,22 +316,28 @@ def _compiled(
                 compiled = build(problem.traced, plan, problem.rules, Progress("", show=False))
                 program = program_of(compiled)
         except FAILURES as error:
-            failed.append(_FailedPlan(name, _without_traceback(error), plan))
+            failed.append(_FailedPlan(name, without_traceback(error), plan))
             continue
         if program in running:
             rows.append(_row(name, plan, why=f"the same program as {running[program].name}"))
         else:
-            running[program] = _CompiledPlan(name, plan, _turn_of(compiled, problem.arguments))
+            running[program] = _CompiledPlan(name, plan, turn_of(compiled, problem.arguments))
     return list(running.values()), failed, rows
 
 
-def _without_traceback(error: _Error) -> _Error:
+def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The quartiles of what steps took, of which the second is the median."""
+    found = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [*seconds] * 3
+    return found[0], found[1], found[2]
+
+
+def without_traceback(error: _Error) -> _Error:
     """The error without tracebacks, whose frames would keep arrays on the devices alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The error in one line of a table."""
     text = f"{error.where}: {error.got}" if isinstance(error, AutoparError) else str(error)
     return text.strip().split("\n")[0]
@@ -348,7 +357,7 @@ def program_of(compiled: CompiledStep) -> str:
     return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
 
 
-def _turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
+def turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
     """A few steps of a plan, each on the state of the previous one; afterwards the devices hold nothing of them."""
     tied, leaves = compiled.traced.tied, jax.tree.leaves(tuple(arguments))
 
@@ -383,7 +392,7 @@ def alternate(
             try:
                 steps = turns[i]()
             except FAILURES as error:
-                failed[i] = _without_traceback(error)
+                failed[i] = without_traceback(error)
             else:
                 took[i] += steps if number else []
         one_more_s = (now() - begun) * (number + 2) / (number + 1)

@@ -33,6 +33,7 @@ PACKAGES = (
     "executables",
     "calls",
     "recipes",
+    "manual",
     "mixed_precision",
     "data",
     "checkpoint",

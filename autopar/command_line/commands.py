@@ -112,14 +112,27 @@ def fit(parsed: argparse.Namespace) -> Output:
     return Output(found.text, found.to_dict())
 
 
+def bench(parsed: argparse.Namespace) -> Output:
+    """Compares the plan of the search with manual ways to run a step."""
+    _check_folder("--report", parsed.report)
+    clusters = parsed.cluster or ["local"]
+    step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
+    step = with_search(as_step(step), effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
+    with _told_on_stderr(on_terminal=True):
+        found = autopar.bench(step, *arguments, clusters=clusters, recipes=parsed.recipes, measure=parsed.measure)
+    if parsed.report:
+        found.report(parsed.report)
+    return Output(found.text, found.to_dict())
+
+
 @contextlib.contextmanager
-def _told_on_stderr() -> Iterator[None]:
+def _told_on_stderr(*, on_terminal: bool = False) -> Iterator[None]:
     """Writes what the logger "autopar" says to stderr, so that a long command is seen to go on. On a terminal the
-    progress line shows that.
+    progress line shows that, so that it is written there only where it tells more.
     """
     logger, handler = logging.getLogger("autopar"), logging.StreamHandler(sys.stderr)
     level, propagates = logger.level, logger.propagate
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not on_terminal:
         yield
         return
     logger.addHandler(handler)

@@ -43,6 +43,14 @@ def text_of_rate(per_s: float, unit: str) -> str:
     return _scaled(per_s, [(size, f"{prefix}{unit}/s") for size, prefix in _COUNTS])
 
 
+def text_of_part(part: float) -> str:
+    """`3.2 %`, `47 %`; a part below a thousandth is `< 0.1 %`."""
+    if 0 < part < 0.001:
+        return "< 0.1 %"
+    digits = 1 if abs(part) < 0.0995 else 0
+    return f"{part:.{digits}%}".replace("%", " %")
+
+
 def text_of_count(number: float) -> str:
     """`0.25`, `13.5`, `1,536`: of what is counted, which may be a mean."""
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"

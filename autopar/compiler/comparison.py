@@ -8,7 +8,7 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.plan.context import Candidate, PlanningContext, Rejection
-from autopar.plan.options import NEARLY_EQUAL
+from autopar.plan.options import AS_FAST, NEARLY_EQUAL
 
 
 def best_program(context: PlanningContext) -> SpmdCandidate | None:
@@ -70,9 +70,8 @@ def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: 
     """The reason for which a candidate is not the plan, which takes `chosen_s`."""
     if peak_bytes > limit_bytes:
         return f"over the memory limit by {text_of_bytes(peak_bytes - limit_bytes)}"
-    slower = text_of_s(max(0.0, step_time_s - chosen_s))
-    if slower != text_of_s(0.0):
-        return f"slower by {slower}"
+    if step_time_s - chosen_s > AS_FAST * chosen_s:
+        return f"slower by {text_of_s(step_time_s - chosen_s)}"
     return f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes" if step_time_s < chosen_s else "as fast"
 
 

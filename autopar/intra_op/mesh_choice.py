@@ -9,7 +9,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import NEARLY_EQUAL, Effort
+from autopar.plan.options import AS_FAST, NEARLY_EQUAL, Effort
 
 SOURCE = "logical meshes"
 GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
@@ -74,6 +74,8 @@ def slower(context: PlanningContext, model: CostModel, least_s: float, step_time
     extra_s = least_s - context.fastest_s
     if extra_s <= 0:
         why = f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes"
+    elif extra_s <= AS_FAST * context.fastest_s:
+        why = "as fast" if step_time_s is not None else "a bound says that it is no faster"
     elif step_time_s is None:
         why = f"a bound says that it is slower by about {text_of_s(extra_s)} or more"
     else:

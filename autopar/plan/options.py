@@ -81,6 +81,8 @@ def checked_remat(names: str | Sequence[str]) -> str | tuple[str, ...]:
 # Plans whose times differ by less count as equal, and of them that on fewer axes is taken, which is easier to read.
 # Less than this is not searched for either. No recipe may be faster than the search by 0.01 %: this is half of it.
 NEARLY_EQUAL = 5e-5
+# Of a step: what is told as as fast, and not by how little it is slower.
+AS_FAST = 1e-3
 # What a quick search does not go on for.
 QUICK_GAIN = 0.1
 

@@ -17,6 +17,7 @@ from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import collective_rows, rivals, summary
+from autopar.plan.advice import advice
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
@@ -26,7 +27,7 @@ STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 7, 2
 NAME_COLUMNS = 43
 GAP = 2  # columns between those of a table
 BATCH = "batch"  # the kind of arguments that hold examples
-SENTENCE_LINES, NUMBERS_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 1
+SENTENCE_LINES, NUMBERS_LINES, ADVICE_LINES, TENSOR_LINES, LEGEND_LINES, NOTE_LINES = 3, 2, 2, 2, 2, 1
 FIRST_NOTE_LINES = 4
 ENDING = "plan.explain(name): one of these; .why_not(recipe): another way; .table(): all; .report('plan.html')"
 
@@ -40,6 +41,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *(line for note in first for line in page.wrapped(f"note: {note}", FIRST_NOTE_LINES)),
         *page.wrapped(_numbers(record), NUMBERS_LINES),
         *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
+        *page.wrapped(_advice(record), ADVICE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
         *page.wrapped(rivals.tensor_parallelism(record), TENSOR_LINES),
     ]
@@ -153,6 +155,12 @@ def _numbers(record: PlanRecord) -> str:
         f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; "
         f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}."
     )
+
+
+def _advice(record: PlanRecord) -> str:
+    """What stands out, as a sentence."""
+    text = "; ".join(advice(record))
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def lost(shares: Sequence[Share], step_s: float) -> str:

@@ -10,10 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
+from autopar.plan.options import AS_FAST
 from autopar.plan.schema import ModuleRow, PlanRecord
 
 COLUMNS = 100
@@ -97,6 +98,11 @@ class WhyNot:
         return self.other.predicted.step_time_s - self.plan.predicted.step_time_s
 
     @property
+    def is_as_fast(self) -> bool:
+        """Whether the two take about the same time."""
+        return abs(self.slower_s) <= AS_FAST * self.plan.predicted.step_time_s
+
+    @property
     def knows_waits(self) -> bool:
         """Whether both plans say which of their collectives the step waits for."""
         return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
@@ -132,7 +138,7 @@ class WhyNot:
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
         is_known = self.knows_waits
-        own, others = _costs(self.plan, is_known), _costs(self.other, is_known)
+        own, others = module_costs(self.plan, is_known), module_costs(self.other, is_known)
         rows = [
             ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
             for m in dict.fromkeys((*own, *others))
@@ -153,9 +159,9 @@ class WhyNot:
                 f"({text_of_bytes(most.more)})."
             )
             return f"{text} Without the limit a step would take {text_of_s(other_s)} ({text_of_s(step_s)} here)."
+        if self.is_as_fast:
+            return f"It takes {text_of_s(other_s)} a step, as the plan does{'' if not self.slower_s else ', to 0.1 %'}."
         if self.slower_s <= 0:
-            if not self.slower_s:
-                return f"It takes {text_of_s(other_s)} a step, as the plan does."
             faster = f"{text_of_s(-self.slower_s)} less than the plan"
             return (
                 f"It takes {text_of_s(other_s)} a step, {faster}: the plan was asked for by a recipe or pins, or the "
@@ -178,6 +184,25 @@ class WhyNot:
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
             f"{text_of_s(losing.other.waited_s - losing.plan.waited_s)} {self._sends}."
         )
+
+    @property
+    def in_short(self) -> str:
+        """Where the other plan, which fits, loses, in one sentence."""
+        step_s = self.plan.predicted.step_time_s
+        if self.is_as_fast:
+            return "as fast"
+        if self.slower_s < 0:
+            return f"{text_of_part(-self.slower_s / step_s)} faster"
+        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
+        told = larger[:1] + [q for q in larger[1:2] if q.more >= TOLD_SHARE * self.slower_s]
+        times = self.other.predicted.step_time_s / step_s
+        text = f"{text_of_part(times - 1)} slower" if times < 2 else f"{times:.3g} times as long"
+        if told:
+            text += f": {' and '.join(f'{text_of_s(q.more)} more {q.name}' for q in told)}"
+        losing = next(iter(self.modules()), None)
+        if losing is None or losing.more_s <= TOLD_SHARE * self.slower_s:
+            return text
+        return f"{text}, most in {losing.module}"
 
     @property
     def _sends(self) -> str:
@@ -244,11 +269,11 @@ def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
 
 
 def _sent_bytes(record: PlanRecord) -> float:
-    return sum(cost.sent_bytes for cost in _costs(record, knows_waits=False).values())
+    return sum(cost.sent_bytes for cost in module_costs(record, knows_waits=False).values())
 
 
-def _costs(record: PlanRecord, knows_waits: bool) -> dict[str, ModuleCost]:
-    """What modules cost, by their names without numbers."""
+def module_costs(record: PlanRecord, knows_waits: bool = True) -> dict[str, ModuleCost]:
+    """What modules cost, by their names without numbers. `knows_waits`: the plan says what the step waits for."""
     out: dict[str, ModuleCost] = {}
     none = ModuleCost(exposed_s=0.0 if knows_waits else None)
     for row in record.modules:

@@ -25,10 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autopar.common.cache_dir import default_directory
+from autopar.manual.making import MOST_ATTEMPTS
 from benchmarks.auto_vs_manual import reports
 from benchmarks.auto_vs_manual.manual import AUTO, NAMES
 from benchmarks.auto_vs_manual.models import models
-from benchmarks.auto_vs_manual.planning import MOST_ATTEMPTS
 from benchmarks.auto_vs_manual.processes import measured, planned
 from benchmarks.auto_vs_manual.rows import Row, Rows
 from benchmarks.auto_vs_manual.suites import CLUSTERS, SUITES, Job, selected

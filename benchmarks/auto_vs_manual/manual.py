@@ -1,6 +1,6 @@
 """The recipes that the search is compared with: a table, in which each is a walk over the plans that it may mean.
 
-A new one is a function here and a line of `RECIPES`.
+They are those of `autopar.bench` with others that only this comparison has. A new one is a line of `RECIPES`.
 """
 
 import dataclasses
@@ -10,100 +10,28 @@ from autopar import recipes
 from autopar.intra_op.logical_meshes import distinct_meshes
 from autopar.ir.layout import even_layout
 from autopar.ir.mesh import LogicalMesh
+from autopar.manual.settings import Attempt, Point, Problem, Walk
+from autopar.manual.walks import FIRST_EXAMPLES, first_points, frontier, walk
+from autopar.manual.ways import (
+    MOST_STAGES,
+    data_parallel,
+    expert_and_data,
+    hybrid_sharded,
+    inside_host,
+    megatron,
+    powers,
+    sequence,
+    tensor_groups,
+)
 from autopar.plan.options import PlanRequest
 from autopar.recipes import Recipe
-from benchmarks.auto_vs_manual.settings import Attempt, Point, Problem, Walk
-from benchmarks.auto_vs_manual.walks import FIRST_EXAMPLES, first_points, frontier, walk
 
 AUTO = "auto"
 TIMED = "auto, timed"  # the fastest by the clock of the plans that the search predicts to be the best (`autopar.tune`)
-MOST_STAGES = 16
-
-
-def cut(m: int, pp: int = 1) -> int | None:
-    """The number of micro-batches to ask for: none where nothing is cut."""
-    return m if m > 1 or pp > 1 else None
-
-
-# The recipes
 
 
 def auto(problem: Problem) -> Walk:
     yield Attempt(text="", options=PlanRequest())
-
-
-def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing", zero_size: int | None = None) -> Walk:
-    return frontier(
-        problem,
-        lambda p, m: recipes.combine(
-            zero=zero, zero_size=zero_size, num_microbatches=cut(m), recompute=p.recompute, offload=offload
-        ),
-        zero=zero,
-    )
-
-
-def hybrid_sharded(problem: Problem) -> Walk:
-    """The devices of a host share the whole state (ZeRO-3), hosts are copies. On one host that is ZeRO-3 itself."""
-    return data_parallel(problem, 3, zero_size=problem.cluster.domain_devices)
-
-
-def tensor_parallel(problem: Problem) -> Walk:
-    """All devices of a host share each matrix, hosts are copies."""
-    tp = min(problem.cluster.domain_devices, problem.cluster.num_devices)
-    return frontier(
-        problem,
-        lambda p, m: recipes.combine(tp=tp, num_microbatches=cut(m), recompute=p.recompute),
-        tp=tp,
-    )
-
-
-def megatron(problem: Problem, most_tp: int | None = None) -> Walk:
-    """Every product of tensor (inside of a host), pipeline and data parallelism; the optimiser's state in parts.
-
-    Those with most tensor parallelism come first: they are the likeliest to fit, where a walk is ended early.
-    """
-    n, inside = problem.cluster.num_devices, problem.cluster.domain_devices
-    starts = [
-        point
-        for tp in reversed(powers(most_tp or inside))
-        for pp in powers(MOST_STAGES)
-        if n % (tp * pp) == 0 and inside % tp == 0
-        for point in first_points(problem, tp=tp, pp=pp, zero=1 if tp * pp < n else 0)
-    ]
-    return walk(
-        problem,
-        starts,
-        lambda p, m: recipes.combine(
-            tp=p.tp, pp=p.pp, zero=p.zero, num_microbatches=cut(m, p.pp), recompute=p.recompute
-        ),
-    )
-
-
-def expert_and_data(problem: Problem) -> Walk:
-    """Experts in parts over as many devices as divide them, examples over all; ZeRO-2 for what is not of experts.
-
-    Source: Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5; Lepikhin et al., "GShard", 2020, section 3.
-    """
-    n = problem.cluster.num_devices
-    experts = problem.model.sizes.get("experts", 1)
-    ep = max(d for d in range(1, n + 1) if n % d == 0 and experts % d == 0)
-
-    for zero in (2, 0, 3):
-        yield from frontier(
-            problem,
-            lambda p, m: recipes.combine(ep=ep, zero=p.zero, num_microbatches=cut(m), recompute=p.recompute),
-            zero=zero,
-        )
-
-
-def sequence(problem: Problem, kind: str) -> Walk:
-    """The devices of a host share each sequence, hosts are copies."""
-    sp = min(problem.cluster.domain_devices, problem.cluster.num_devices)
-    return frontier(
-        problem,
-        lambda p, m: recipes.combine(sp=sp, sequence=kind, num_microbatches=cut(m), recompute=p.recompute),
-        tp=sp,
-    )
 
 
 def grid_of_devices(problem: Problem, kind: str) -> Walk:
@@ -147,11 +75,6 @@ def shard_the_largest(problem: Problem) -> Walk:
     yield Attempt(text=f"mesh {mesh}", options=PlanRequest(axis_sizes=mesh.axis_sizes, fixed=fixed))
 
 
-def powers(most: int) -> list[int]:
-    """Powers of two up to a number."""
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
 RECIPES: dict[str, Callable[[Problem], Walk]] = {
     AUTO: auto,
     "data parallel": data_parallel,
@@ -160,7 +83,7 @@ RECIPES: dict[str, Callable[[Problem], Walk]] = {
     "zero 3": lambda problem: data_parallel(problem, 3),
     "zero 2 offload": lambda problem: data_parallel(problem, 2, offload="optimizer"),
     "hybrid sharded": hybrid_sharded,
-    "tensor parallel": tensor_parallel,
+    "tensor parallel": lambda problem: tensor_groups(problem, inside_host(problem)),
     "megatron grid": megatron,
     "pipeline and data": lambda problem: megatron(problem, most_tp=1),
     "expert and data": expert_and_data,

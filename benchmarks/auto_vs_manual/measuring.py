@@ -33,7 +33,7 @@ from autopar.plan.render import in_short
 from autopar.verification import peak_bytes, traffic_of
 from benchmarks.auto_vs_manual.manual import AUTO, TIMED
 from benchmarks.auto_vs_manual.models import Model, models
-from benchmarks.auto_vs_manual.planning import cluster_of, line_of, outcome_of, plan_row, with_plan
+from benchmarks.auto_vs_manual.planning import cluster_of, line_of, plan_row, with_plan
 from benchmarks.auto_vs_manual.rows import Row, Status
 
 PROCESSES, ROUNDS = 3, 4  # of each program one after the other, and turns that count in each
@@ -155,7 +155,7 @@ def timed_row(model: Model, cluster_text: str, cluster: autopar.Cluster) -> tupl
     print(tuned, file=sys.stderr, flush=True)
     count = sum(timed.measured_s is not None for timed in tuned.rows)
     row = dataclasses.replace(row, attempts=count, fitting=count, planned_s=time.perf_counter() - begun)
-    return with_plan(row, tuned.plan, in_short(tuned.plan.record), outcome_of(tuned.plan)), tuned.plan
+    return with_plan(row, tuned.plan, in_short(tuned.plan.record)), tuned.plan
 
 
 def with_times(row: Row, measured_s: Mapping[str, list[float]], program_of: Mapping[str, str]) -> Row:

@@ -46,7 +46,7 @@ number = 3
 """
 
 VERBS = (
-    "plan", "why-not", "fit", "explain", "diff", "report", "compare", "doctor", "verify", "tune", "measure",
+    "plan", "why-not", "bench", "fit", "explain", "diff", "report", "compare", "doctor", "verify", "tune", "measure",
     "cache list", "cache clear", "checkpoint show", "checkpoint export",
 )  # fmt: skip
 

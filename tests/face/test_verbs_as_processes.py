@@ -37,6 +37,12 @@ VERBS = {
     "diff": ("plan.json plan.json", "plan.json none.json", 1, "none.json: expected a plan in a file"),
     "report": ("plan.json page.html", "plan.json nowhere/page.html", 1, "expected a path in a folder that is there"),
     "compare": ("plan.json plan.json two.html", "plan.json", 2, "the following arguments are required"),
+    "bench": (
+        "job.py:job --cluster local:2 --recipes fsdp zero(1) plan.json --measure --report bench.html",
+        "job.py:job --recipes zebra",
+        1,
+        "expected a call of combine",
+    ),
     "fit": (
         "job.py:job --cluster local:2 --multiple 512 --report fit.html",
         "job.py:job --multiple few",

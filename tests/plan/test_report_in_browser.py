@@ -5,11 +5,15 @@ control does what it says, and what is drawn can be read and heard.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autopar
+from autopar.benching import Bench
 from autopar.fitting import FitRow, Fitting
+from autopar.plan.bench_row import BenchRow
+from autopar.plan.schema import PlanRecord
 from tests.browser import CHROMIUM, SCHEMES, Page, Visit, browser
 from tests.plan.plans_to_see import PLANS, plan_of
 from tests.plan.records import module, pipeline, program
@@ -204,6 +208,39 @@ def fit_row(cluster: str, batch: int, step_time_s: float | None, share: float) -
         step_time_s=step_time_s,
         price=None if step_time_s is None else step_time_s / batch,
     )
+
+
+def bench_row(name: str, cluster: str, record: PlanRecord | None, **fields: Any) -> BenchRow:
+    plan = None if record is None else autopar.Plan(record)
+    peak = 50_000_000_000 if record is None else record.predicted.peak_bytes[0]
+    sizes = {"peak_bytes": peak, "limit_bytes": 40_000_000_000}
+    return BenchRow(
+        name=name, cluster=cluster, examples=64, tokens=8192, plan=plan, fits=plan is not None, **sizes | fields
+    )
+
+
+BENCH = Bench(
+    step="train_step_of_a_model_with_a_name_that_is_longer_than_a_telephone_is_wide",
+    rows=(
+        bench_row("search", "dgx-h100x2", program(layers=4), measured_s=0.5, difference=1e-7),
+        bench_row("<b>mine</b>", "dgx-h100x2", pipeline(layers=4), setting="8 micro-batches, recompute matmuls"),
+        bench_row("data parallel", "dgx-h100x2", None, setting="recompute input"),
+        bench_row("search", "tpu-v5e:2x4", None),
+    ),
+)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_ways_to_run_a_step(page, width, scheme, tmp_path):
+    BENCH.report(tmp_path / "bench.html")
+    check_page(page, tmp_path / "bench.html", width, scheme)
+    bars = page.evaluate("[...document.querySelectorAll('.way .stack')].map(e => e.getBoundingClientRect().width)")
+    times_s = [row.step_time_s for row in BENCH.rows if row.fits]
+    assert bars[0] / bars[1] == pytest.approx(times_s[0] / times_s[1], rel=0.05)
+    text = page.evaluate("document.body.innerText")
+    assert "<b>mine</b>" in text
+    assert text.count("10 GB over") == 2
 
 
 FITTING = Fitting(

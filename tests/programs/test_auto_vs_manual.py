@@ -9,22 +9,22 @@ import pytest
 
 from autopar import Cluster
 from autopar.errors import MemoryLimitError, UnsupportedError
+from autopar.manual.settings import Outcome, Point, Problem
+from autopar.manual.walks import first_points, frontier, walk
+from autopar.manual.ways import megatron
 from benchmarks.auto_vs_manual import findings, manual, processes, reports
-from benchmarks.auto_vs_manual.manual import megatron
 from benchmarks.auto_vs_manual.models import chosen, models
 from benchmarks.auto_vs_manual.planning import ROW_IS_MADE, cluster_of, line_of, refused
 from benchmarks.auto_vs_manual.processes import finished, lines_of
 from benchmarks.auto_vs_manual.rows import Row, Rows, Status
-from benchmarks.auto_vs_manual.settings import Outcome, Point, Problem
 from benchmarks.auto_vs_manual.suites import HARDWARE, Job, selected
-from benchmarks.auto_vs_manual.walks import first_points, frontier, walk
 
 GPT = models()["gpt-2.6B"]
 ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
 
 
 def problem(cluster: str = "p3.16xlarge") -> Problem:
-    return Problem(model=GPT, traced=None, cluster=Cluster.parse(cluster))
+    return Problem(traced=None, trees=None, cluster=Cluster.parse(cluster), examples=GPT.sizes["batch"])
 
 
 def walked(made, outcome_of) -> list[str]:
@@ -76,7 +76,7 @@ def test_micro_batches_shrink_as_far_as_memory_asks_and_grow_as_far_as_it_allows
 
 
 def test_micro_batches_grow_by_what_divides_their_number():
-    wide = dataclasses.replace(problem(), model=models()["wide-resnet-2B"])  # 192 examples on each device
+    wide = dataclasses.replace(problem(), examples=1536)  # 192 examples on each device
     came_to = lambda text: Outcome(step_time_s=float(text.split(" micro")[0]), peak_bytes=1, limit_bytes=40)
     texts = walked(walk(wide, [Point(examples=4, recompute="nothing")], lambda p, m: megatron_recipe()), came_to)
     assert texts[:2] == ["48 micro-batches", "3 micro-batches"]
@@ -153,7 +153,7 @@ def test_a_walk_begins_with_the_batch_as_it_is_and_with_a_few_examples():
     few = Point(examples=4, recompute="input")
     assert first_points(problem()) == [Point(examples=128, recompute="nothing"), few]
     assert first_points(problem(), pp=2) == [dataclasses.replace(few, pp=2)]
-    assert first_points(dataclasses.replace(problem(), model=models()["gpt-5760-wide"]), pp=2, tp=1)[0].examples == 2
+    assert first_points(dataclasses.replace(problem(), examples=8), pp=2, tp=1)[0].examples == 2
 
 
 def test_descriptions_of_machines_stay_with_their_rows(tmp_path):

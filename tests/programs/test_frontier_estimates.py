@@ -9,11 +9,12 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan
 from autopar.errors import MemoryLimitError
 from autopar.hardware.cluster import Cluster
+from autopar.manual import making
+from autopar.manual.settings import RECOMPUTE
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 from benchmarks.auto_vs_manual import planning
 from benchmarks.auto_vs_manual.models import Model
-from benchmarks.auto_vs_manual.settings import RECOMPUTE
 
 SHARE = 7**5  # examples of each device
 DEEP = Model(family="mlp", size="deep", case="mlp", sizes={"layers": 16, "width": 8192, "batch": 8 * SHARE})
@@ -23,13 +24,15 @@ V100 = Cluster.preset("p3.16xlarge")
 
 def best_of_all(options: dict[str, int], cluster: Cluster) -> float:
     """The least time of all settings that fit, each planned."""
-    problem, trees = planning.traced_problem(DEEP, cluster)
+    problem = planning.traced_problem(DEEP, cluster)
     rules, graphs, times_s = RuleBook(), StepGraphs(), []
     for recompute in RECOMPUTE:
         for m in MICROBATCHES:
             request = recipes.combine(**options, num_microbatches=m, recompute=recompute).request
             try:
-                plan = make_plan(problem.traced, trees, cluster, request, rules, Progress("", show=False), graphs)
+                plan = make_plan(
+                    problem.traced, problem.trees, cluster, request, rules, Progress("", show=False), graphs
+                )
             except MemoryLimitError:
                 continue
             times_s.append(plan.predicted.step_time_s)
@@ -48,7 +51,7 @@ def best_of_all(options: dict[str, int], cluster: Cluster) -> float:
 def test_the_best_setting_is_the_best_of_all(monkeypatch, recipe, options, memory_bytes):
     cluster = dataclasses.replace(V100, device=dataclasses.replace(V100.device, memory_bytes=int(memory_bytes)))
     made = []
-    monkeypatch.setattr(planning, "make_plan", lambda *args: made.append(args[3]) or make_plan(*args))
+    monkeypatch.setattr(making, "make_plan", lambda *args: made.append(args[3]) or make_plan(*args))
     row, _ = planning.plan_row(DEEP, "p3.16xlarge", recipe, cluster=cluster)
     assert row.step_time_s == pytest.approx(best_of_all(options, cluster), rel=1e-9)
     assert len(made) < row.attempts

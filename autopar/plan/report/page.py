@@ -1,5 +1,5 @@
-"""The pages of a plan, of two plans side by side, and of batches that fit: HTML with its style and its script inside,
-from the templates.
+"""The pages of a plan, of two plans side by side, of ways to run a step, and of batches that fit: HTML with its style
+and its script inside, from the templates.
 
 Everything that comes from the user's program is text: Jinja2 escapes it in the page, and the data of the script are
 JSON in which no character can end the element that holds them.
@@ -16,9 +16,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_part, text_of_s
+from autopar.plan.bench_row import BenchRow
 from autopar.plan.fit_row import FitRow
 from autopar.plan.memory_use import MemoryKind
+from autopar.plan.report.bench_data import BenchData, bench_data
 from autopar.plan.report.compare_data import CompareData, compare_data
 from autopar.plan.report.data import ReportData, report_data
 from autopar.plan.report.fit_data import FitData, fit_data
@@ -54,7 +56,12 @@ def fitting_of(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) 
     return _render("fit.html.j2", fit_data(step, rows, multiples))
 
 
-def _render(template: str, data: ReportData | CompareData | FitData) -> str:
+def bench_of(step: str, rows: Sequence[BenchRow]) -> str:
+    """The page of `autopar.bench`."""
+    return _render("bench.html.j2", bench_data(step, rows))
+
+
+def _render(template: str, data: ReportData | CompareData | FitData | BenchData) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("autopar.plan.report"),
         autoescape=True,
@@ -66,7 +73,7 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
         "s": text_of_s,
         "b": text_of_bytes,
         "flop": text_of_flops,
-        "pct": percent,
+        "pct": text_of_part,
         "tokens": tokens_of,
         "hue": hue,
         "curve": curve_points,
@@ -77,13 +84,6 @@ def _render(template: str, data: ReportData | CompareData | FitData) -> str:
     }
     fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     return environment.get_template(template).render(fields)
-
-
-def percent(part: float) -> str:
-    """`3.2 %`; a part below a thousandth is `< 0.1 %`."""
-    if 0 < part < 0.001:
-        return "< 0.1 %"
-    return f"{part:.1%}".replace("%", " %") if part < 0.1 else f"{part:.0%}".replace("%", " %")
 
 
 def hue(stage: int, groups: int) -> int:

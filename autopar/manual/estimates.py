@@ -4,6 +4,8 @@ The rules of `autopar.inter_op.short_steps` and `autopar.inter_op.evaluate`: an 
 and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 from autopar.common.progress import Progress
@@ -15,13 +17,11 @@ from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.requested_estimate import estimated_one_stage
 from autopar.inter_op.requested_step import requested_step
+from autopar.manual.settings import Attempt, Outcome, Problem
+from autopar.manual.walks import LINE_ERROR
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
-from autopar.plan.step_graphs import StepGraphs
-from autopar.sharding.rules import RuleBook
-from benchmarks.auto_vs_manual.settings import Attempt, Outcome, Problem
-from benchmarks.auto_vs_manual.walks import LINE_ERROR
 
 # How far above the limit an estimate may be of what fits as a plan: for devices that share matrices, decisions that
 # need less memory are found for all layers that are not found for a few.
@@ -35,10 +35,10 @@ def best_case(outcome: Outcome) -> tuple[bool, float]:
 
 
 class Estimates:
-    """Of the settings of a step on a cluster. `graphs` are those that its plans share."""
+    """Of the settings of a step on a cluster."""
 
-    def __init__(self, problem: Problem, rules: RuleBook, graphs: StepGraphs) -> None:
-        self.problem, self.rules, self.graphs = problem, rules, graphs
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.rules, self.graphs = problem, problem.rules, problem.graphs
 
     def outcome(self, attempt: Attempt, best: Outcome | None) -> Outcome | None:
         """What an attempt comes to; None where only a plan tells: where there is no estimate, or the attempt may be the

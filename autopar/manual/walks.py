@@ -5,12 +5,15 @@ Megatron's grid leaves open how many devices share what. Each is a generator: it
 to, and goes on from that.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from autopar.manual.settings import RECOMPUTE, Attempt, Outcome, Point, Problem, Walk
 from autopar.recipes import Recipe
-from benchmarks.auto_vs_manual.settings import RECOMPUTE, Attempt, Outcome, Point, Problem, Walk
 
 FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk begins that is lean
 # How far above the limit the peak may be that a line through two settings gives for a third, which is tried all the
@@ -18,7 +21,7 @@ FIRST_EXAMPLES = 4  # of each copy of the model in a micro-batch, where a walk b
 LINE_ERROR = 0.1
 
 
-def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **setting: int) -> Walk:
+def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **setting: Any) -> Walk:
     """The settings without stages among which the fastest is: for each way to recompute, the largest micro-batches that
     fit.
 
@@ -27,11 +30,9 @@ def frontier(problem: Problem, recipe_of: Callable[[Point, int], Recipe], **sett
     is a part that stays and a part for each example of a micro-batch: of settings between those that were tried, or
     beyond them, a line tells which may fit.
     """
-    copies = problem.cluster.num_devices // setting.get("tp", 1)
-    share, rest = divmod(problem.examples, copies)
-    if rest or not share:
-        return
-    sizes, fitting = [e for e in range(1, share + 1) if share % e == 0], 0
+    share = problem.examples // (problem.cluster.num_devices // (setting.get("tp", 1) * setting.get("sp", 1)))
+    points = (Point(examples=e, recompute="nothing", **setting) for e in range(1, share + 1))
+    sizes, fitting = [point.examples for point in points if point.num_microbatches(problem) is not None], 0
     for recompute in RECOMPUTE:
         larger = [e for e in sizes if e > fitting]
         if larger:
@@ -54,7 +55,7 @@ def _largest_fitting(
     while True:
         m = point.num_microbatches(problem)
         assert m is not None, "the sizes divide the examples of a copy"
-        outcome = yield dataclasses.replace(attempt_of(point, m, recipe_of), frontier=True)
+        outcome = yield dataclasses.replace(attempt_of(problem, point, m, recipe_of), frontier=True)
         left.remove(point.examples)
         may_fit = left
         if outcome is not None and outcome.too_slow:
@@ -88,12 +89,12 @@ def least_peak_bytes(peaks: Mapping[int, int], examples: int) -> float:
     return (peaks[a] + (peaks[b] - peaks[a]) * (examples - a) / (b - a)) / (1 + LINE_ERROR)
 
 
-def attempt_of(point: Point, m: int, recipe_of: Callable[[Point, int], Recipe]) -> Attempt:
+def attempt_of(problem: Problem, point: Point, m: int, recipe_of: Callable[[Point, int], Recipe]) -> Attempt:
     """The attempt at a setting, which has m micro-batches."""
-    return Attempt(text=point.text(m), options=recipe_of(point, m).request)
+    return Attempt(text=point.text(m), options=problem.under(recipe_of(point, m)))
 
 
-def first_points(problem: Problem, **setting: int) -> list[Point]:
+def first_points(problem: Problem, **setting: Any) -> list[Point]:
     """Where a walk over a setting begins: the batch as it is (where that fits nothing leaner is looked at), and a few
     examples at a time with everything recomputed; with stages the latter alone.
 
@@ -108,12 +109,12 @@ def first_points(problem: Problem, **setting: int) -> list[Point]:
     return [few] if setting.get("pp", 1) > 1 else [Point(examples=share, recompute="nothing", **setting), few]
 
 
-def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
+def neighbours(point: Point, m: int, outcome: Outcome, schedules: Sequence[str] = ()) -> Iterator[Point]:
     """What may be better than a point, which has m micro-batches: leaner where it does not fit, else faster.
 
     Micro-batches grow and shrink as memory allows, by two at least: what does not depend on them makes both steps
     careful. Smaller ones are faster where there are stages, for they leave smaller bubbles; and where they make room to
-    keep more for the backward pass.
+    keep more for the backward pass. Of stages that fit, other schedules are looked at too.
     """
     level, leaner = RECOMPUTE.index(point.recompute), RECOMPUTE.index(point.recompute) + 1
     smaller = [point.examples // parts for parts in (2, 4) if point.examples % parts == 0]
@@ -125,6 +126,8 @@ def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
                 yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[level - 1])
         if point.pp > 1 and smaller:
             yield dataclasses.replace(point, examples=smaller[0])
+        if point.pp > 1 and not point.schedule:
+            yield from (dataclasses.replace(point, schedule=schedule) for schedule in schedules)
     else:
         parts = math.gcd(power_below(outcome.peak_bytes / outcome.limit_bytes), point.examples)
         if parts > 1:
@@ -134,7 +137,12 @@ def neighbours(point: Point, m: int, outcome: Outcome) -> Iterator[Point]:
             yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[leaner])
 
 
-def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, int], Recipe]) -> Walk:
+def walk(
+    problem: Problem,
+    starts: Iterable[Point],
+    recipe_of: Callable[[Point, int], Recipe],
+    schedules: Sequence[str] = (),
+) -> Walk:
     """All starts, then from the best of them to its neighbours for as long as one is better."""
     seen: dict[Point, Outcome | None] = {}
 
@@ -146,7 +154,7 @@ def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, 
                 continue  # a leaner one did not fit
             if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
                 continue  # a richer one fits
-            seen[point] = yield attempt_of(point, m, recipe_of)
+            seen[point] = yield attempt_of(problem, point, m, recipe_of)
 
     def best() -> Point | None:
         known = [(outcome.rank(), n, point) for n, (point, outcome) in enumerate(seen.items()) if outcome is not None]
@@ -159,7 +167,7 @@ def walk(problem: Problem, starts: Iterable[Point], recipe_of: Callable[[Point, 
         m = here.num_microbatches(problem)
         assert outcome is not None, "the best came to something"
         assert m is not None, "what was tried can be cut"
-        yield from tried(neighbours(here, m, outcome))
+        yield from tried(neighbours(here, m, outcome, schedules))
         if best() == here:
             return
         here = best()

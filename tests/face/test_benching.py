@@ -1,0 +1,167 @@
+"""`autopar.bench`: the search beside manual ways, what does not fit, plans from files, and what is measured."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import InvalidArgumentError
+from autopar.manual.settings import Problem
+from autopar.manual.ways import WAYS, applicable, way_called
+from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
+from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
+
+OPTIONS = dict(cache_dir=None, show_progress=False)
+
+
+def wide_step(state, batch):
+    """Four matrices of 64 MB: enough that a way of running it matters."""
+
+    def loss(weights):
+        hidden = batch["x"]
+        for weight in weights:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean(hidden**2)
+
+    grads = jax.grad(loss)(state)
+    return [weight - 0.1 * grad for weight, grad in zip(state, grads, strict=True)]
+
+
+WIDE = ([jax.ShapeDtypeStruct((4096, 4096), "float32")] * 4, {"x": jax.ShapeDtypeStruct((1024, 4096), "float32")})
+
+
+@pytest.fixture(scope="module")
+def wide():
+    step = autopar.parallelize(wide_step, **OPTIONS)
+    return autopar.bench(step, *WIDE, clusters="dgx-h100x2", recipes=["fsdp", "dp", "tensor_parallel(size=16)"])
+
+
+def test_the_fastest_comes_first_and_each_other_way_says_where_it_loses(wide):
+    rows = wide.of("dgx-h100x2")
+    assert {row.name for row in rows} == {"search", "ZeRO-3 (FSDP)", "data parallel", "tensor_parallel(size=16)"}
+    assert wide.best().name == "search"
+    times_s = [row.step_time_s for row in rows]
+    assert times_s == sorted(times_s)
+    slowest = rows[-1]
+    assert "more exposed collectives" in slowest.loses(wide.best())
+    assert wide.best().loses(wide.best()) == ""
+
+
+def test_a_recipe_as_text_is_the_plan_that_planning_under_it_makes(wide):
+    own = next(row for row in wide.rows if row.name == "tensor_parallel(size=16)")
+    plan = autopar.plan(wide_step, *WIDE, cluster="dgx-h100x2", plan=recipes.tensor_parallel(size=16), **OPTIONS)
+    assert own.step_time_s == plan.predicted.step_time_s
+    assert own.record.decisions == plan.record.decisions
+
+
+def test_the_parts_of_a_step_are_the_step(wide):
+    for row in wide.rows:
+        assert list(parts(row.record)) == list(PARTS)
+        # What is less than a thousandth of the step is no part of its own.
+        assert sum(parts(row.record).values()) == pytest.approx(row.step_time_s, rel=0.01)
+
+
+def test_the_table_has_a_line_for_each_way(wide):
+    text = str(wide)
+    assert "wide_step on dgx-h100x2: a batch of 1,024 examples" in text
+    for row in wide.rows:
+        assert (
+            len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE)) == 3
+        )  # its bar, its shares and its sentence
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_does_not_fit_says_by_how_much_and_is_not_compared():
+    step = autopar.parallelize(wide_step, memory_limit_bytes=200_000_000, **OPTIONS)
+    found = autopar.bench(step, *WIDE, clusters="dgx-h100x2", recipes=["dp", "fsdp"])
+    (row,) = (row for row in found.rows if row.name == "data parallel")
+    assert not row.fits
+    assert row.step_time_s is None
+    assert row.excess_bytes == row.peak_bytes - 200_000_000 > 0
+    assert row.loses(found.best()) == ""
+    told = next(line for line in str(found).splitlines() if line.startswith("data parallel"))
+    assert "does not fit:" in told
+    assert found.rows[-1] is row
+
+
+def test_a_saved_plan_is_compared_and_one_of_another_step_says_why_not(tmp_path):
+    saved, other = tmp_path / "plan.json", tmp_path / "other.json"
+    plan = autopar.plan(wide_step, *WIDE, cluster="dgx-h100x2", plan=recipes.zero(1), **OPTIONS)
+    plan.save(saved)
+    autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", **OPTIONS).save(other)
+    step = autopar.parallelize(wide_step, **OPTIONS)
+    found = autopar.bench(step, *WIDE, clusters="dgx-h100x2", recipes={"mine": str(saved), "wrong": str(other)})
+    rows = {row.name: row for row in found.rows}
+    assert rows["mine"].step_time_s == plan.predicted.step_time_s
+    assert not rows["wrong"].fits
+    assert "expected" in rows["wrong"].why
+
+
+def test_the_values_are_json(wide):
+    values = json.loads(json.dumps(wide.to_dict()))
+    assert values["step"] == "wide_step"
+    first = values["rows"][0]
+    assert (first["name"], first["cluster"], first["fits"]) == ("search", "dgx-h100x2", True)
+    assert set(first["parts_s"]) == set(PARTS)
+    assert first["examples_per_s"] == pytest.approx(1024 / first["step_time_s"])
+
+
+def test_the_page_has_every_way_and_asks_for_nothing(wide, tmp_path):
+    wide.report(tmp_path / "bench.html")
+    page = (tmp_path / "bench.html").read_text()
+    assert page.count('class="way"') == len(wide.rows)
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_ways_are_called_by_short_names_in_any_case():
+    assert way_called("FSDP") == way_called("zero-3 (fsdp)") == "ZeRO-3 (FSDP)"
+    assert way_called("tp") == "tensor parallel"
+    assert way_called("tensor_parallel") == "tensor parallel"
+    assert way_called("tensor_parallel(size=8)") is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "experts", "missing"),
+    [
+        ("dgx-h100x2", 1, {"ZeRO-2", "expert"}),
+        ("dgx-h100x2", 8, {"ZeRO-2"}),
+        ("dgx-h100", 1, {"ZeRO-2", "expert", "hybrid sharded"}),
+    ],
+)
+def test_ways_that_a_cluster_or_a_step_has_no_use_for_are_left_out(cluster, experts, missing):
+    problem = Problem(traced=None, trees=None, cluster=autopar.Cluster.parse(cluster), examples=64, experts=experts)
+    assert set(WAYS) - set(applicable(problem)) == missing
+
+
+def test_rows_without_a_plan_come_last():
+    row = BenchRow(name="refused", cluster="c", examples=1, why="expected experts, got none")
+    over = BenchRow(name="over", cluster="c", examples=1, peak_bytes=3, limit_bytes=1)
+    near = BenchRow(name="near", cluster="c", examples=1, peak_bytes=2, limit_bytes=1)
+    assert [r.name for r in ranked([row, over, near])] == ["near", "over", "refused"]
+
+
+def test_what_fits_is_measured_in_turns_with_its_numbers():
+    step = autopar.parallelize(mlp_step, **OPTIONS)
+    state, batch = new_mlp_state(), mlp_batch()
+    found = autopar.bench(step, state, batch, recipes=["dp", "zero(1)"], measure=True, seconds=0.1)
+    assert all(row.measured_s > 0 for row in found.rows)
+    assert all(row.quartiles_s[0] <= row.measured_s <= row.quartiles_s[1] for row in found.rows)
+    assert all(row.difference <= 1e-5 and not row.differs for row in found.rows)
+    assert "measured" in str(found)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_only_the_hardware_here_is_measured():
+    with pytest.raises(InvalidArgumentError, match="expected the devices here"):
+        autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", measure=True)
+
+
+def test_a_way_that_nobody_knows_is_refused():
+    with pytest.raises(InvalidArgumentError, match="expected a call of"):
+        autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=["zebra"])
+    with pytest.raises(InvalidArgumentError, match="expected 'data parallel', 'ZeRO-1'"):
+        autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=[3])
