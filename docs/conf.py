@@ -9,6 +9,7 @@ from sphinx.application import Sphinx
 FOLDER = Path(__file__).parent
 
 project = "autopar"
+author = "the autopar authors"
 release = metadata.version("autopar")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
@@ -20,6 +21,9 @@ nb_execution_mode = "off"
 html_theme = "sphinx_book_theme"
 html_title = "autopar"
 html_show_copyright = False
+# The theme has a field in the sidebar and another behind a button of the header: one is enough.
+html_theme_options = {"article_header_end": ["article-header-buttons"], "show_toc_level": 2}
+html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 
 # In docstrings `name` is code, not a link that must lead somewhere.
 default_role = "code"
