@@ -382,7 +382,7 @@ def _metadata_with(extra):
 
 
 def test_the_doctor_lists_every_extra_and_what_it_lacks(monkeypatch):
-    required = ['numpy', 'orbax-checkpoint; extra == "train"', "no_such_thing>=2; extra == 'train'"]
+    required = ["numpy", 'orbax-checkpoint; extra == "train"', "no_such_thing>=2; extra == 'train'"]
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
     monkeypatch.setattr(doctor.metadata, "metadata", lambda name: _metadata_with("train"))
     found = {row.what: row.state for row in doctor.diagnose().findings}

@@ -56,7 +56,9 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """The page of a plan. `where`: the cluster with its hosts. `bars`: the fastest candidates, by time. `batch`: its largest array."""
+    """The page of a plan. `where`: the cluster with its hosts. `batch`: its largest array. `bars`: the candidates with
+    the shortest times.
+    """
 
     step: str
     where: str
