@@ -21,8 +21,14 @@ nb_execution_mode = "off"
 html_theme = "sphinx_book_theme"
 html_title = "autopar"
 html_show_copyright = False
-# The theme has a field in the sidebar and another behind a button of the header: one is enough.
-html_theme_options = {"article_header_end": ["article-header-buttons"], "show_toc_level": 2}
+# One search field, that of the sidebar: the header of the theme has two more.
+html_theme_options = {
+    "article_header_end": ["article-header-buttons"],
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
+}
 html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 
 # In docstrings `name` is code, not a link that must lead somewhere.
