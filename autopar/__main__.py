@@ -112,6 +112,11 @@ def _effort(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--effort", choices=("quick", "default", "thorough"), help=text)
 
 
+def _recipe(verb: argparse.ArgumentParser) -> None:
+    text = "the manual plan to follow in place of a free search: 'zero(3)', 'combine(pp=2, tp=4)'"
+    verb.add_argument("--recipe", metavar="RECIPE", help=text)
+
+
 def _add_planning(add: Add) -> None:
     """The verbs that plan a step."""
     plan = add(
@@ -122,6 +127,7 @@ def _add_planning(add: Add) -> None:
     _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4 or a .json file")
     _memory_limit(plan)
     _effort(plan)
+    _recipe(plan)
     plan.add_argument("--save", metavar="PATH", help="write the plan as JSON")
     plan.add_argument("--report", metavar="PATH", help="write the plan as a page for a browser")
     plan.add_argument("--table", action="store_true", help="print every row of the plan")
@@ -199,6 +205,7 @@ def _add_running(add: Add) -> None:
     )  # fmt: skip
     _function(verify, "as for plan; run where the cluster is local")
     _cluster(verify, "local, or tpu-v5e:2x4 or dgx-h100x2 to compile for it")
+    _recipe(verify)
 
     tune = add(
         "tune", commands.tune, "time the plans predicted to be the fastest on the devices here",
@@ -206,6 +213,8 @@ def _add_running(add: Add) -> None:
     )  # fmt: skip
     _function(tune, "as for plan; run for real")
     _cluster(tune, "what to plan for: local, local:4, or a .json file for these")
+    text = "timed beside the search's plan, in place of data parallelism and ZeRO; may be repeated"
+    tune.add_argument("--recipe", action="append", metavar="RECIPE", help=text)
     tune.add_argument("--save", metavar="PATH", help="write the fastest plan as JSON")
 
     measure = add(

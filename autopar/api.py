@@ -261,10 +261,18 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
     for those named here.
     """
     if isinstance(fun, Step):
-        options = _own_wishes(fun, as_recipe(options.get("plan"))) | options
-    given = parallelize(function_of(fun) if isinstance(fun, Step) else fun, cluster=cluster, **options)
+        return planned_with(fun, cluster=cluster, **options).plan(*args)
+    given = parallelize(fun, cluster=cluster, **options)
     assert isinstance(given, Step), "given a function, it makes a step"
-    return (_with_options(fun, given, options) if isinstance(fun, Step) else given).plan(*args)
+    return given.plan(*args)
+
+
+def planned_with(step: Step, **options: Any) -> Step:
+    """A step with its own options but for those named, which are those of `parallelize`; `cluster` is always named."""
+    options = _own_wishes(step, as_recipe(options.get("plan"))) | options
+    given = parallelize(function_of(step), **options)
+    assert isinstance(given, Step), "given a function, it makes a step"
+    return _with_options(step, given, options)
 
 
 def _own_wishes(step: Step, plan: Plan | Recipe | None) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def _planned(
     else:
         occurrences: dict[str, int] = {}
         for number, plan in enumerate(plans):
-            name = f"{'near' if number else 'search'}: {in_short(plan.record)}"
+            name = f"{'runner-up' if number else 'search'}: {in_short(plan.record)}"
             occurrences[name] = occurrences.get(name, 0) + 1
             yield name if occurrences[name] == 1 else f"{name} ({occurrences[name]})", plan
     for name, recipe in beside.items():

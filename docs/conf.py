@@ -9,6 +9,7 @@ from sphinx.application import Sphinx
 FOLDER = Path(__file__).parent
 
 project = "autopar"
+author = "the autopar authors"
 release = metadata.version("autopar")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
@@ -20,6 +21,15 @@ nb_execution_mode = "off"
 html_theme = "sphinx_book_theme"
 html_title = "autopar"
 html_show_copyright = False
+# One search field, that of the sidebar: the header of the theme has two more.
+html_theme_options = {
+    "article_header_end": ["article-header-buttons"],
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
+}
+html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 
 # In docstrings `name` is code, not a link that must lead somewhere.
 default_role = "code"

@@ -131,13 +131,23 @@ def test_the_folder_that_holds_a_checkout_has_the_package_too(tmp_path):
     assert found.stdout.strip() == "<class 'autopar.step.Step'> autopar.api True", found.stderr
 
 
+def sdist_of(source: Path, folder: Path) -> Path:
+    """The archive of a source distribution. It has files where the checkout has links."""
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=300)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
 @pytest.mark.slow
-def test_an_installed_package_works_away_from_the_checkout(tmp_path):
+@pytest.mark.parametrize("form", ["source", "sdist"])
+def test_an_installed_package_works_away_from_the_checkout(tmp_path, form):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     source, target = tmp_path / "source", tmp_path / "site"
     # From a copy, since setuptools leaves its build folder where it builds.
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, source], check=True)
+    installed = source if form == "source" else sdist_of(source, tmp_path)
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, installed], check=True)
     modules = [
         ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts]).removesuffix(".__init__")
         for folder, package in FOLDERS.items()

@@ -16,6 +16,12 @@ PRINTED = {
     "from-pjit": ("Plan of train_step on local-cpu-8", "Instead:"),
     "from-fsdp": ("Instead, under zero(3):",),
     "from-trainers": ("0.0",),
+    "linen": ("up/kernel",),
+    "nnx": ("Plan of train_step on local-cpu-8",),
+    "equinox": ("Plan of train_step on local-cpu-8",),
+    "haiku": ("Plan of train_step on local-cpu-8",),
+    "plain-jax": ("Plan of train_step on local-cpu-8",),
+    "explicit-sharding": ("pins", "ignore"),
     "command-line": ("Plan of train_step on dgx-h100", "state['w']", '"kind": "plans"', "removed"),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import autopar
-from autopar.api import as_step, with_search
+from autopar.api import as_step, planned_with, with_search
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
@@ -49,7 +49,8 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = shapes_only(parsed.function, parsed.arg)
-    made = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes).plan(*arguments)
+    planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes, parsed.recipe)
+    made = planned.plan(*arguments)
     if parsed.save:
         made.save(parsed.save)
     if parsed.report:
@@ -191,7 +192,7 @@ def verify(parsed: argparse.Namespace) -> Output:
             hint="verify where the hardware is, with --cluster local",
         )
     step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
-    found = autopar.verify(_planned_for(step, cluster), *arguments, compile_for=compile_for)
+    found = autopar.verify(_planned_for(step, cluster, recipe=parsed.recipe), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
     numbers = {"difference": found.difference, "differs": found.differs}
     return Output(found.text, {"target": found.target, **numbers, "measured": rows})
@@ -209,7 +210,7 @@ def tune(parsed: argparse.Namespace) -> Output:
     _check_folder("--save", parsed.save)
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = returned_by(parsed.function, parsed.arg)
-    tuned = autopar.tune(_planned_for(step, cluster), *arguments)
+    tuned = autopar.tune(_planned_for(step, cluster), *arguments, beside=parsed.recipe)
     if parsed.save:
         tuned.plan.save(parsed.save)
     fields = ("name", "predicted_s", "measured_s", "quartiles_s", "why")
@@ -262,10 +263,18 @@ def load(path: str) -> Plan:
 
 
 def _planned_for(
-    step: Callable[..., Any], cluster: Cluster, effort: str | None = None, memory_limit_bytes: str | None = None
+    step: Callable[..., Any],
+    cluster: Cluster,
+    effort: str | None = None,
+    memory_limit_bytes: str | None = None,
+    recipe: str | None = None,
 ) -> autopar.Step:
-    """A step on a cluster: what `parallelize` made with its own options, a plain function with the defaults."""
-    return with_search(on_cluster(as_step(step), cluster), effort=effort, memory_limit_bytes=memory_limit_bytes)
+    """A step on a cluster: what `parallelize` made with its own options, a plain function with the defaults; under the
+    recipe that is named in place of its own.
+    """
+    own = as_step(step)
+    placed = on_cluster(own, cluster) if recipe is None else planned_with(own, cluster=cluster, plan=recipe)
+    return with_search(placed, effort=effort, memory_limit_bytes=memory_limit_bytes)
 
 
 def _check_folder(where: str, path: str | None) -> None:

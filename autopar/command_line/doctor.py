@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import os
 import platform
+import re
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,12 @@ from autopar.common.units import text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 
-OURS, OPTIONAL = ("autopar", "jax", "jaxlib", "flax", "ortools"), ("libtpu", "jax_cuda13_plugin")
+OURS = ("autopar", "jax", "jaxlib", "flax", "ortools")
+# What runs a step on accelerators. jax has an extra for each, and autopar has none, as a machine has one kind.
+BACKENDS = ("libtpu", "jax_cuda13_plugin")
+
+# The name that a requirement begins with: `jax` of `jax[tpu]>=0.10`.
+_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +75,39 @@ def _installed() -> list[Finding]:
         except metadata.PackageNotFoundError:
             # autopar itself may run from its checkout.
             found.append(Finding(what=name, state="not installed as a package"))
-    for name in OPTIONAL:
+    for name in BACKENDS:
         there = importlib.util.find_spec(name) is not None
         found.append(Finding(what=name, state="installed" if there else "not installed (optional)"))
-    return found
+    return [*found, *_extras()]
+
+
+def _extras() -> list[Finding]:
+    """The extras of autopar's own metadata, and what each lacks here."""
+    try:
+        here = metadata.metadata("autopar").get_all("Provides-Extra") or []
+        required = metadata.requires("autopar") or []
+    except metadata.PackageNotFoundError:
+        return [Finding(what="extras", state="not known: autopar is not installed as a package")]
+    return [_extra(name, required) for name in sorted(here)]
+
+
+def _extra(extra: str, required: Sequence[str]) -> Finding:
+    mark = re.compile(rf"""extra == ["']{re.escape(extra)}["']""")
+    names = sorted({_NAME.match(text)[0] for text in required if mark.search(text)})  # type: ignore[index]
+    missing = [name for name in names if not _is_installed(name)]
+    what = f"extra {extra}"
+    if not missing:
+        return Finding(what=what, state="installed")
+    count = "nothing of it" if len(missing) == len(names) else f"without {', '.join(missing)}"
+    return Finding(what=what, state=f"not installed (optional): {count}")
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _devices() -> list[Finding]:

@@ -136,7 +136,7 @@ class PipelineEvaluator:
             beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
             if beaten or late or built >= max_built or estimated_s > 1.2 * self.to_beat_s:
-                text, peak_bytes = f"{m} micro-batches, {choice.text}", estimated_bytes
+                text, peak_bytes = choice.text(m), estimated_bytes
                 self.weighed.append(PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=peak_bytes))
                 why = self.deadline.text if late else "others are faster by the tables of layer costs"
                 self.not_built.append(

@@ -109,8 +109,7 @@ class PipelineCandidate:
 
 
 def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:
-    text = f"{num_microbatches} micro-batches, {choice.text}"
-    return text + (f", {name}" if name else "")
+    return choice.text(num_microbatches) + (f", {name}" if name else "")
 
 
 def retry_without_hoisted_casts(

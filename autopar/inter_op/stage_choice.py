@@ -32,14 +32,22 @@ class StageChoice:
     over_limit: tuple[bool, ...] = ()
     group_parts: tuple[int, ...] = ()
 
-    @property
-    def text(self) -> str:
+    def text(self, num_microbatches: int) -> str:
+        """The choice in a few words, as tables of candidates have it: one stage is a mesh, without a schedule."""
         parts = self.group_parts or (WHOLE,) * len(self.group_meshes)
         runs = _runs(list(zip(self.group_meshes, parts, strict=True)))
-        meshes = [f"{n} x {mesh}" + (f" of part {part}" if part != WHOLE else "") for (mesh, part), n in runs]
-        policies = {p for p in self.policies if p != "nothing"}
-        recompute = f", recompute {' and '.join(sorted(policies))}" if policies else ""
-        return f"{len(self.first_layers)} stages on {' + '.join(meshes)}, {self.schedule}{recompute}"
+        meshes = [(f"{mesh}" + (f" of part {part}" if part != WHOLE else ""), n) for (mesh, part), n in runs]
+        stages = len(self.first_layers)
+        if stages == 1:
+            words = [f"mesh {meshes[0][0]}"]
+        else:
+            each = meshes[0][0] if len(meshes) == 1 else ", ".join(f"{n} of {mesh}" for mesh, n in meshes)
+            words = [f"{stages} stages on meshes {each}", self.schedule]
+        if num_microbatches > 1:
+            words.insert(0, f"{num_microbatches} micro-batches")
+        if policies := sorted({policy for policy in self.policies if policy != "nothing"}):
+            words.append(f"recompute {' and '.join(policies)}")
+        return ", ".join(words)
 
 
 def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[PricedOption]) -> StageChoice:

@@ -25,7 +25,7 @@ SOURCE = "baselines"
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
-ALONG_LARGEST = "state along its largest dimension"
+ALONG_LARGEST = "state split along its largest dimension"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ class Policy:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether small gradients vanish in the type that is computed in: in float16."""
+        """Whether small gradients vanish in the type that is computed in, as they do in float16."""
         return self.compute_dtype == np.float16
 
     def init_loss_scale(
@@ -113,7 +113,7 @@ class Policy:
 
     @property
     def dot_general_cls(self) -> Any:
-        """For Flax Linen modules: `nn.Dense(..., dot_general_cls=policy.dot_general_cls)`; None without float8.
+        """The argument `dot_general_cls` of Flax Linen modules (`nn.Dense` and others); None without float8.
 
         Flax's own operation, with delayed scaling: scales and the largest numbers of the latest steps are variables of
         the collection `_overwrite_with_gradient`, whose "gradient" is their next value.

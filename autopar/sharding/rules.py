@@ -301,7 +301,7 @@ class _Join:
         results = tuple(dims(t, len(v.aval.shape)) for t, v in zip(outs, eqn.outvars, strict=True))
         usable = any(f.kind is not FactorKind.FIXED for f in factors)
         splittable = any(self._class[f].size > 1 for f in in_results | in_operands)
-        note = "" if usable or not splittable else "no factor of it may be split"
+        note = "" if usable or not splittable else "none of its dimensions can be split"
         for described, var in zip((*operands, *results), (*eqn.invars, *eqn.outvars), strict=True):
             for n, dim in zip(var.aval.shape, described, strict=True):
                 if dim and math.prod(factors[f].size for f in dim) != n:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import email.message
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
+from autopar.command_line import doctor
 from autopar.command_line.step_files import shapes_only
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
@@ -353,6 +355,38 @@ def test_a_decorated_step_keeps_its_options_but_for_those_that_are_named(job, ca
         for options in ((), ("--memory-limit-bytes", "200kB"))
     ]
     assert limits == [100_000, 200_000]
+
+
+def test_a_recipe_in_text_is_planned_and_verified(capsys, job):
+    named = [small_job(job), "--recipe", "zero(3)"]
+    made = json.loads(out_of(capsys, "plan", *named, "--cluster", "dgx-h100", "--json"))["plan"]
+    assert made["recipe"] == "zero(3)"
+    assert "numbers" in out_of(capsys, "verify", *named)
+
+
+def test_a_recipe_keeps_the_arguments_of_a_decorated_step(capsys, tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import autopar, jax.numpy as jnp\n"
+        "step = autopar.parallelize(lambda batch, w: (w - batch.mean(0), batch.sum()),"
+        " batch_argnums=0, donate_argnums=1)\n"
+        "def job():\n    return step, jnp.ones((8, 4)), jnp.ones(4)\n"
+    )
+    made = out_of(capsys, "plan", f"{tmp_path}/job.py:job", "--cluster", "dgx-h100", "--recipe", "data_parallel()")
+    assert "data_parallel()" in made
+
+
+def _metadata_with(extra):
+    told = email.message.Message()
+    told["Provides-Extra"] = extra
+    return told
+
+
+def test_the_doctor_lists_every_extra_and_what_it_lacks(monkeypatch):
+    required = ["numpy", 'orbax-checkpoint; extra == "train"', "no_such_thing>=2; extra == 'train'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(doctor.metadata, "metadata", lambda name: _metadata_with("train"))
+    found = {row.what: row.state for row in doctor.diagnose().findings}
+    assert found["extra train"] == "not installed (optional): without no_such_thing"
 
 
 def test_the_doctor_says_what_there_is(capsys, monkeypatch, tmp_path):

@@ -283,6 +283,19 @@ def test_candidates_by_time_with_the_plan_first():
     ]
 
 
+def test_the_chart_has_the_plan_and_what_came_next_by_time():
+    rows = data.candidate_rows(program())
+    bars = data.fastest(rows)
+    assert [row.text for row in bars] == [row.text for row in rows[:3]]  # without the one that has no time
+    parsed = checked(page.page_of(program()))
+    assert parsed.ids().index("candidates") < parsed.ids().index("cluster")
+
+
+def test_the_title_names_the_hosts():
+    record = pipeline(layers=4, stages=4, cluster=Cluster.preset("dgx-h100", hosts=2))
+    assert data.report_data(record).where == "dgx-h100, 2 hosts of 8"
+
+
 def test_two_plans_side_by_side(tmp_path):
     autopar.Plan(program()).compare(autopar.Plan(pipeline()), tmp_path / "two.html")
     text = (tmp_path / "two.html").read_text(encoding="utf-8")

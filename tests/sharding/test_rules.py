@@ -147,7 +147,7 @@ def test_an_iota_is_made_in_any_layout():
 
 def test_what_cannot_be_split_says_so():
     rule = rule_of(equation(lambda x: jax.lax.cumsum(x, axis=0), shape(4)))
-    assert rule.note == "no factor of it may be split"
+    assert rule.note == "none of its dimensions can be split"
     assert rule_of(equation(jnp.exp, shape(1, 1))).note == ""  # there is nothing to split
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
@@ -16,6 +17,9 @@ from autopar.plan.report.module_tree import ModuleNode, module_tree
 from autopar.plan.report.timeline_data import TimelineData, timeline_data
 from autopar.plan.schema import MeasuredRecord, PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
+
+# Candidates in the chart near the top of the page; the table behind it has all.
+BARS_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +56,13 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """The page of a plan."""
+    """The page of a plan. `where`: the cluster with its hosts. `batch`: its largest array. `bars`: the candidates with
+    the shortest times.
+    """
 
     step: str
+    where: str
+    batch: str
     cluster: str
     device: str
     devices: int
@@ -80,6 +88,7 @@ class ReportData:
     memory: MemoryPanel
     timeline: TimelineData
     candidates: tuple[CandidateRow, ...]
+    bars: tuple[CandidateRow, ...]
     measured: tuple[MeasuredRecord, ...]
     notes: tuple[str, ...]
 
@@ -87,8 +96,11 @@ class ReportData:
 def report_data(record: PlanRecord) -> ReportData:
     """The values of the page of a plan."""
     predicted, pipeline, full = record.predicted, record.pipeline, fullest(record)
+    candidates = candidate_rows(record)
     return ReportData(
         step=record.step,
+        where=_where(record),
+        batch=_batch(record),
         cluster=record.cluster.name,
         device=record.cluster.device.name,
         devices=summary.num_devices(record),
@@ -116,7 +128,8 @@ def report_data(record: PlanRecord) -> ReportData:
         ),
         memory=memory_panel(record),
         timeline=timeline_data(record),
-        candidates=candidate_rows(record),
+        candidates=candidates,
+        bars=fastest(candidates),
         measured=record.measured,
         notes=record.notes,
     )
@@ -163,6 +176,29 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
             times = (trial.step_time_s, trial.peak_bytes)
             rows.append(_candidate("pipelines", trial.text, times, "another was better", plan_s))
     return tuple(sorted(rows, key=_by_time))
+
+
+def fastest(candidates: Sequence[CandidateRow]) -> tuple[CandidateRow, ...]:
+    """The plan and the candidates next to it in time, as many as a chart holds."""
+    timed = [row for row in candidates if row.step_time_s]
+    others = sorted((row for row in timed if not row.is_plan), key=_by_time)[: BARS_SHOWN - 1]
+    return tuple(sorted([*(row for row in timed if row.is_plan), *others], key=lambda row: row.step_time_s or 0.0))
+
+
+def _where(record: PlanRecord) -> str:
+    cluster = record.cluster
+    if cluster.num_hosts == 1:
+        return cluster.name
+    return f"{cluster.name}, {cluster.num_hosts:,} hosts of {cluster.devices_per_host}"
+
+
+def _batch(record: PlanRecord) -> str:
+    """The largest array of the batch, `128x8192 int32`; empty where the step has none."""
+    arrays = [value for value in record.arguments if value.kind == "batch"]
+    if not arrays:
+        return ""
+    largest = max(arrays, key=lambda value: math.prod(value.shape))
+    return f"{'x'.join(map(str, largest.shape)) or 'scalar'} {largest.dtype}"
 
 
 def _by_time(row: CandidateRow) -> tuple[bool, bool, float]:
