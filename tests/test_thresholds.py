@@ -53,6 +53,7 @@ NONE = {
     "passes.stack_updates._LONGEST_SCALE": "a limit of what is followed: beyond it a norm is made before the stack",
     "intra_op.spmd_search.EXPOSED_FRACTIONS": "both of cost.cost_model",
     "intra_op.baselines.ZERO_STAGES": "names of stages",
+    "plan.options.AS_FAST": "how a difference is told: no choice depends on it",
     "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
     "inter_op.option_tables.WORTH_PROCESSES": "from which work on processes share it: changes no answer",
