@@ -69,12 +69,8 @@ def diagnose() -> Diagnosis:
 
 def _installed() -> list[Finding]:
     found = [Finding(what="python", state=platform.python_version())]
-    for name in OURS:
-        try:
-            found.append(Finding(what=name, state=metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            # autopar itself may run from its checkout.
-            found.append(Finding(what=name, state="not installed as a package"))
+    for name in OURS:  # autopar itself may run from its checkout
+        found.append(Finding(what=name, state=_version(name) or "not installed as a package"))
     for name in BACKENDS:
         there = importlib.util.find_spec(name) is not None
         found.append(Finding(what=name, state="installed" if there else "not installed (optional)"))
@@ -93,8 +89,8 @@ def _extras() -> list[Finding]:
 
 def _extra(extra: str, required: Sequence[str]) -> Finding:
     mark = re.compile(rf"""extra == ["']{re.escape(extra)}["']""")
-    names = sorted({_NAME.match(text)[0] for text in required if mark.search(text)})  # type: ignore[index]
-    missing = [name for name in names if not _is_installed(name)]
+    names = sorted({_NAME.findall(text)[0] for text in required if mark.search(text)})
+    missing = [name for name in names if _version(name) is None]
     what = f"extra {extra}"
     if not missing:
         return Finding(what=what, state="installed")
@@ -102,12 +98,11 @@ def _extra(extra: str, required: Sequence[str]) -> Finding:
     return Finding(what=what, state=f"not installed (optional): {count}")
 
 
-def _is_installed(distribution: str) -> bool:
+def _version(distribution: str) -> str | None:
     try:
-        metadata.version(distribution)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _devices() -> list[Finding]:

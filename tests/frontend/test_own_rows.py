@@ -116,8 +116,9 @@ def test_the_results_are_the_same(function):
 def test_what_is_counted_is_a_batching_dimension(function, dims):
     closed = jax_compat.plain_jaxpr(function, *arrays())
     found = batching_of(jax_compat.open_jaxpr(with_own_rows(closed)))
-    assert set(found) == set(dims)
-    assert len(dims) - 1 <= len(found) <= len(dims)  # under `jax_remat3` jax computes one of them less again
+    if jax.config.jax_remat3 and function is REWRITTEN["recomputed"][0]:
+        dims = dims[1:]  # jax computes one of them less again
+    assert found == dims
 
 
 @pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
