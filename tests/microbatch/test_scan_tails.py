@@ -153,6 +153,11 @@ def test_a_sum_that_examples_read_is_refused_by_its_line():
         check(trained(through_layers(body, "scan")), params_of(), examples(12), 3)
 
 
+@pytest.mark.xfail(
+    bool(jax.config.jax_remat3),
+    reason="jax_remat3 hands the metric's cotangent back as an array of zeros, so that the gradient reads its maximum",
+    raises=MixedExamplesError,
+)
 def test_a_metric_that_mixes_examples_is_carried_and_made_in_a_scan_of_a_scan():
     def loss(p, x):
         def layer(carry, w):
