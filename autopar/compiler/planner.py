@@ -16,7 +16,7 @@ from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
-from autopar.compiler.whole_graph import stacked_step, whole_graph
+from autopar.compiler.whole_graph import stacked_step, unevenly_split, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.least_time import least_time_s
@@ -168,6 +168,7 @@ def planning_context(
     least_s = graphs.of(traced, ("least time", cluster), lambda: least_time_s(plain.graph, cluster))
     with progress.pass_("stacks"):
         traced = stacked_step(traced, cluster.num_devices, rules, graphs)
+        traced = unevenly_split(traced, cluster.num_devices, rules, graphs)
         views = whole_graph(traced, rules, graphs)
         graph = views.graph
     check_patterns(traced, graph)

@@ -73,9 +73,9 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
     """The context for stages, which cut the graph of the step without stacks: several stages update each its own
     layers, and a single one that was asked for stacks what is left of the update.
     """
-    if not context.traced.stacked_over:
+    if not context.traced.stacked_over and not context.traced.uneven_over:
         return context
-    plain = dataclasses.replace(context.traced, stacked_over=0)
+    plain = dataclasses.replace(context.traced, stacked_over=0, uneven_over=0)
     views = whole_graph(plain, context.rules, context.graphs)
     request = context.request
     is_single = request.is_built_as_asked and (request.num_stages or 1) * (request.chunks or 1) == 1

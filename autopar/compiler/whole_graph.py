@@ -9,15 +9,18 @@ from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
+from autopar.passes.round_examples import round_examples
 from autopar.passes.stack_updates import stack_updates
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 
 def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
-    """The step's graph, with equal matrices of its update stacked where the step says so. Raises: as `build_graph`."""
+    """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so. Raises: as `build_graph`."""
     graph = build_graph(traced, rules)
-    return stack_updates(graph, traced.stacked_over, flops_of, rules) if traced.stacked_over else graph
+    if traced.stacked_over:
+        graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
+    return round_examples(graph, traced.uneven_over) if traced.uneven_over else graph
 
 
 def whole_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs) -> GraphViews:
@@ -36,3 +39,14 @@ def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: 
         return plain if graph is plain.graph else GraphViews(graph, flops_of)
 
     return traced if graphs.of(stacked, "whole", views) is plain else stacked
+
+
+def unevenly_split(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: StepGraphs) -> TracedStep:
+    """The step with its examples split unevenly over so many devices, where they are more and do not divide."""
+    views = whole_graph(traced, rules, graphs)
+    rounded = round_examples(views.graph, num_devices)
+    if rounded is views.graph:
+        return traced
+    uneven = dataclasses.replace(traced, uneven_over=num_devices)
+    graphs.of(uneven, "whole", lambda: GraphViews(rounded, flops_of))
+    return uneven

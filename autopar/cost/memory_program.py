@@ -144,7 +144,7 @@ class _MemoryWriter:
 
     def local(self, value: int, layout: Layout) -> int:
         v = self.graph.values[value]
-        return local_bytes(v.shape, v.itemsize, layout, self.mesh)
+        return local_bytes(v.split_shape, v.itemsize, layout, self.mesh)
 
     def tiled(self, value: int, layout: Layout, tile: Tile) -> int:
         """Bytes of what a product makes, in tiles: the compiler writes it in the order of the transpose that alone
@@ -152,7 +152,7 @@ class _MemoryWriter:
         """
         v = self.graph.values[value]
         order = self.transposed.get(value, range(len(v.shape)))
-        return tile.nbytes([v.shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
+        return tile.nbytes([v.split_shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
 
     def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
         number = env[value, place] = self.new(0 if place[1] == HOST else self.local(value, place[0]))

@@ -236,7 +236,7 @@ class _Fitting:
         )
 
     def fit(self, layout: Layout, value: int) -> Layout:
-        return fit(layout, self.graph.values[value].shape, self.plan.mesh)
+        return fit(layout, self.graph.values[value].split_shape, self.plan.mesh)
 
     def home(self, value: int) -> Layout:
         return self.unreduced.get(value) or replicated(len(self.graph.values[value].shape))

@@ -46,6 +46,8 @@ KERNEL_CALLS = frozenset(
 )
 # What changes the rows of an operand that indices name.
 SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+# What XLA's partitioner takes in equal parts only. Arrays that are split unevenly are filled up with zeros before them.
+IN_EQUAL_PARTS = frozenset({"gather", "conv_general_dilated", *SCATTERS})
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
@@ -53,6 +55,15 @@ SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatt
 LOCALLY_SUMMING = frozenset(
     {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT}
 )
+# Operations that compute each element of one result from the same element of their operands.
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+    "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision",
+    "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+    "xor",
+})  # fmt: skip
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
 
