@@ -159,6 +159,8 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:
     """The pipelines of the search, where the request names them, or where they may be faster than one program."""
     request = context.request
+    if context.traced.uneven_over:
+        return []  # micro-batches and stages hold equal parts
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
     # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.

@@ -20,6 +20,10 @@ def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     graph = build_graph(traced, rules)
     if traced.stacked_over:
         graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
+    return _rounded(graph, traced)
+
+
+def _rounded(graph: OpGraph, traced: TracedStep) -> OpGraph:
     return round_examples(graph, traced.uneven_over) if traced.uneven_over else graph
 
 
@@ -33,20 +37,12 @@ def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: 
     if num_devices == 1:
         return traced
     plain, stacked = whole_graph(traced, rules, graphs), dataclasses.replace(traced, stacked_over=num_devices)
+    even = plain
+    if traced.uneven_over:
+        even = whole_graph(dataclasses.replace(traced, uneven_over=0), rules, graphs)
 
     def views() -> GraphViews:
-        graph = stack_updates(plain.graph, num_devices, flops_of, rules)
-        return plain if graph is plain.graph else GraphViews(graph, flops_of)
+        graph = stack_updates(even.graph, num_devices, flops_of, rules)
+        return plain if graph is even.graph else GraphViews(_rounded(graph, traced), flops_of)
 
     return traced if graphs.of(stacked, "whole", views) is plain else stacked
-
-
-def unevenly_split(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: StepGraphs) -> TracedStep:
-    """The step with its examples split unevenly over so many devices, where they are more and do not divide."""
-    views = whole_graph(traced, rules, graphs)
-    rounded = round_examples(views.graph, num_devices)
-    if rounded is views.graph:
-        return traced
-    uneven = dataclasses.replace(traced, uneven_over=num_devices)
-    graphs.of(uneven, "whole", lambda: GraphViews(rounded, flops_of))
-    return uneven
