@@ -276,4 +276,4 @@ class _Kinds:
 
 def _local(graph: OpGraph, key: Key, mesh: LogicalMesh) -> int:
     value = graph.values[key[0]]
-    return local_bytes(value.split_shape, value.itemsize, key[1][0], mesh)
+    return local_bytes(value.shape, value.itemsize, key[1][0], mesh)

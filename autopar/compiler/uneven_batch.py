@@ -66,7 +66,9 @@ def faster_split(
     notes = plans[0].record.notes
     if not any(note.startswith(summary.BATCH_WHOLE) for note in notes):
         return plans
-    why = f"{summary.BATCH_WHOLE}: with its examples split unevenly over {parts} devices a step takes {text_of_s(step_s)}"
+    why = (
+        f"{summary.BATCH_WHOLE}: with its examples split unevenly over {parts} devices a step takes {text_of_s(step_s)}"
+    )
     kept = [why if note.startswith(summary.BATCH_WHOLE) else note for note in notes]
     best = dataclasses.replace(plans[0], record=dataclasses.replace(plans[0].record, notes=tuple(kept)))
     return (best, *plans[1:])

@@ -16,7 +16,10 @@ from autopar.sharding.rules import RuleBook
 
 
 def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
-    """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so. Raises: as `build_graph`."""
+    """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so.
+
+    Raises: as `build_graph`.
+    """
     graph = build_graph(traced, rules)
     if traced.stacked_over:
         graph = stack_updates(graph, traced.stacked_over, flops_of, rules)

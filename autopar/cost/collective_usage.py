@@ -110,7 +110,7 @@ def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[C
     assert isinstance(atom, int), "literals are not sent"
     value = graph.values[atom]
     part = pieces.step.after if pieces.operand is None else pieces.step.before
-    nbytes = local_bytes(value.split_shape, value.itemsize, part, links.mesh) * model.widening(value.dtype)
+    nbytes = local_bytes(value.shape, value.itemsize, part, links.mesh) * model.widening(value.dtype)
     count = op.count * (links.mesh.size(pieces.axes) - 1)
     link = links.link(pieces.axes)
     time_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, pieces.step.axes)
@@ -137,7 +137,7 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
     out = []
     for v, layout in zip(op.outputs, compute.results, strict=True):
         value = graph.values[v]
-        nbytes = local_bytes(value.split_shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
+        nbytes = local_bytes(value.shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
         out.append(
             CollectiveUse(
                 kind=CollectiveKind.ALL_REDUCE,

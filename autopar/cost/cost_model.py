@@ -229,7 +229,9 @@ class NodeCosts:
         kernel_bytes, small_kernels = self._kernels(op)
         return Work(
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
-            flops=0.0 if op.kernel_bytes is None and kernel_bytes is not None else flops_of(op) * rounding(op) * rate.passes,
+            flops=0.0
+            if op.kernel_bytes is None and kernel_bytes is not None
+            else flops_of(op) * rounding(op) * rate.passes,
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),

@@ -32,7 +32,7 @@ def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse
 
     def local(value: int, layout: Layout) -> int:
         v = graph.values[value]
-        return local_bytes(v.split_shape, v.itemsize, layout, mesh)
+        return local_bytes(v.shape, v.itemsize, layout, mesh)
 
     entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
     copies = list(host_copies_in(lowered))
@@ -52,13 +52,13 @@ def passing_bytes(graph: OpGraph, instructions: Sequence[Instruction], mesh: Log
     read = {key for instruction in instructions for key in instruction.keys_read}
     made = {key for instruction in instructions for key in instruction.keys_made if key[1][1] == HOST}
     values = ((graph.values[value], layout) for value, (layout, _) in made & read)
-    return sum(local_bytes(v.split_shape, v.itemsize, layout, mesh) for v, layout in values)
+    return sum(local_bytes(v.shape, v.itemsize, layout, mesh) for v, layout in values)
 
 
 def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
     """Seconds of all runs, in a step, of a copy from the memory of the host, or to it."""
     value = graph.values[copy.value]
-    nbytes = local_bytes(value.split_shape, value.itemsize, copy.target[0], model.links.mesh)
+    nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
     return _runs(graph, copy) * model.device.host_copy_s(nbytes)
 
 

@@ -144,7 +144,7 @@ class _MemoryWriter:
 
     def local(self, value: int, layout: Layout) -> int:
         v = self.graph.values[value]
-        return local_bytes(v.split_shape, v.itemsize, layout, self.mesh)
+        return local_bytes(v.shape, v.itemsize, layout, self.mesh)
 
     def tiled(self, value: int, layout: Layout, tile: Tile) -> int:
         """Bytes of what a product makes, in tiles: the compiler writes it in the order of the transpose that alone

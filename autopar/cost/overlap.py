@@ -264,7 +264,7 @@ class _Writer:
             uses = uses_of_reduction(self.graph, compute, self.model)
             for use, v, layout, summand, value in zip(uses, op.outputs, compute.results, summands, makes, strict=True):
                 at = self.graph.values[v]
-                nbytes = local_bytes(at.split_shape, at.itemsize, layout, self.model.links.mesh)
+                nbytes = local_bytes(at.shape, at.itemsize, layout, self.model.links.mesh)
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
 
     def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[int, int], works: list[StreamWork]) -> None:
@@ -308,7 +308,7 @@ class _Writer:
         if compute.reduced:
             (use,), (layout,), (v,) = uses_of_reduction(self.graph, compute, self.model), compute.results, op.outputs
             value, whole = self.graph.values[v], self.new()
-            nbytes = local_bytes(value.split_shape, value.itemsize, layout, self.model.links.mesh)
+            nbytes = local_bytes(value.shape, value.itemsize, layout, self.model.links.mesh)
             works.append(self.collective(use, nbytes, result, (whole,), reduces=True))
             result = (whole,)
         works.append(_renamed(result, self.define(self.places(compute.keys_made), made)))
@@ -342,7 +342,7 @@ class _Writer:
             if use is None:
                 works.append(_renamed(at, after))
             else:
-                nbytes = local_bytes(value.split_shape, value.itemsize, step.after, mesh)
+                nbytes = local_bytes(value.shape, value.itemsize, step.after, mesh)
                 works.append(self.collective(use, nbytes, at, after, reduces=step.kind.reduces))
             at = after
         (place,) = self.places(move.keys_made)

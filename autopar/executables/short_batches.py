@@ -81,7 +81,10 @@ def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] |
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
     record = plan.record
     parts = record.uneven_over or plan.mesh.num_devices
-    planned_graph, graph = program_graph(planned, rules), program_graph(dataclasses.replace(traced, uneven_over=parts), rules)
+    planned_graph, graph = (
+        program_graph(planned, rules),
+        program_graph(dataclasses.replace(traced, uneven_over=parts), rules),
+    )
     decided = sharding_plan_of(record.decisions, record.solver, plan.mesh, planned_graph)
     sharding = on_other_sizes(decided, planned_graph, graph)
     if sharding is None:

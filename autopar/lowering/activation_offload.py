@@ -155,7 +155,7 @@ def _parts(graph: OpGraph, arrays: Sequence[_Saved], mesh: LogicalMesh) -> list[
 
     def nbytes(array: _Saved) -> int:
         value = graph.values[array.value]
-        return local_bytes(value.split_shape, value.itemsize, array.layout, mesh)
+        return local_bytes(value.shape, value.itemsize, array.layout, mesh)
 
     total, filled = sum(map(nbytes, arrays)), 0
     parts: list[list[_Saved]] = []

@@ -141,7 +141,7 @@ class _Offloading:
 
     def nbytes(self, value: int) -> int:
         v = self.graph.values[value]
-        return local_bytes(v.split_shape, v.itemsize, self.layout[value], self.mesh)
+        return local_bytes(v.shape, v.itemsize, self.layout[value], self.mesh)
 
     def coming(self, groups: Sequence[_Group]) -> dict[Key, HostCopy]:
         """How each value comes, by its place on the device."""

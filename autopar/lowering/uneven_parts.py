@@ -1,4 +1,4 @@
-"""Arrays that are split unevenly, filled up with zeros where a program takes equal parts only (`shard_map`, gathers)."""
+"""Unevenly split arrays, filled up with zeros where a program takes equal parts only (`shard_map`, gathers)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class _Rounding:
         counted = frozenset({Dimension.EXAMPLE})
         self.counting = {
             v.id: frozenset(
-                d for d, (n, names) in enumerate(zip(v.shape, v.dimensions, strict=True)) if (n, names) == (examples, counted)
+                d
+                for d, (n, names) in enumerate(zip(v.shape, v.dimensions, strict=True))
+                if (n, names) == (examples, counted)
             )
             for v in annotate_semantics(graph).values
         }
@@ -94,9 +96,7 @@ class _Rounding:
         if rule.factors[f].size != self.examples or not self.is_taken(op, kind):
             return False
         places = [
-            (atom, d, factors)
-            for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs))
-            if f in factors
+            (atom, d, factors) for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs)) if f in factors
         ]
         return all(factors == (f,) and self.counts(atom, d) for atom, d, factors in places)
 
