@@ -285,6 +285,11 @@ class _Fitting:
         dropped: set[int] = set()
         for layout, shape in zip(layouts, shapes, strict=True):
             dropped |= layout.sharded_axes - fit(layout, shape, mesh).sharded_axes
+        if strategy_of(signature, strategy_before.operands, strategy_before.results, mesh) is None:
+            # The operation does not take unequal parts.
+            exact = [self.graph.values[a].shape if isinstance(a, int) else a.shape for a in (*op.inputs, *op.outputs)]
+            for layout, shape in zip(layouts, exact, strict=True):
+                dropped |= layout.sharded_axes - fit(layout, shape, mesh).sharded_axes
         # A sum that nobody leaves any more is not passed on.
         sums = [
             v

@@ -23,10 +23,19 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.padded import PaddedForm, PaddedLeaf
-from autopar.ir.primitives import ELEMENTWISE
 from autopar.ir.rewrite import Fresh, makers, reading, remove_dead
 from autopar.ir.traced_step import TracedStep
 from autopar.sharding.rules import equation_key
+
+# Operations that compute each element of one result from the same element of their operands.
+_ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+    "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision",
+    "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+    "xor",
+})  # fmt: skip
 
 
 def store(array: Any, form: PaddedForm) -> Any:
@@ -162,7 +171,7 @@ class _Writer:
         shapes = [self.graph.values[a].shape if isinstance(a, int) else a.shape for a in op.inputs]
         if op.primitive == "broadcast_in_dim":
             return bool(shape) and shapes == [()]
-        by_elements = op.primitive in ELEMENTWISE and len(op.outputs) == 1
+        by_elements = op.primitive in _ELEMENTWISE and len(op.outputs) == 1
         return by_elements and bool(shape) and all(s in ((), shape) for s in shapes) and shape in shapes
 
     def _rounds_input(self, op: Op) -> bool:

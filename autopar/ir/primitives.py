@@ -55,15 +55,6 @@ SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatt
 LOCALLY_SUMMING = frozenset(
     {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT}
 )
-# Operations that compute each element of one result from the same element of their operands.
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp",
-    "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision",
-    "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-    "xor",
-})  # fmt: skip
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
 

@@ -13,15 +13,14 @@ import dataclasses
 
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Dimension, Factor, FactorKind, Op, OpGraph, OpKind, Rule
-from autopar.ir.primitives import COMBINING, ELEMENTWISE, IN_EQUAL_PARTS
+from autopar.ir.primitives import COMBINING, IN_EQUAL_PARTS
 from autopar.kernels.local import runs_locally
 from autopar.sharding.grouped_convolutions import is_grouped
 from autopar.sharding.semantics import annotate_semantics
 
 # What makes the rows of examples one by one, of parts of any size.
 _BY_ROWS = (
-    ELEMENTWISE
-    | IN_EQUAL_PARTS
+    IN_EQUAL_PARTS
     | COMBINING
     | frozenset({
         "argmax", "argmin", "broadcast_in_dim", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
@@ -104,10 +103,18 @@ class _Rounding:
         return isinstance(atom, int) and d in self.counting[atom]
 
     def is_taken(self, op: Op, kind: FactorKind) -> bool:
-        if op.eqn is None or runs_locally(op.eqn) or is_grouped(op.eqn):
+        if op.eqn is None or op.rule is None or runs_locally(op.eqn) or is_grouped(op.eqn):
             return False  # each device's part is made by hand
         if op.primitive in IN_EQUAL_PARTS and any(v.aval.dtype.name.startswith("key<") for v in op.eqn.invars):
             return False  # there is no zero among random keys
         if kind is FactorKind.PASS:
-            return op.primitive in _BY_ROWS
+            return op.primitive in _BY_ROWS or self.is_by_elements(op, op.rule)
         return kind in (FactorKind.SUM, FactorKind.EXTREMUM) and op.primitive in _REDUCING
+
+    def is_by_elements(self, op: Op, rule: Rule) -> bool:
+        """Whether each element of the results is made of the same elements of the operands, by the rule."""
+        described = zip((*op.inputs, *op.outputs), (*rule.operands, *rule.results), strict=True)
+        arrays = [dims for atom, dims in described if isinstance(atom, int) and self.graph.values[atom].shape]
+        if len({len(dims) for dims in arrays}) != 1 or any(f.kind is not FactorKind.PASS for f in rule.factors):
+            return False
+        return all(len({factors for factors in at if factors}) <= 1 for at in zip(*arrays, strict=True))
