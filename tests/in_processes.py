@@ -103,6 +103,8 @@ def main(task: dict[str, Any]) -> None:
     if task.get("offloads"):
         # The devices of a process share a stage: sums over several processes are taken in another order.
         recipe = autopar.recipes.combine(pp=task["processes"], zero=2, num_microbatches=4, offload="optimizer")
+    if task.get("two_axes"):
+        recipe = autopar.recipes.combine(tp=2, zero=3)
     function = case.step
     if task.get("differs") == task["process"]:
 

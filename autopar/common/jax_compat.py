@@ -250,10 +250,10 @@ def at_line_of(eqn: Any, target: Any) -> Any:
     return target.replace(source_info=target.source_info.replace(traceback=eqn.source_info.traceback))
 
 
-def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation on other arguments, under no mesh."""
+def bind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Evaluates one equation on other arguments and with other parameters, under no mesh."""
     with _context(eqn):
-        return rebind(eqn, args)
+        return rebind(eqn, args, **changed)
 
 
 def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:

@@ -15,6 +15,11 @@ def batch_notes(traced: TracedStep, record: PlanRecord) -> Iterator[str]:
     """A note where several devices do the same work, and the examples cannot be split over them."""
     alike, wanted = max(summary.devices_alike(record, stage) for stage in range(summary.num_stages(record)))
     leaves = [i for i in sorted(traced.batch) if traced.in_avals[i].shape]
+    if traced.uneven_over and record.pipeline is None and summary.splits_batch(record):
+        leaf, dim = next(iter(example_leaves(traced).items()))
+        examples = traced.in_avals[leaf].shape[dim]
+        most, more = -(-examples // traced.uneven_over), -(-examples // traced.uneven_over) * traced.uneven_over
+        yield f"{examples} examples are split unevenly: at most {most} on a device, of which {more} take as long"
     if alike == 1 or not leaves or not all(traced.in_avals[i].size for i in leaves):
         return
     by_loop = loops_over_first(traced) and not any(traced.example_dims.values())

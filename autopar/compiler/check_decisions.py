@@ -186,7 +186,7 @@ class _Checker:
         transfers = ((op, ops[op].inputs[0], layout) for op, layout in self.plan.transfer_layouts.items())
         tables += [(f".wires.{op}", v, layout, False) for op, v, layout in transfers if isinstance(v, int)]
         for name, v, layout, may_be_sum in tables:
-            shape = self.graph.values[v].shape
+            shape = self.graph.values[v].split_shape
             if len(layout.dims) != len(shape) or not layout.fits(shape, self.mesh):
                 expected = f"a split of shape {list(shape)} into equal parts"
                 yield Fault(place=f"{self.place}{name}", expected=expected, got=layout.text(self.mesh))
@@ -264,8 +264,8 @@ def signature_of(op: Op, graph: OpGraph, plan: ShardingPlan) -> Signature:
     sums = any(f.kind is FactorKind.SUM for f in op.rule.factors)
     return Signature(
         rule=op.rule,
-        operand_shapes=tuple(graph.values[a].shape if isinstance(a, int) else a.shape for a in op.inputs),
-        result_shapes=tuple(graph.values[v].shape for v in op.outputs),
+        operand_shapes=tuple(graph.values[a].split_shape if isinstance(a, int) else a.shape for a in op.inputs),
+        result_shapes=tuple(graph.values[v].split_shape for v in op.outputs),
         sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
         linear=(members,) if members else (),
         admits=admits(op.eqn),

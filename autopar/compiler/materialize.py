@@ -66,6 +66,7 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
         traced,
         blockwise_attention=record.blockwise_attention,
         stacked_over=record.stacked_over,
+        uneven_over=record.uneven_over,
         per_microbatch=record.per_microbatch,
     )
 

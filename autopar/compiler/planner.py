@@ -16,6 +16,7 @@ from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
+from autopar.compiler.uneven_batch import faster_split
 from autopar.compiler.whole_graph import stacked_step, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
@@ -81,7 +82,25 @@ def make_plans(
         return _plans_saving(traced, trees, cluster, request, rules, progress, keep_tolerance)
     platform = cluster.device.platform
     check_options(options_of(request.compiler_options, platform), platform)
-    graphs = graphs or StepGraphs()
+    shared = graphs or StepGraphs()
+
+    def plans_of(step: TracedStep, asked: PlanRequest) -> tuple[Plan, ...]:
+        return _plans_of(step, trees, cluster, asked, rules, progress, keep_tolerance, shared)
+
+    return faster_split(traced, request, cluster.num_devices, plans_of)
+
+
+def _plans_of(
+    traced: TracedStep,
+    trees: Trees,
+    cluster: Cluster,
+    request: PlanRequest,
+    rules: RuleBook,
+    progress: Progress,
+    keep_tolerance: float,
+    graphs: StepGraphs,
+) -> tuple[Plan, ...]:
+    """`make_plans` of a step whose examples are split as it says."""
     with progress.pass_("padding"):
         traced = stored_step(as_requested(traced, request), cluster, request, rules, graphs)
     context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))

@@ -83,7 +83,7 @@ _Note = tuple[str, str, str, str]  # axis, reason, what it is called, its shape 
 def _whole_arguments(bound: Bound) -> Iterator[_Note]:
     for v in bound.arguments:
         value = bound.graph.values[v]
-        if value.size == 1:
+        if value.size == 1 or value.rounded:  # each device takes its part of what does not divide
             continue
         layout = bound.sharding.reduced.get(v, replicated(len(value.shape)))
         for axis, (use, parts) in enumerate(zip(bound.constraints.axes, bound.sharding.mesh.axis_sizes, strict=True)):

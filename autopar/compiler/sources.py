@@ -73,9 +73,9 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
     """The context for stages, which cut the graph of the step without stacks: several stages update each its own
     layers, and a single one that was asked for stacks what is left of the update.
     """
-    if not context.traced.stacked_over:
+    if not context.traced.stacked_over and not context.traced.uneven_over:
         return context
-    plain = dataclasses.replace(context.traced, stacked_over=0)
+    plain = dataclasses.replace(context.traced, stacked_over=0, uneven_over=0)
     views = whole_graph(plain, context.rules, context.graphs)
     request = context.request
     is_single = request.is_built_as_asked and (request.num_stages or 1) * (request.chunks or 1) == 1
@@ -159,6 +159,8 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:
     """The pipelines of the search, where the request names them, or where they may be faster than one program."""
     request = context.request
+    if context.traced.uneven_over:
+        return []  # micro-batches and stages hold equal parts
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
     # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.

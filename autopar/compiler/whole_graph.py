@@ -9,15 +9,25 @@ from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
+from autopar.passes.round_examples import round_examples
 from autopar.passes.stack_updates import stack_updates
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 
 def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
-    """The step's graph, with equal matrices of its update stacked where the step says so. Raises: as `build_graph`."""
+    """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so.
+
+    Raises: as `build_graph`.
+    """
     graph = build_graph(traced, rules)
-    return stack_updates(graph, traced.stacked_over, flops_of, rules) if traced.stacked_over else graph
+    if traced.stacked_over:
+        graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
+    return _rounded(graph, traced)
+
+
+def _rounded(graph: OpGraph, traced: TracedStep) -> OpGraph:
+    return round_examples(graph, traced.uneven_over) if traced.uneven_over else graph
 
 
 def whole_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs) -> GraphViews:
@@ -30,9 +40,12 @@ def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: 
     if num_devices == 1:
         return traced
     plain, stacked = whole_graph(traced, rules, graphs), dataclasses.replace(traced, stacked_over=num_devices)
+    even = plain
+    if traced.uneven_over:
+        even = whole_graph(dataclasses.replace(traced, uneven_over=0), rules, graphs)
 
     def views() -> GraphViews:
-        graph = stack_updates(plain.graph, num_devices, flops_of, rules)
-        return plain if graph is plain.graph else GraphViews(graph, flops_of)
+        graph = stack_updates(even.graph, num_devices, flops_of, rules)
+        return plain if graph is even.graph else GraphViews(_rounded(graph, traced), flops_of)
 
     return traced if graphs.of(stacked, "whole", views) is plain else stacked

@@ -134,6 +134,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         saved_names=traced.saved_names,
         blockwise_attention=traced.blockwise_attention,
         stacked_over=traced.stacked_over,
+        uneven_over=traced.uneven_over,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),

@@ -79,7 +79,7 @@ def _arguments(graph: OpGraph, num_constants: int, placed: Sequence[_Placed | No
     rows = []
     for position, (v, stage_and_place) in enumerate(zip(graph.block.inputs, placed, strict=True)):
         value, kind = graph.values[v], kind_of_argument(graph, position, num_constants)
-        rows.append(_planned(value.name, value.shape, value.dtype, value.nbytes, kind, stage_and_place))
+        rows.append(_planned(value.name, value.shape, value.dtype, value.size * value.itemsize, kind, stage_and_place))
     return rows
 
 

@@ -25,6 +25,7 @@ from autopar.cost.roofline import (
     is_fusible,
     launches_of,
     local_s,
+    rounding,
     time_s,
     times_s,
     transposed,
@@ -207,7 +208,7 @@ class NodeCosts:
         return op.count * (seconds + self.model.device.memory_s(copied_bytes, result_bytes))
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
-        return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
+        return self.graph.values[atom].split_shape if isinstance(atom, int) else atom.shape
 
     def _work(self, op: Op) -> Work:
         key = self._work_key(op)
@@ -228,7 +229,9 @@ class NodeCosts:
         kernel_bytes, small_kernels = self._kernels(op)
         return Work(
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
-            flops=0.0 if op.kernel_bytes is None and kernel_bytes is not None else flops_of(op) * rate.passes,
+            flops=0.0
+            if op.kernel_bytes is None and kernel_bytes is not None
+            else flops_of(op) * rounding(op) * rate.passes,
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),

@@ -152,7 +152,7 @@ class _MemoryWriter:
         """
         v = self.graph.values[value]
         order = self.transposed.get(value, range(len(v.shape)))
-        return tile.nbytes([v.shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
+        return tile.nbytes([v.split_shape[d] // self.mesh.size(layout.dims[d]) for d in order], v.itemsize)
 
     def define(self, value: int, place: Place, env: dict[tuple[int, Place], int]) -> int:
         number = env[value, place] = self.new(0 if place[1] == HOST else self.local(value, place[0]))

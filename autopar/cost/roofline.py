@@ -119,6 +119,11 @@ def flops_of(op: Op) -> float:
     return float(max(sizes, default=0))
 
 
+def rounding(op: Op) -> float:
+    """How many times its arithmetic devices do together, where they split examples that they do not divide."""
+    return math.prod(f.split_size / f.size for f in op.rule.factors if f.rounded) if op.rule is not None else 1.0
+
+
 def launches_of(op: Op) -> float:
     """Kernels of a decomposition that follow one another, over all matrices; 0 of anything else."""
     if op.primitive not in DECOMPOSITIONS:

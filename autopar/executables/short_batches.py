@@ -1,9 +1,9 @@
 """Carries a plan over to fewer examples: the last batch of an epoch keeps the layouts, and the state stays in place.
 
 The step traced on the short batch has the same operations on other sizes. The decision for an operation is kept where
-the sizes still divide; an operation does not use a mesh axis that no longer divides them. The number of micro-batches
-is the smallest for which none is larger than before. There is no search and no padding: the results are those of the
-step on that batch.
+the sizes still divide, and of one program where examples are split unevenly; an operation does not use a mesh axis that
+no longer divides what else it splits. The number of micro-batches is the smallest for which none is larger than before.
+There is no search and no padding: the results are those of the step on that batch.
 
 Longer batches are planned anew, since they may not fit into memory.
 """
@@ -79,8 +79,12 @@ def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] |
 
 
 def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> PlanRecord | None:
-    planned_graph, graph = program_graph(planned, rules), program_graph(traced, rules)
     record = plan.record
+    parts = record.uneven_over or plan.mesh.num_devices
+    planned_graph, graph = (
+        program_graph(planned, rules),
+        program_graph(dataclasses.replace(traced, uneven_over=parts), rules),
+    )
     decided = sharding_plan_of(record.decisions, record.solver, plan.mesh, planned_graph)
     sharding = on_other_sizes(decided, planned_graph, graph)
     if sharding is None:
@@ -89,7 +93,11 @@ def _in_one_program(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     lowered = with_host_copies(graph, lower(graph, sharding, links), sharding)
     arguments, results = planned_values(traced, graph, lowered)
     return dataclasses.replace(
-        record, arguments=tuple(arguments), results=tuple(results), decisions=decisions_of(sharding, graph)
+        record,
+        arguments=tuple(arguments),
+        results=tuple(results),
+        decisions=decisions_of(sharding, graph),
+        uneven_over=parts,
     )
 
 
@@ -223,6 +231,9 @@ class _Fitting:
     def run(self) -> ShardingPlan:
         plan = self.plan
         self.unreduced = {v: self.fit(layout, v) for v, layout in plan.unreduced.items()}
+        for v in self.graph.block.inputs:  # arguments lie in equal parts
+            if v in self.unreduced:
+                self.unreduced[v] = fit(self.unreduced[v], self.graph.values[v].shape, plan.mesh)
         self.block(self.graph.block)
         sent = {op.id: op.inputs[0] for op in self.graph.block.ops if op.kind is OpKind.SEND}
         transfers = {op: (sent[op], layout) for op, layout in plan.transfer_layouts.items()}
@@ -236,7 +247,7 @@ class _Fitting:
         )
 
     def fit(self, layout: Layout, value: int) -> Layout:
-        return fit(layout, self.graph.values[value].shape, self.plan.mesh)
+        return fit(layout, self.graph.values[value].split_shape, self.plan.mesh)
 
     def home(self, value: int) -> Layout:
         return self.unreduced.get(value) or replicated(len(self.graph.values[value].shape))
@@ -274,6 +285,11 @@ class _Fitting:
         dropped: set[int] = set()
         for layout, shape in zip(layouts, shapes, strict=True):
             dropped |= layout.sharded_axes - fit(layout, shape, mesh).sharded_axes
+        if strategy_of(signature, strategy_before.operands, strategy_before.results, mesh) is None:
+            # The operation does not take unequal parts.
+            exact = [self.graph.values[a].shape if isinstance(a, int) else a.shape for a in (*op.inputs, *op.outputs)]
+            for layout, shape in zip(layouts, exact, strict=True):
+                dropped |= layout.sharded_axes - fit(layout, shape, mesh).sharded_axes
         # A sum that nobody leaves any more is not passed on.
         sums = [
             v

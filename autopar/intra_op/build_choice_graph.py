@@ -76,16 +76,18 @@ class _Builder:
             if value in self.arrivals:
                 self.arrive(value)
                 continue
-            node = self.layout_node(value, "argument", self.graph.values[value].name)
+            node = self.layout_node(value, "argument", self.graph.values[value].name, evenly=True)
             if node is not None and position in self.graph.donated:
                 self.state_nodes.add(node)
         self.block(block)
         counts = self.graph.result_counts()
         for source, target in self.graph.tied:
             self.read_into(block.outputs[target], self.reduced.get(block.inputs[source]), Role.UPDATE, counts[target])
-        for atom in block.outputs:
+        for position, atom in enumerate(block.outputs):
             if isinstance(atom, int):
                 self.followed.add(atom)  # a result of the step is whole, wherever it lies
+                if self.graph.values[atom].rounded:
+                    self.read(atom, None, (), Role.UPDATE, counts[position])
         reshards = [r for value, r in self.placements.items() if value in self.followed]
         cut = {op.inputs[0] for op in block.ops if op.kind is OpKind.SPLIT}  # each micro-batch reads its own part
         reshards += shared_reads(self.reads, self.copy, self.weights.of_value, self.once - cut)
@@ -101,12 +103,12 @@ class _Builder:
 
     def every_layout(self, value: int) -> Layouts:
         v = self.graph.values[value]
-        return self.shared(enumerate_layouts(v.shape, self.mesh, self.order_of(v)))
+        return self.shared(enumerate_layouts(v.split_shape, self.mesh, self.order_of(v)))
 
     def every_partial_layout(self, value: int) -> Layouts:
         """All layouts of a value, partial ones included."""
         v = self.graph.values[value]
-        return self.shared(enumerate_with_partial(v.shape, self.mesh, self.order_of(v)))
+        return self.shared(enumerate_with_partial(v.split_shape, self.mesh, self.order_of(v)))
 
     def strategies(self, op: Op, signature: Signature) -> tuple[Strategy, ...]:
         # The order of what it reads and makes, where that is one: then nothing need be laid anew.
@@ -129,9 +131,16 @@ class _Builder:
         self.nodes.append(Node(size=size, name=name, kind=kind, layouts=layouts))
         return len(self.nodes) - 1
 
-    def layout_node(self, value: int, kind: str, name: str, partial_too: bool = False) -> int | None:
-        """A node that chooses among all layouts of a value and is its site; None if there is only one layout."""
+    def layout_node(
+        self, value: int, kind: str, name: str, *, partial_too: bool = False, evenly: bool = False
+    ) -> int | None:
+        """A node that chooses among all layouts of a value, or those that split it `evenly`, and is its site; None if
+        there is only one layout.
+        """
         layouts = self.every_partial_layout(value) if partial_too else self.every_layout(value)
+        if evenly:
+            shape = self.graph.values[value].shape
+            layouts = self.shared(tuple(layout for layout in layouts if layout.fits(shape, self.mesh)))
         if len(layouts) == 1:
             return None
         node = self.node(len(layouts), kind, name, layouts)
@@ -233,7 +242,7 @@ class _Builder:
         return Signature(
             rule=op.rule,
             operand_shapes=tuple(self.shape(a) for a in op.inputs),
-            result_shapes=tuple(self.graph.values[v].shape for v in op.outputs),
+            result_shapes=tuple(self.graph.values[v].split_shape for v in op.outputs),
             sums_partially=sums and sums_locally(op.eqn) and is_summing_type(op.eqn),
             linear=(members,) if passes else (),
             admits=admits(op.eqn),
@@ -243,11 +252,11 @@ class _Builder:
         return isinstance(atom, int) and atom in self.unreduced and any_partial(self.unreduced[atom].layouts)
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
-        return self.graph.values[atom].shape if isinstance(atom, int) else atom.shape
+        return self.graph.values[atom].split_shape if isinstance(atom, int) else atom.shape
 
     def leader(self, op: Op, signature: Signature) -> tuple[int, int, tuple[Strategy, ...]] | None:
         """The operand whose node an operation shares: its state in an update, else the operand produced last."""
-        result_shapes = {self.graph.values[v].shape for v in op.outputs}
+        result_shapes = {self.graph.values[v].split_shape for v in op.outputs}
         homes: dict[int, LayoutSite] = {}
         for i, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in self.reduced:

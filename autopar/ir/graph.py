@@ -7,6 +7,7 @@ are inlined. Values are numbered through the whole graph.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -111,8 +112,16 @@ class FactorKind(HashedById):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
+    """`rounded`: of examples that are split unevenly, the size to which `size` is rounded up; 0: as it is."""
+
     size: int
     kind: FactorKind
+    rounded: int = 0
+
+    @property
+    def split_size(self) -> int:
+        """What the number of parts must divide."""
+        return self.rounded or self.size
 
 
 @made_often
@@ -145,7 +154,8 @@ class Value:
 
     `dimensions` (of each dimension what it counts, as far as that is known), `sides` (of those of a matrix, and of what
     belongs to it, which side they are) and `purpose` are set by `autopar.sharding.semantics`, for plans that are bound
-    to them.
+    to them. `rounded`: the shape with its number of examples rounded up to what devices divide, where they are split
+    unevenly (`autopar.passes.round_examples`).
     """
 
     id: int
@@ -158,6 +168,12 @@ class Value:
     sides: tuple[frozenset[Side], ...] = ()
     purpose: Purpose | None = None
     example_dim: int | None = None
+    rounded: tuple[int, ...] = ()
+
+    @property
+    def split_shape(self) -> tuple[int, ...]:
+        """The shape of which devices hold equal parts."""
+        return self.rounded or self.shape
 
     @property
     def size(self) -> int:
@@ -168,7 +184,8 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.itemsize
+        """Bytes of all equal parts together."""
+        return math.prod(self.split_shape) * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 
 from autopar.common.records import made_often
 from autopar.ir.mesh import LogicalMesh, axes_text
@@ -133,8 +132,13 @@ def _enumerate(
 
 
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh: LogicalMesh) -> int:
-    """Bytes of a value on one device; a partial value is as large as a reduced one."""
-    return math.prod(shape) * itemsize // layout.shards(mesh)
+    """Bytes of a value on one device, of unequal parts the largest; a partial value is as large as a reduced one."""
+    sizes, nbytes = mesh.axis_sizes, itemsize
+    for n, axes in zip(shape, layout.dims, strict=True):
+        for a in axes:
+            n = -(-n // sizes[a])
+        nbytes *= n
+    return nbytes
 
 
 def even_layout(shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -46,6 +46,8 @@ KERNEL_CALLS = frozenset(
 )
 # What changes the rows of an operand that indices name.
 SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+# What XLA's partitioner takes in equal parts only. Arrays that are split unevenly are filled up with zeros before them.
+IN_EQUAL_PARTS = frozenset({"gather", "conv_general_dilated", *SCATTERS})
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of

@@ -61,6 +61,8 @@ class TracedStep:
     the leaf holds none.
     `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
     (`autopar.passes.stack_updates`); 0: each for itself.
+    `uneven_over`: in that graph examples may be split unevenly over so many devices (`autopar.passes.round_examples`);
+    0: only as they divide.
     """
 
     name: str
@@ -91,6 +93,7 @@ class TracedStep:
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
     stacked_over: int = 0
+    uneven_over: int = 0
     example_dims: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
 
     def example_dim(self, leaf: int) -> int | None:

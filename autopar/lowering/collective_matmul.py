@@ -126,9 +126,11 @@ def _reading(compute: Compute, key: Key) -> list[int]:
 
 def _is_plain(compute: Compute) -> bool:
     """Whether it is a product of two arrays, summands of none, that is in no pieces yet."""
-    is_product = compute.op.primitive == "dot_general" and not runs_locally(compute.op.eqn)
+    op = compute.op
+    is_product = op.primitive == "dot_general" and not runs_locally(op.eqn)
+    is_even = op.rule is not None and not any(factor.rounded for factor in op.rule.factors)
     whole = all(place is not None and not place[0].partial for place in compute.reads)
-    return is_product and whole and compute.strategy is not None and compute.pieces is None
+    return is_product and is_even and whole and compute.strategy is not None and compute.pieces is None
 
 
 def _changed(step: ReshardStep) -> int:

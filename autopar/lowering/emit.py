@@ -24,6 +24,7 @@ from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import named_sharding, partition_spec
 from autopar.ir.layout import Layout, replicated
+from autopar.ir.primitives import IN_EQUAL_PARTS
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
 from autopar.lowering import split_tables
@@ -49,6 +50,7 @@ from autopar.lowering.local_parts import run_on_parts
 from autopar.lowering.module_names import named
 from autopar.lowering.partial_arrays import as_sum, reduced
 from autopar.lowering.ring_products import gathered_product, scattered_product
+from autopar.lowering.uneven_parts import cut_to, filled_up, params_of_filled
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
@@ -176,12 +178,26 @@ class Emitter:
             outs = self.attention(instruction, operands)
         elif is_callback(op.eqn):
             outs = jax_compat.call_back(guarded(op.eqn, self.failures), operands)
+        elif op.primitive in IN_EQUAL_PARTS:
+            outs = self.in_equal_parts(instruction, operands)
         else:
             outs = jax_compat.bind(op.eqn, operands)
         for value, place, array in zip(op.outputs, instruction.places, outs, strict=True):
             if value in self.gradients:
                 array = in_whole_tiles(array, place[0], self.mesh)
             env[value, place] = self.pin(array, place[0])
+
+    def in_equal_parts(self, instruction: Compute, operands: list[Any]) -> list[Any]:
+        """An operation of which XLA's partitioner takes equal parts only: of others it ends the process, or sends them
+        where they are not needed.
+        """
+        eqn, strategy = instruction.op.eqn, instruction.strategy
+        if strategy is None:
+            return jax_compat.bind(eqn, operands)
+        filled = [filled_up(a, at, self.mesh) for a, at in zip(operands, strategy.operands, strict=True)]
+        (out,) = jax_compat.bind(eqn, filled, **params_of_filled(eqn, operands, filled))
+        (result,), (of_all,) = instruction.results, eqn.outvars
+        return [out if out.shape == of_all.aval.shape else cut_to(self.pin(out, result), of_all.aval.shape)]
 
     def in_pieces(self, instruction: Compute, pieces: Pieces, env: Environment) -> None:
         """A product that gathers an operand, of which there are the devices' own parts, or scatters its result."""
@@ -206,7 +222,7 @@ class Emitter:
         axes = set(result.partial)
         names = frozenset(self.mesh.axis_names[a] for a in axes)
         touched = [any(axes.intersection(on) for on in layout.dims) for layout in instruction.strategy.operands]
-        in_specs, args = [], []
+        in_specs, uneven, places = [], [], []
         by_rows = [self.mesh.axis_names[a] for on in instruction.strategy.operands[0].dims for a in on if a in axes]
         # What the sum does not run over (the array that a scatter adds to) is itself a summand, of one device only.
         whole = [not t and op.primitive == "scatter-add" and i == 0 for i, t in enumerate(touched)]
@@ -214,9 +230,12 @@ class Emitter:
             kept = Layout(tuple(tuple(a for a in on if a in axes) for on in layout.dims))
             if masked:
                 array = as_sum(array, layout, Layout(layout.dims, result.partial), self.mesh)
-                kept = Layout(kept.dims, result.partial)
+                layout, kept = Layout(layout.dims, result.partial), Layout(kept.dims, result.partial)
             in_specs.append(partition_spec(kept, self.mesh.axis_names))
-            args.append(array)
+            places.append(layout)
+            uneven.append(array)
+        args = [filled_up(array, at, self.mesh) for array, at in zip(uneven, places, strict=True)]
+        changed = params_of_filled(op.eqn, uneven, args)
         if not any(array.size for array in args):  # XLA's partitioner fails where all operands are empty
             (of_each,), parts = op.eqn.outvars, math.prod(self.mesh.shape[name] for name in names)
             return [jnp.zeros((parts, *of_each.aval.shape), of_each.aval.dtype)]
@@ -225,14 +244,15 @@ class Emitter:
             parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
             if op.primitive == "gather":
                 return split_tables.local_rows(op.eqn, parts[0], parts[1], by_rows)[None]
-            (out,) = jax_compat.bind(op.eqn, parts)
+            (out,) = jax_compat.bind(op.eqn, parts, **changed)
             return out[None]
 
         out_spec = partition_spec(Layout((), result.partial), self.mesh.axis_names)
         run = jax.shard_map(
             local, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_spec, axis_names=names, check_vma=False
         )
-        return [run(*args)]
+        summands = run(*args)
+        return [cut_to(summands, (len(summands), *op.eqn.outvars[0].aval.shape))]
 
     def grouped_convolution(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs a convolution in groups on each device's part; what it sums over devices is reduced, or left partial."""

@@ -109,6 +109,8 @@ class _Lowering:
         outputs: list[Place | None] = []
         for position, (atom, count) in enumerate(zip(block.outputs, self.graph.result_counts(), strict=True)):
             want = self.home(tied[position]) if position in tied else None
+            if want is None and isinstance(atom, int) and self.graph.values[atom].rounded:
+                want = replicated(self.rank(atom))  # a program's results divide
             outputs.append(self.read(scope, atom, want, Role.UPDATE, "", count))
         return LoweredBlock(block=block, inputs=inputs, instructions=scope.instructions, outputs=tuple(outputs))
 
@@ -157,7 +159,7 @@ class _Lowering:
 
     def steps(self, value: int, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
         v = self.graph.values[value]
-        shape = v.shape
+        shape = v.split_shape
         steps = paths_by_size(len(shape), self.links).steps(source, target, v.nbytes)
         return steps if fits(steps, shape, self.mesh) else gather_and_slice(source, target)
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from autopar.ir.jax_sharding import named_sharding, partition_spec
 from autopar.ir.layout import Layout
+from autopar.lowering.uneven_parts import cut_to, filled_up
 from autopar.sharding.resharding import ReshardStep, StepKind
 
 
@@ -46,5 +47,7 @@ def reduced(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
         return out[None] if step.after.partial else out
 
     specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
-    summed = jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
+    summed = run(filled_up(array, step.before, mesh, step.after))
+    summed = cut_to(summed, (*summed.shape[: len(step.after.partial) and 1], *array.shape[1:]))
     return jax.lax.with_sharding_constraint(summed, named_sharding(step.after, mesh))

@@ -307,6 +307,7 @@ class PlanRecord:
     (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
+    `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
@@ -336,6 +337,7 @@ class PlanRecord:
     axis_roles: tuple[tuple[str, ...], ...] = ()
     blockwise_attention: bool = False
     stacked_over: int = 0
+    uneven_over: int = 0
     per_microbatch: tuple[str, ...] = ()
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None

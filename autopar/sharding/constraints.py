@@ -141,7 +141,7 @@ class Constraints:
                 continue
             for d, names in enumerate(value.dimensions):
                 dims = tuple((*on, axis) if e == d else on for e, on in enumerate(layout.dims))
-                if names.intersection(use.dimensions) and Layout(dims).fits(value.shape, mesh):
+                if names.intersection(use.dimensions) and Layout(dims).fits(value.split_shape, mesh):
                     layout = Layout(dims)
                     break
         return layout

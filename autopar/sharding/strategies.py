@@ -159,7 +159,7 @@ def _layout(
             axes = by_factor.get(f, ())
             if not axes and position + 1 == len(factors):
                 continue  # the one factor of most dimensions, mostly not split
-            parts, size = mesh.size(axes), rule.factors[f].size
+            parts, size = mesh.size(axes), rule.factors[f].split_size
             if size % parts:
                 return None
             on += axes

@@ -33,12 +33,24 @@ def plan_of(loss, shape, **options):
 
 
 @pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(1)])
-def test_a_batch_that_the_devices_do_not_divide(recipe):
-    plan = plan_of(mean, (13, WIDTH), plan=recipe)
-    text = "the batch is not split over 8 devices, since 8 does not divide 13 examples; 8 devices do the same work."
+def test_a_batch_of_fewer_examples_than_devices(recipe):
+    plan = plan_of(mean, (3, WIDTH), plan=recipe)
+    text = "the batch is not split over 8 devices, since 8 does not divide 3 examples; 8 devices do the same work."
     assert plan.record.notes[0].startswith(text)
-    assert "a batch of 8 or 16" in plan.record.notes[0]
+    assert "a batch of 8," in plan.record.notes[0]
     assert " ".join(str(plan).split()).index(text) < str(plan).index("predicted")
+
+
+def test_a_batch_that_is_split_unevenly():
+    plan = plan_of(mean, (13, WIDTH), plan=recipes.data_parallel())
+    assert plan.record.notes[0] == "13 examples are split unevenly: at most 2 on a device, of which 16 take as long"
+
+
+def test_a_batch_that_the_search_leaves_whole():
+    plan = plan_of(lambda p, batch: jnp.tanh(batch["x"] * p[0]).mean(), (13, WIDTH))
+    assert plan.record.notes[0].startswith(
+        "the batch is not split: with its examples split unevenly over 8 devices a step takes"
+    )
 
 
 def test_micro_batches_that_the_devices_do_not_divide():

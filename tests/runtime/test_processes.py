@@ -63,6 +63,20 @@ def test_two_processes_keep_moments_in_the_memory_of_their_hosts(tmp_path):
     assert autopar.Plan.load(tmp_path / "plan.json").predicted.host_bytes[0] > 0
 
 
+@pytest.mark.slow
+def test_two_launches_on_a_mesh_of_two_axes_give_the_same_bits(tmp_path):
+    task = MLP | {"two_axes": True, "steps": 4}
+    runs = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        runs.append(train(folder, 2, 2, **task))
+        assert sorted(autopar.Plan.load(folder / "plan.json").record.axis_sizes) == [2, 2]
+    for (first, held, _), (second, held_again, _) in zip(*runs, strict=True):
+        assert first == second
+        for leaf, again in zip(held, held_again, strict=True):
+            assert [(i, part.tobytes()) for i, part in leaf] == [(i, part.tobytes()) for i, part in again]
+
+
 def test_a_process_that_dies_is_named_by_the_others(tmp_path):
     task = MLP | {"steps": 1000, "dies": [1, 2], "lost_after_s": 4.0}
     (code, text, ended_s), (died, _, died_s) = launch(tmp_path, 2, 2, 120.0, **task)
