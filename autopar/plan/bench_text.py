@@ -20,7 +20,7 @@ COLOURS = dict(zip(PARTS, ("green", "yellow", "red", "bright_black"), strict=Tru
 def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: BenchRow | None) -> None:
     """The rows of one cluster, ranked."""
     first = rows[0]
-    tokens = f" of {first.tokens:,} tokens" if first.tokens else ""
+    tokens = f", {first.tokens:,} tokens" if first.tokens else ""
     console.line(f"{step} on {first.cluster}: a batch of {first.examples:,} examples{tokens}", style="bold")
     if best is not None:
         console.table(_speeds([row for row in rows if row.fits], best))
