@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.attention.match import attention_left
+from autopar.attention.match import attention_as_written, attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.batch_notes import batch_notes
 from autopar.compiler.island_notes import island_notes
@@ -193,7 +193,9 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
         )
     notes += [unlike] if unlike else []
     notes += padding_notes(traced)
-    return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))
+    if traced.blockwise_attention:
+        return (*notes, *attention_left(graph))
+    return (*notes, *attention_as_written(context.views.annotated))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:
