@@ -61,8 +61,8 @@ def attention_left(graph: OpGraph) -> tuple[str, ...]:
 
 
 def attention_as_written(graph: OpGraph) -> tuple[str, ...]:
-    """What a plan's notes say of attention in a described graph that `blockwise` has not changed: scores that are larger
-    than the queries and keys that they are made of cost more to write and to read than these.
+    """What a plan's notes say of attention in a described graph without `blockwise`: scores that are larger than the
+    queries and keys that they are made of cost more to write and to read than these.
     """
 
     def nbytes(*ids: Any) -> int:

@@ -69,7 +69,9 @@ def _check_default_roles(
     """
     tied = tie_state(dynamic, range(len(dynamic)), traced.out_tree, traced.in_avals, traced.out_avals)
     returned = {traced.argument_of[leaf] for leaf in tied}
-    shapes = [leaf.shape for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True) if of == 1 and leaf.shape]
+    shapes = [
+        leaf.shape for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True) if of == 1 and leaf.shape
+    ]
     has_examples = len({shape[0] for shape in shapes}) <= 1
     others = [i for i, value in enumerate(dynamic) if i not in returned and jax.tree.leaves(value)]
     if 1 not in returned or has_examples or not others:

@@ -6,7 +6,6 @@ All of it follows from the plan's record, exactly or by a bound.
 from __future__ import annotations
 
 from autopar.common.units import text_of_part
-from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import PlanRecord
@@ -27,7 +26,7 @@ def _largest_module(record: PlanRecord) -> str:
     step_s = record.predicted.step_time_s
     seconds: dict[tuple[str, ...], float] = {}
     for name, cost in module_costs(record).items():
-        parts = tuple(summary.path_of(name).split("/")) if name != NO_MODULE else ()
+        parts = tuple(name.split("/")) if name != NO_MODULE else ()
         for depth in range(1, len(parts) + 1):
             seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
     much = [path for path, s in seconds.items() if MUCH_OF_STEP * step_s <= s < ALL_OF_STEP * step_s]

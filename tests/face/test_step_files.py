@@ -104,7 +104,8 @@ def test_functions_within_arguments_stay_beside_the_shapes(tmp_path):
     """As layers of Equinox have them: they are no arrays, and the step gets them as they are."""
     (tmp_path / "with_functions.py").write_text(
         "import jax, jax.numpy as jnp\n\n"
-        "def job():\n    return (lambda state, batch: (state, batch)), {'w': jnp.zeros(3), 'f': jax.nn.relu}, jnp.ones(2)\n"
+        "def job():\n"
+        "    return (lambda state, batch: (state, batch)), {'w': jnp.zeros(3), 'f': jax.nn.relu}, jnp.ones(2)\n"
     )
     _, (state, batch) = shapes_only(f"{tmp_path}/with_functions.py:job")
     assert state["f"] is jax.nn.relu
