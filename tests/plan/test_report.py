@@ -338,8 +338,8 @@ def test_state_that_is_split_less_says_why():
     )
     rows = data.argument_rows(dataclasses.replace(mesh, arguments=values))
     why = {row.pattern: row.why_whole for row in rows}
-    assert why["params/odd"] == "dimension 1 divides by x (2), by the search's costs without a gain: " \
-        "plan.explain('params/odd', alternatives=3) prices it"  # fmt: skip
+    price = "by the search's costs without a gain: plan.explain('params/odd', alternatives=3) prices it"
+    assert why["params/odd"] == f"dimension 1 divides by x (2), {price}"
     assert why["params/even"].startswith("dimension 0 divides by y (4)")
     assert why["params/split"] == why["params/scale"] == ""
     (odd, *_) = data.argument_rows(

@@ -237,8 +237,8 @@ def argument_rows(record: PlanRecord) -> tuple[ArgumentRow, ...]:
 
 
 def _why_whole(record: PlanRecord, group: StateGroup) -> str:
-    """Why state is split less than other state: no dimension divides, or the search counts no gain. Not of a pipeline, of
-    which each stage has a mesh of its own, nor where a recipe or pins have decided.
+    """Why state is split less than other state: no dimension divides, or the search counts no gain. Not of a pipeline,
+    of which each stage has a mesh of its own, nor where a recipe or pins have decided.
     """
     if record.pipeline is not None or not group.shape or record.pinned is not None or rivals.chosen_recipe(record):
         return ""
@@ -251,10 +251,9 @@ def _why_whole(record: PlanRecord, group: StateGroup) -> str:
     if not could:
         return f"no dimension divides by {names}"
     dim, axis = could[0]
-    return (
-        f"dimension {dim} divides by {mesh.axis_names[axis]} ({mesh.axis_sizes[axis]}), by the search's costs without a gain: "
-        f"plan.explain({summary.path_of(group.name)!r}, alternatives=3) prices it"
-    )
+    divides = f"dimension {dim} divides by {mesh.axis_names[axis]} ({mesh.axis_sizes[axis]})"
+    price = f"plan.explain({summary.path_of(group.name)!r}, alternatives=3) prices it"
+    return f"{divides}, by the search's costs without a gain: {price}"
 
 
 def _by_time(row: CandidateRow) -> tuple[bool, bool, float]:
