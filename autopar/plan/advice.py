@@ -21,6 +21,11 @@ def advice(record: PlanRecord) -> tuple[str, ...]:
     return tuple(text for text in (_largest_module(record), _free_memory(record)) if text)
 
 
+def advice_and_notes(record: PlanRecord) -> tuple[str, ...]:
+    """The advice, and the notes of the plan, of which some say what could be changed as well."""
+    return (*advice(record), *record.notes)
+
+
 def _largest_module(record: PlanRecord) -> str:
     """The innermost module in which much of the time goes, with all inside of it; not one that has all of the step."""
     step_s = record.predicted.step_time_s

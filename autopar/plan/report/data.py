@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import collective_rows, rivals, summary
+from autopar.plan.advice import advice_and_notes
 from autopar.plan.collective_rows import CollectiveRow
 from autopar.plan.device_limits import fullest
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
@@ -141,7 +142,7 @@ def report_data(record: PlanRecord) -> ReportData:
         candidates=candidates,
         bars=fastest(candidates),
         measured=record.measured,
-        notes=record.notes,
+        notes=advice_and_notes(record),
     )
 
 
