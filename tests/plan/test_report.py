@@ -342,6 +342,8 @@ def test_state_that_is_split_less_says_why():
     assert why["params/odd"] == f"dimension 1 divides by x (2), {price}"
     assert why["params/even"].startswith("dimension 0 divides by y (4)")
     assert why["params/split"] == why["params/scale"] == ""
+    rows = data.argument_rows(dataclasses.replace(mesh, arguments=values, recipe="zero(3)"))
+    assert not any(row.why_whole for row in rows)
     (odd, *_) = data.argument_rows(
         dataclasses.replace(mesh, arguments=(state("params['odd']", (63, 11), ((), ())), values[0]))
     )

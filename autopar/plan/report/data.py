@@ -239,9 +239,9 @@ def argument_rows(record: PlanRecord) -> tuple[ArgumentRow, ...]:
 
 def _why_whole(record: PlanRecord, group: StateGroup) -> str:
     """Why state is split less than other state: no dimension divides, or the search counts no gain. Not of a pipeline,
-    of which each stage has a mesh of its own, nor where a recipe or pins have decided.
+    of which each stage has a mesh of its own, and the latter not where a recipe or pins have decided.
     """
-    if record.pipeline is not None or not group.shape or record.pinned is not None or rivals.chosen_recipe(record):
+    if record.pipeline is not None or not group.shape:
         return ""
     mesh = summary.stage_mesh(record, 0)
     used = {axis for axes in group.dims for axis in axes}
@@ -251,6 +251,8 @@ def _why_whole(record: PlanRecord, group: StateGroup) -> str:
     names = " and ".join(f"{mesh.axis_names[axis]} ({mesh.axis_sizes[axis]})" for axis in free)
     if not could:
         return f"no dimension divides by {names}"
+    if record.recipe or record.pinned is not None or rivals.chosen_recipe(record):
+        return ""
     dim, axis = could[0]
     divides = f"dimension {dim} divides by {mesh.axis_names[axis]} ({mesh.axis_sizes[axis]})"
     price = f"plan.explain({summary.path_of(group.name)!r}, alternatives=3) prices it"
