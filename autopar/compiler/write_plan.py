@@ -13,6 +13,7 @@ from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.offload_notes import offload_notes
 from autopar.compiler.padding import padding_notes
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
+from autopar.compiler.recomputation import recomputation_notes
 from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
     module_rows,
@@ -152,6 +153,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
             *_notes_of(context, largest_axis),
             *island_notes(graph, best.sharding),
             *offload_notes([(graph, best.lowered)], context.cluster.device.platform),
+            *recomputation_notes(best.lowered.block, best, program, stands_for, context.limit_bytes),
             *notes,
         ),
         timeline=timeline,
