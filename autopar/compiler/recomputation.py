@@ -1,4 +1,4 @@
-"""What the step would take without `jax.checkpoint` in its code, by the costs of its plan: for those who have memory."""
+"""What the step would take without `jax.checkpoint`, by the costs of its plan: for those who have the memory."""
 
 from __future__ import annotations
 
