@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from autopar.common.units import text_of_bytes, text_of_part
 from autopar.cost import peak_memory, xla_program
-from autopar.cost.memory_program import Place
 from autopar.cost.peak_memory import MemoryProgram
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block
+from autopar.lowering.instructions import Place
 
 # Of the step: less is within what costs are known. Of the memory: operations stand in the order of the step with
 # `jax.checkpoint`, so that the peak without it is known to an eighth or so.
