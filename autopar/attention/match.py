@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.checks import score_products
@@ -22,6 +23,7 @@ from autopar.attention.score_uses import Around
 from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
 from autopar.common.records import replaced
+from autopar.common.units import text_of_bytes
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by, walk
 from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
@@ -56,6 +58,25 @@ def attention_left(graph: OpGraph) -> tuple[str, ...]:
         return ()
     places = ", ".join(dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))
     return (f"attention='blockwise': {len(left)} products of scores stay as they are written ({places})",)
+
+
+def attention_as_written(graph: OpGraph) -> tuple[str, ...]:
+    """What a plan's notes say of attention in a described graph without `blockwise`: scores that are larger than the
+    queries and keys that they are made of cost more to write and to read than these.
+    """
+
+    def nbytes(*ids: Any) -> int:
+        return sum(graph.values[i].nbytes for i in ids)
+
+    found = [op for op in score_products(graph) if op.role is graph.forward_role]
+    large = [op for op in found if nbytes(*op.outputs) > nbytes(*op.inputs)]
+    if not large:
+        return ()
+    largest = text_of_bytes(max(nbytes(*op.outputs) for op in large))
+    return (
+        f"attention runs as it is written: its scores, up to {largest} over all devices, go through memory; "
+        "parallelize(attention='blockwise') keeps none where it finds attention",
+    )
 
 
 def check_blockwise(graph: OpGraph) -> None:

@@ -64,6 +64,12 @@ class CallArguments:
         numbers = nnx_objects.batch_argnums(args, self._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"])
         return self._dynamic_numbers(numbers, len(args))
 
+    @property
+    def has_default_batch(self) -> bool:
+        """Whether the numbers of the arguments with examples are the default ones, counted without static arguments."""
+        options = self._options
+        return options.batch_argnums == DEFAULT_ARGNUMS["batch_argnums"] and not options.static_argnums
+
     def example_dims(self, args: Sequence[Any]) -> dict[int, int | None] | None:
         """By leaf of the dynamic arguments, the dimension that counts examples, None of one without; None where the
         options leave that open. Raises: InvalidArgumentError for axes that the batch does not have.

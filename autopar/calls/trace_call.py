@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
+from autopar.calls.step_options import DEFAULT_ARGNUMS
 from autopar.calls.warn_once import WarnOnce
+from autopar.errors import InvalidArgumentError
 from autopar.frontend.callback_results import with_callbacks_as_results
 from autopar.frontend.donation import untied_arguments
-from autopar.frontend.tracing import trace
+from autopar.frontend.tracing import tie_state, trace
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Trees
 
@@ -42,6 +46,8 @@ def trace_call(
         donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
         for sentence in nnx_objects.idle_optimizers(traced, dynamic, names):
             warn(sentence)
+    elif arguments.has_default_batch:
+        _check_default_roles(traced, dynamic, names, arguments)
     for sentence in untied_arguments(traced, names, donate):
         warn(sentence)
     if arguments.cuts_steps:
@@ -53,3 +59,27 @@ def trace_call(
         batch=frozenset(batch),
     )
     return traced, trees
+
+
+def _check_default_roles(
+    traced: TracedStep, dynamic: Sequence[Any], names: Sequence[str], arguments: CallArguments
+) -> None:
+    """Raises: InvalidArgumentError where argument 1, which no option names, is state: the step returns its new value,
+    and its leaves have no number of examples in common. As examples it would be split, and the batch would not.
+    """
+    tied = tie_state(dynamic, range(len(dynamic)), traced.out_tree, traced.in_avals, traced.out_avals)
+    returned = {traced.argument_of[leaf] for leaf in tied}
+    shapes = [
+        leaf.shape for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True) if of == 1 and leaf.shape
+    ]
+    has_examples = len({shape[0] for shape in shapes}) <= 1
+    others = [i for i, value in enumerate(dynamic) if i not in returned and jax.tree.leaves(value)]
+    if 1 not in returned or has_examples or not others:
+        return
+    batch, donate = (f"({', '.join(map(str, found))}{',' * (len(found) == 1)})" for found in (others, sorted(returned)))
+    raise InvalidArgumentError(
+        where=f"{arguments.step_name}, batch_argnums={DEFAULT_ARGNUMS['batch_argnums']}, the default",
+        expected="examples in argument 1",
+        got=f"{names[1]!r}, which the step returns anew: state",
+        hint=f"autopar.parallelize(batch_argnums={batch}, donate_argnums={donate})",
+    )

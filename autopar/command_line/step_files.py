@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.static_leaves import set_apart
 
 
 def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -29,7 +30,7 @@ def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any
     def arguments() -> tuple[Any, ...]:
         step, returned = returned_by(name, given)
         steps.append(step)
-        return returned
+        return set_apart(returned)  # functions and text within them are no arrays
 
     shapes = jax.eval_shape(arguments)
     return steps[0], shapes

@@ -56,6 +56,14 @@ def text_of_count(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
+def text_of_number(number: float) -> str:
+    """`8.03 billion`, `489,900`: of parameters and tokens."""
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {name}"
+    return text_of_count(number)
+
+
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     """In the largest unit of which there is one, as rounded: 999,960 bytes are 1 MB, not 1000 kB."""
     for size, name in units:

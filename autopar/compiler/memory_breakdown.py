@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from autopar.common.paths import parts_of
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
 from autopar.inter_op.joined_tasks import joined_memory
@@ -224,7 +225,8 @@ class _Names:
 
     def of(self, key: Key) -> str:
         value = self.graph.values[key[0]]
-        name = value.name or self.makers.get(value.id, "a value from another stage")
+        made = self.makers.get(value.id, "a value from another stage")
+        name = "/".join(parts_of(value.name)) if value.name else made  # as the tables of arguments have it
         return f"{_NUMBER.sub('*', name)} {value.dtype}{list(value.shape)} {key[1][0].text(self.mesh)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.attention.match import attention_left
+from autopar.attention.match import attention_as_written, attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
 from autopar.compiler.batch_notes import batch_notes
 from autopar.compiler.island_notes import island_notes
@@ -13,6 +13,7 @@ from autopar.compiler.memory_breakdown import memory_of_program
 from autopar.compiler.offload_notes import offload_notes
 from autopar.compiler.padding import padding_notes
 from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
+from autopar.compiler.recomputation import recomputation_notes
 from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
     module_rows,
@@ -153,6 +154,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
             *_notes_of(context, largest_axis),
             *island_notes(graph, best.sharding),
             *offload_notes([(graph, best.lowered)], context.cluster.device.platform),
+            *recomputation_notes(best.lowered.block, best, program, stands_for, context.limit_bytes),
             *notes,
         ),
         timeline=timeline,
@@ -194,7 +196,9 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
         )
     notes += [unlike] if unlike else []
     notes += padding_notes(traced)
-    return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))
+    if traced.blockwise_attention:
+        return (*notes, *attention_left(graph))
+    return (*notes, *attention_as_written(context.views.annotated))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:

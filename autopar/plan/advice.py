@@ -6,7 +6,6 @@ All of it follows from the plan's record, exactly or by a bound.
 from __future__ import annotations
 
 from autopar.common.units import text_of_part
-from autopar.plan import summary
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import PlanRecord
@@ -22,12 +21,17 @@ def advice(record: PlanRecord) -> tuple[str, ...]:
     return tuple(text for text in (_largest_module(record), _free_memory(record)) if text)
 
 
+def advice_and_notes(record: PlanRecord) -> tuple[str, ...]:
+    """The advice, and the notes of the plan, of which some say what could be changed as well."""
+    return (*advice(record), *record.notes)
+
+
 def _largest_module(record: PlanRecord) -> str:
     """The innermost module in which much of the time goes, with all inside of it; not one that has all of the step."""
     step_s = record.predicted.step_time_s
     seconds: dict[tuple[str, ...], float] = {}
     for name, cost in module_costs(record).items():
-        parts = tuple(summary.path_of(name).split("/")) if name != NO_MODULE else ()
+        parts = tuple(name.split("/")) if name != NO_MODULE else ()
         for depth in range(1, len(parts) + 1):
             seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
     much = [path for path, s in seconds.items() if MUCH_OF_STEP * step_s <= s < ALL_OF_STEP * step_s]

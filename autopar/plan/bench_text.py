@@ -9,6 +9,7 @@ from rich.table import Table
 
 from autopar.common.text_console import TextConsole
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
+from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 
@@ -20,7 +21,7 @@ COLOURS = dict(zip(PARTS, ("green", "yellow", "red", "bright_black"), strict=Tru
 def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: BenchRow | None) -> None:
     """The rows of one cluster, ranked."""
     first = rows[0]
-    tokens = f" of {first.tokens:,} tokens" if first.tokens else ""
+    tokens = f", {first.tokens:,} tokens" if first.tokens else ""
     console.line(f"{step} on {first.cluster}: a batch of {first.examples:,} examples{tokens}", style="bold")
     if best is not None:
         console.table(_speeds([row for row in rows if row.fits], best))
@@ -33,6 +34,9 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
             if not worst.difference:
                 found = "those of plain jax.jit, to the last bit"
             console.line(f"{'Numbers differ' if any(row.differs for row in checked) else 'Numbers'}: {found}.")
+    if best is not None and best.record is not None:
+        for text in advice_and_notes(best.record):
+            console.line(f"Of {best.name}: {text}.")
     for row in rows:
         setting = f", {row.setting}" if row.setting else ""
         told = row.why_none if best is None or not row.fits else "the fastest" if row is best else row.loses(best)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from autopar.common.paths import parts_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
+from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
 
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
@@ -78,7 +79,7 @@ class StateGroup:
     """Arrays that are alike: layers, and the moments of parameters, `count` in all.
 
     The device that holds the most of them has `device_count`, in whole or in part, in `device_bytes`: others of a
-    pipeline may have none. `shards`: the parts into which the layout splits each.
+    pipeline may have none. `shards`: the parts into which `dims`, the mesh axes of each dimension, split each.
     """
 
     name: str
@@ -91,6 +92,7 @@ class StateGroup:
     in_host: bool
     device_bytes: int
     shards: int
+    dims: tuple[tuple[int, ...], ...]
 
     @property
     def count_text(self) -> str:
@@ -106,6 +108,31 @@ def folded(path: str) -> str:
 def path_of(name: str) -> str:
     """A folded path as a pattern: in parts with slashes between them, which `explain` and `constrain` take."""
     return "/".join(parts_of(name)) or name
+
+
+def array_text(dtype: str, shape: Sequence[int]) -> str:
+    """`float32[128, 64]`, as jax writes it."""
+    return f"{dtype}{list(shape)}"
+
+
+def num_parameters(record: PlanRecord) -> int:
+    """The elements of the parameters; 0 where the paths of the state do not tell them from what the optimizer keeps.
+
+    Of arrays whose paths end alike those with the shortest paths are parameters, the others are their moments. Their
+    bytes must be those that the plan counts as parameters.
+    """
+    alike: dict[tuple, list[PlannedValue]] = {}
+    for value in record.arguments:
+        if value.kind == "state" and value.shape:
+            alike.setdefault((parts_of(value.path)[-1:], value.shape), []).append(value)
+    found: list[PlannedValue] = []
+    for values in alike.values():
+        shortest = min(len(parts_of(value.path)) for value in values)
+        found += [value for value in values if len(parts_of(value.path)) == shortest]
+    counted = max((use.throughout.get(MemoryKind.PARAMETER, 0) for use in record.predicted.memory), default=0)
+    if not found or abs(_on_fullest(record, found)[1] - counted) > (ABOUT - 1) * counted:
+        return 0
+    return sum(math.prod(value.code_shape or value.shape) for value in found)
 
 
 def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
@@ -364,6 +391,7 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
                 in_host=in_host,
                 device_bytes=device_bytes,
                 shards=values[0].layout.shards(stage_mesh(record, values[0].stage)),
+                dims=values[0].layout.dims,
             )
         )
     return tuple(sorted(rows, key=lambda row: -row.device_bytes))

@@ -254,3 +254,21 @@ def test_many_layers_under_a_policy_are_planned(saved):
 def test_sequences_that_are_shifted_in_the_step_are_shared(options):
     step = decoder_step({"saved": POLICIES.dots_saveable, "dtype": jnp.float32})
     same_as_jit(step, *decoder_arguments(layers=1, examples=4, length=8, width=16), devices=4, **options)
+
+
+def _attends(length: int) -> autopar.Plan:
+    def step(state, batch):
+        def loss(w):
+            heads = jnp.einsum("bte,ehd->bthd", batch["x"], w)
+            return jnp.mean(jax.nn.dot_product_attention(heads, heads, heads) ** 2)
+
+        return state - 0.1 * jax.grad(loss)(state), None
+
+    batch = {"x": jax.ShapeDtypeStruct((8, length, 16), jnp.float32)}
+    return autopar.plan(step, jax.ShapeDtypeStruct((16, 2, 8), jnp.float32), batch, cluster="dgx-h100")
+
+
+def test_notes_name_scores_that_are_larger_than_queries_and_keys():
+    (note,) = [note for note in _attends(256).record.notes if "attention" in note]
+    assert note.startswith("attention runs as it is written: its scores, up to 4.19 MB over all devices")
+    assert not [note for note in _attends(8).record.notes if "attention" in note]

@@ -437,3 +437,33 @@ def test_a_time_limit_that_is_none_is_refused(seconds):
     parallel = small()
     with pytest.raises(errors.InvalidArgumentError, match=r"replan\(time_limit_s=...\): expected seconds, 0 or more"):
         parallel.replan(new_mlp_state(), mlp_batch(), time_limit_s=seconds)
+
+
+def _momentum_step(params, velocity, batch):
+    grads = jax.grad(lambda p: jnp.mean((batch["x"] @ p["up"] @ p["down"]) ** 2))(params)
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+    return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity
+
+
+def test_state_in_the_place_of_the_batch_is_refused():
+    """Its leaves have no number of examples in common, and the step returns them anew."""
+    state = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 8))}
+    batch = {"x": jnp.ones((8, 16))}
+    expected = re.escape("autopar.parallelize(batch_argnums=(2,), donate_argnums=(0, 1))")
+    with pytest.raises(errors.InvalidArgumentError, match=expected):
+        small(_momentum_step)(state, state, batch)
+    told = small(_momentum_step, batch_argnums=(2,), donate_argnums=(0, 1), cache_dir=None)
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    assert_close(told(*copies, batch), jax.jit(_momentum_step)(state, state, batch))
+
+
+def test_an_output_like_the_examples_is_no_reason_to_refuse():
+    """A step that returns what it reads, beside an argument that it does not."""
+
+    def step(state, batch, scale):
+        grads = jax.grad(lambda w: jnp.mean((scale * batch["x"] @ w - batch["y"]) ** 2))(state)
+        return state - 0.1 * grads, batch
+
+    batch = {"x": jnp.ones((8, 16)), "y": jnp.ones((8, 4))}
+    _, same = small(step, cache_dir=None)(jnp.ones((16, 4)), batch, jnp.float32(2.0))
+    assert_close(same, batch)

@@ -12,6 +12,7 @@ from autopar import recipes
 from autopar.errors import InvalidArgumentError
 from autopar.manual.settings import Problem
 from autopar.manual.ways import WAYS, applicable, way_called
+from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
 
@@ -165,3 +166,12 @@ def test_a_way_that_nobody_knows_is_refused():
         autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=["zebra"])
     with pytest.raises(InvalidArgumentError, match="expected 'data parallel', 'ZeRO-1'"):
         autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=[3])
+
+
+def test_advice_on_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path):
+    (best, *_) = wide.rows
+    (advice, *_) = advice_and_notes(best.record)
+    assert "of the memory is free" in advice
+    assert f"Of {best.name}: {advice}." in " ".join(str(wide).split())
+    wide.report(tmp_path / "bench.html")
+    assert f"<li>{advice}</li>" in (tmp_path / "bench.html").read_text()

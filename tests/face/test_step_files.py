@@ -98,3 +98,15 @@ def test_what_is_no_step_with_arguments_is_told(folder, returned, got):
     (folder / "other_job_of_test.py").write_text(f"def step():\n    pass\n\n\ndef job():\n    return {returned}\n")
     with pytest.raises(InvalidArgumentError, match=f"one or more, got {re.escape(got)}\n"):
         returned_by("other_job_of_test.py:job")
+
+
+def test_functions_within_arguments_stay_beside_the_shapes(tmp_path):
+    """As layers of Equinox have them: they are no arrays, and the step gets them as they are."""
+    (tmp_path / "with_functions.py").write_text(
+        "import jax, jax.numpy as jnp\n\n"
+        "def job():\n"
+        "    return (lambda state, batch: (state, batch)), {'w': jnp.zeros(3), 'f': jax.nn.relu}, jnp.ones(2)\n"
+    )
+    _, (state, batch) = shapes_only(f"{tmp_path}/with_functions.py:job")
+    assert state["f"] is jax.nn.relu
+    assert (state["w"].shape, batch.shape) == ((3,), (2,))

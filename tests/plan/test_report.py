@@ -3,6 +3,7 @@
 import dataclasses
 import html.parser
 import json
+import math
 import re
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import autopar
 from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
-from autopar.plan.memory_use import MemoryKind
+from autopar.ir.layout import Layout
+from autopar.plan import summary
+from autopar.plan.memory_use import MemoryKind, MemoryUse
 from autopar.plan.report import data, page
 from autopar.plan.report.drawing import BETWEEN, INSIDE, drawing_of, link_loads, stages_of_devices
 from autopar.plan.report.layout_tokens import Token, tokens_of
@@ -316,3 +319,53 @@ def test_a_large_plan_is_small(tmp_path):
     timeline = changed_timeline(record.pipeline.timeline, events=events)
     record = dataclasses.replace(record, pipeline=dataclasses.replace(record.pipeline, timeline=timeline))
     assert len(page.page_of(record).encode()) < 5e6
+
+
+def test_state_that_is_split_less_says_why():
+    """On a mesh x=2 x y=4: 63 x 10 divides by neither unused axis, 64 x 10 would; small state is not asked about."""
+    mesh = dataclasses.replace(program(), axis_sizes=(2, 4), pinned=None)
+
+    def state(path, shape, dims):
+        return dataclasses.replace(
+            value(path), kind="state", shape=shape, layout=Layout(dims), nbytes=4 * math.prod(shape)
+        )
+
+    values = (
+        state("params['split']", (64, 8), ((0, 1), ())),
+        state("params['odd']", (63, 10), ((), ())),
+        state("params['even']", (64, 10), ((0,), ())),
+        state("params['scale']", (8,), ((),)),
+    )
+    rows = data.argument_rows(dataclasses.replace(mesh, arguments=values))
+    why = {row.pattern: row.why_whole for row in rows}
+    price = "by the search's costs without a gain: plan.explain('params/odd', alternatives=3) prices it"
+    assert why["params/odd"] == f"dimension 1 divides by x (2), {price}"
+    assert why["params/even"].startswith("dimension 0 divides by y (4)")
+    assert why["params/split"] == why["params/scale"] == ""
+    rows = data.argument_rows(dataclasses.replace(mesh, arguments=values, recipe="zero(3)"))
+    assert not any(row.why_whole for row in rows)
+    (odd, *_) = data.argument_rows(
+        dataclasses.replace(mesh, arguments=(state("params['odd']", (63, 11), ((), ())), values[0]))
+    )
+    assert odd.why_whole == "no dimension divides by x (2) and y (4)"
+
+
+def test_the_head_has_parameters_and_tokens():
+    sizes = {"params['a']": (4, 8), "opt['mu']['a']": (4, 8), "params['b']": (3,), "opt['mu']['b']": (3,)}
+    arguments = [
+        dataclasses.replace(
+            value(path), kind="state", shape=shape, layout=Layout(((),) * len(shape)), nbytes=4 * math.prod(shape)
+        )
+        for path, shape in sizes.items()
+    ]
+    tokens = dataclasses.replace(value("batch"), kind="batch", shape=(2, 16), dtype="int32", layout=Layout(((), ())))
+    record = dataclasses.replace(program(), arguments=(*arguments, tokens))
+
+    def counted(parameter_bytes):
+        use = MemoryUse(throughout={MemoryKind.PARAMETER: parameter_bytes}, at_peak={}, largest=())
+        predicted = dataclasses.replace(record.predicted, memory=(use,))
+        return summary.num_parameters(dataclasses.replace(record, predicted=predicted))
+
+    assert counted(4 * 35) == 35
+    assert counted(4 * 70) == 0  # the plan counts more as parameters than paths tell apart
+    assert data.batch_facts(record) == data.BatchFacts(array="int32[2, 16]", number=32, unit="tokens")

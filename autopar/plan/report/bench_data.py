@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.plan import summary
+from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import BenchRow, sent
 from autopar.plan.bench_text import speed
 from autopar.plan.report.drawing import BETWEEN, INSIDE
@@ -35,13 +36,16 @@ class WayRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRows:
-    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others."""
+    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `advice`: what could
+    be changed of the fastest.
+    """
 
     name: str
     examples: int
     tokens: int
     ways: tuple[WayRow, ...]
     others: tuple[tuple[str, str], ...]
+    advice: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ def _cluster(rows: Sequence[BenchRow]) -> ClusterRows:
         tokens=rows[0].tokens,
         ways=tuple(_way(row, rows[0], longest_s) for row in rows if row.fits),
         others=tuple((f"{r.name}, {r.setting}" if r.setting else r.name, r.why_none) for r in rows if not r.fits),
+        advice=() if rows[0].record is None or not rows[0].fits else advice_and_notes(rows[0].record),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import collective_rows, rivals, summary
+from autopar.plan.advice import advice_and_notes
 from autopar.plan.collective_rows import CollectiveRow
 from autopar.plan.device_limits import fullest
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
@@ -34,11 +35,22 @@ class AxisRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentRow:
-    """Arguments that are alike. `tokens` is their layout."""
+    """Arguments that are alike. `tokens` is their layout, `why_whole` why it splits them less than others are split."""
 
     group: StateGroup
     pattern: str
+    array: str
     tokens: tuple[Token, ...]
+    why_whole: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """The largest array of the batch, and how many tokens or examples that is; 0 where arrays differ in it."""
+
+    array: str = ""
+    number: int = 0
+    unit: str = "examples"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +68,14 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """The page of a plan. `where`: the cluster with its hosts. `batch`: its largest array. `bars`: the candidates with
-    the shortest times.
+    """The page of a plan. `where`: the cluster with its hosts. `num_parameters`: 0 where the record does not tell them
+    from the rest of the state. `bars`: the candidates with the shortest times.
     """
 
     step: str
     where: str
-    batch: str
+    batch: BatchFacts
+    num_parameters: int
     cluster: str
     device: str
     devices: int
@@ -100,7 +113,8 @@ def report_data(record: PlanRecord) -> ReportData:
     return ReportData(
         step=record.step,
         where=_where(record),
-        batch=_batch(record),
+        batch=batch_facts(record),
+        num_parameters=summary.num_parameters(record),
         cluster=record.cluster.name,
         device=record.cluster.device.name,
         devices=summary.num_devices(record),
@@ -122,16 +136,13 @@ def report_data(record: PlanRecord) -> ReportData:
         loads=link_loads(record),
         modules=module_tree(record),
         costliest=collective_rows.costliest(record),
-        arguments=tuple(
-            ArgumentRow(group=group, pattern=summary.path_of(group.name), tokens=tokens_of(group.layout))
-            for group in summary.state_groups(record)
-        ),
+        arguments=argument_rows(record),
         memory=memory_panel(record),
         timeline=timeline_data(record),
         candidates=candidates,
         bars=fastest(candidates),
         measured=record.measured,
-        notes=record.notes,
+        notes=advice_and_notes(record),
     )
 
 
@@ -192,13 +203,60 @@ def _where(record: PlanRecord) -> str:
     return f"{cluster.name}, {cluster.num_hosts:,} hosts of {cluster.devices_per_host}"
 
 
-def _batch(record: PlanRecord) -> str:
-    """The largest array of the batch, `128x8192 int32`; empty where the step has none."""
+def batch_facts(record: PlanRecord) -> BatchFacts:
+    """The size of the batch: tokens are the elements of the largest array of whole numbers by example and position."""
     arrays = [value for value in record.arguments if value.kind == "batch"]
     if not arrays:
-        return ""
+        return BatchFacts()
     largest = max(arrays, key=lambda value: math.prod(value.shape))
-    return f"{'x'.join(map(str, largest.shape)) or 'scalar'} {largest.dtype}"
+    array = summary.array_text(largest.dtype, largest.shape)
+    tokens = [math.prod(v.shape) for v in arrays if len(v.shape) == 2 and v.dtype.startswith(("int", "uint"))]
+    if tokens:
+        return BatchFacts(array=array, number=max(tokens), unit="tokens")
+    examples = {value.shape[0] for value in arrays if value.shape}
+    return BatchFacts(array=array, number=examples.pop() if len(examples) == 1 else 0)
+
+
+def argument_rows(record: PlanRecord) -> tuple[ArgumentRow, ...]:
+    """The arguments, those that are alike as one row."""
+    groups = summary.state_groups(record)
+    state = [group for group in groups if group.kind == "state"]
+    most = max((group.shards for group in state), default=1)
+    # What is split the most, of the largest such group: state that takes less of a device is not worth a question.
+    split_bytes = max((group.device_bytes for group in state if group.shards == most), default=0)
+    asked = [group for group in state if group.shards < most and group.device_bytes >= split_bytes]
+    return tuple(
+        ArgumentRow(
+            group=group,
+            pattern=summary.path_of(group.name),
+            array=summary.array_text(group.dtype, group.shape),
+            tokens=tokens_of(group.layout),
+            why_whole=_why_whole(record, group) if group in asked else "",
+        )
+        for group in groups
+    )
+
+
+def _why_whole(record: PlanRecord, group: StateGroup) -> str:
+    """Why state is split less than other state: no dimension divides, or the search counts no gain. Not of a pipeline,
+    of which each stage has a mesh of its own, and the latter not where a recipe or pins have decided.
+    """
+    if record.pipeline is not None or not group.shape:
+        return ""
+    mesh = summary.stage_mesh(record, 0)
+    used = {axis for axes in group.dims for axis in axes}
+    free = [axis for axis in range(len(mesh.axis_sizes)) if axis not in used]
+    local = [n // math.prod(mesh.axis_sizes[a] for a in axes) for n, axes in zip(group.shape, group.dims, strict=True)]
+    could = [(dim, axis) for axis in free for dim, n in enumerate(local) if n % mesh.axis_sizes[axis] == 0]
+    names = " and ".join(f"{mesh.axis_names[axis]} ({mesh.axis_sizes[axis]})" for axis in free)
+    if not could:
+        return f"no dimension divides by {names}"
+    if record.recipe or record.pinned is not None or rivals.chosen_recipe(record):
+        return ""
+    dim, axis = could[0]
+    divides = f"dimension {dim} divides by {mesh.axis_names[axis]} ({mesh.axis_sizes[axis]})"
+    price = f"plan.explain({summary.path_of(group.name)!r}, alternatives=3) prices it"
+    return f"{divides}, by the search's costs without a gain: {price}"
 
 
 def _by_time(row: CandidateRow) -> tuple[bool, bool, float]:
