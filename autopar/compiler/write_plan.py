@@ -193,7 +193,7 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
         )
     notes += [unlike] if unlike else []
     notes += padding_notes(traced)
-    return (*notes, *(attention_left(graph) if traced.blockwise_attention else ()))
+    return (*notes, *(attention_left(context.views.annotated) if traced.blockwise_attention else ()))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:

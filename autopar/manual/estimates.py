@@ -7,6 +7,7 @@ and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopar.common.progress import Progress
 from autopar.compiler.padding import stored_step
@@ -28,7 +29,7 @@ from autopar.plan.options import PlanRequest
 LEANER_ERROR = 0.25
 
 
-def best_case(outcome: Outcome) -> tuple[bool, float]:
+def best_case(outcome: Outcome) -> tuple[int, float]:
     """The rank of what an estimate may come to at best, to be compared with that of a plan."""
     time_s, peak_bytes = (1 - ESTIMATE_ERROR) * outcome.step_time_s, int(outcome.peak_bytes / (1 + PEAK_ERROR))
     return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
@@ -50,11 +51,14 @@ class Estimates:
         request = dataclasses.replace(attempt.options, num_stages=1)
         try:
             context = self.context(request)
-            found = self.too_slow(context, best) or self.estimated(context)
+            found = self.state_exceeds(context) or self.too_slow(context, best)
+            if found is not None or (one_program and self.problem.whole_fits):
+                return found  # an estimate of one program only tells what is far from fitting
+            found = self.estimated(context)
         except AutoparError:  # the plan is refused too, and says why
             return None
-        if found is None or found.too_slow:
-            return found
+        if found is None:
+            return None
         if one_program:  # not in one stage, though nearly that: what is far from fitting is told alone
             return found if found.peak_bytes > (1 + LINE_ERROR) * found.limit_bytes else None
         near = 1 / (1 + PEAK_ERROR) < found.peak_bytes / found.limit_bytes < 1 + LEANER_ERROR
@@ -66,6 +70,26 @@ class Estimates:
         traced = as_requested(self.problem.traced, request)
         stored = stored_step(traced, cluster, request, self.rules, self.graphs)
         return planning_context(stored, cluster, request, self.rules, progress, graphs=self.graphs)
+
+    def state_exceeds(self, context: PlanningContext) -> Outcome | None:
+        """A recipe under which the arguments alone exceed the memory, each split along every axis that may split it."""
+        binding, num_devices = context.request.binding, context.cluster.num_devices
+        if binding is None or context.request.pins is not None:
+            return None
+        mesh, constraints = binding.on(num_devices)
+        graph, needed_bytes = context.views.annotated, 0.0
+        in_host = constraints.in_host(graph) | {graph.block.inputs[len(graph.constants) + i] for i in context.request.in_host}
+        for at in graph.donated:
+            value = graph.values[graph.block.inputs[at]]
+            uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
+            dims = range(len(value.shape))
+            parts = math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
+            needed_bytes += 0 if value.id in in_host else value.nbytes / parts
+        if needed_bytes <= context.limit_bytes:
+            return None
+        return Outcome(
+            step_time_s=math.inf, peak_bytes=int(needed_bytes), limit_bytes=context.limit_bytes, of_state=True
+        )
 
     def too_slow(self, context: PlanningContext, best: Outcome | None) -> Outcome | None:
         """A setting whose arithmetic alone takes longer than the best so far, shared by all devices without waiting, in

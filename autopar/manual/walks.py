@@ -60,6 +60,8 @@ def _largest_fitting(
         may_fit = left
         if outcome is not None and outcome.too_slow:
             return fitting
+        if outcome is not None and outcome.of_state:
+            return None
         if outcome is None:
             refused += 1
             if refused == 2:  # what refuses two sizes is not their number
