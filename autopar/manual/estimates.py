@@ -35,6 +35,16 @@ def best_case(outcome: Outcome) -> tuple[int, float]:
     return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
 
 
+def least_bubbles(stages: int, m: int) -> float:
+    """How many times as long as without bubbles m micro-batches take at least in 1F1B.
+
+    A stage works on all micro-batches, and waits for one pass forward and one back through all stages before it. With
+    w(q) seconds of stage q for a micro-batch, the step takes m w(q) + w(0) + ... + w(q - 1) at least; it is shortest
+    where these are equal, with a sum of all w of the step's time multiplied by 1 - (1 - 1/m)**stages.
+    """
+    return stages / (m * (1 - (1 - 1 / m) ** stages))
+
+
 class Estimates:
     """Of the settings of a step on a cluster."""
 
@@ -46,7 +56,7 @@ class Estimates:
         best and an estimate may be wrong in whether it fits.
         """
         if not attempt.frontier:
-            return None
+            return self.slow_stages(attempt.options, best)
         one_program = attempt.options.admits_one_program
         request = dataclasses.replace(attempt.options, num_stages=1)
         try:
@@ -96,19 +106,48 @@ class Estimates:
         whatever number of micro-batches: in one of them no operation takes longer for each example.
         """
         request, traced, cluster = context.request, context.traced, context.cluster
-        if best is None or not best.fits or request.recompute == "nothing":
+        if best is None or not best.fits or context.request.recompute == "nothing":
             return None
-
-        def least() -> float:
-            whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
-            microbatched = requested_step(whole, True).microbatched
-            policies = policies_of(request.recompute, len(microbatched.layers))
-            return least_time_s(recomputed(microbatched, policies), cluster)
-
-        least_s = self.graphs.of(traced, ("least time", cluster, request.recompute), least)
+        least_s = sum(self.least_s(context))
         if least_s < best.step_time_s:
             return None
         return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
+
+    def slow_stages(self, request: PlanRequest, best: Outcome | None) -> Outcome | None:
+        """Stages that take longer than the best so far by arithmetic alone, shared by all devices, and by the bubbles
+        that they have in their micro-batches however unequal they are.
+        """
+        stages, m = request.num_stages or 1, request.num_microbatches or 1
+        if best is None or not best.fits:
+            return None
+        try:
+            context = self.context(dataclasses.replace(request, num_stages=1))
+            passes_s, once_s = self.least_s(context)
+        except AutoparError:  # the plan is refused too, and says why
+            return None
+        least_s = passes_s + once_s
+        if request.schedule in (None, "1f1b") and (request.chunks or 1) == 1:
+            least_s = max(least_s, least_bubbles(stages, m) * passes_s)
+        if least_s < best.step_time_s:
+            return None
+        return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
+
+    def least_s(self, context: PlanningContext) -> tuple[float, float]:
+        """The least seconds of (the passes, what runs once a step) under the recomputation of a request, shared by all
+        devices, in whatever number of micro-batches.
+        """
+        request, traced, cluster = context.request, context.traced, context.cluster
+
+        def least() -> tuple[float, float]:
+            whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
+            microbatched = requested_step(whole, True).microbatched
+            graph = recomputed(microbatched, policies_of(request.recompute, len(microbatched.layers)))
+            passes = tuple(op for op in graph.block.ops if op.section.repeats)
+            passes_only = dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=passes))
+            passes_s = least_time_s(passes_only, cluster)
+            return passes_s, max(0.0, least_time_s(graph, cluster) - passes_s)
+
+        return self.graphs.of(traced, ("least time", cluster, request.recompute), least)
 
     def estimated(self, context: PlanningContext) -> Outcome | None:
         """What a requested step in one stage comes to, as `requested_pipelines` takes it."""

@@ -15,8 +15,8 @@ from autopar.manual.walks import first_points, frontier, walk
 from autopar.recipes.parse import ALIASES
 
 MOST_STAGES = 16
-# Beside 1F1B: the zero-bubble schedule that needs no more memory.
-SCHEDULES = ("zb-h1",)
+# Beside 1F1B: the zero-bubble schedule that needs no more memory, and several stages on each group of devices.
+SCHEDULES = ("zb-h1", "interleaved")
 
 
 def cut(m: int, pp: int = 1) -> int | None:
