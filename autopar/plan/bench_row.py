@@ -115,7 +115,9 @@ def parts(record: PlanRecord) -> dict[str, float]:
 
 
 def sent(record: PlanRecord) -> dict[str, float]:
-    """Bytes that a device sends in the collectives of a step, the mean over the devices, by where they go."""
+    """Bytes that a device sends in the collectives of a step and to other stages, the mean over the devices, by where
+    they go.
+    """
     found: dict[str, float] = {}
     for load in link_loads(record):
         found[load.where] = found.get(load.where, 0.0) + load.sent_bytes
