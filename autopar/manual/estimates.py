@@ -18,11 +18,14 @@ from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.requested_estimate import estimated_one_stage
 from autopar.inter_op.requested_step import requested_step
+from autopar.ir.graph import Value
+from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Outcome, Problem
 from autopar.manual.walks import LINE_ERROR
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
+from autopar.sharding.constraints import Constraints
 
 # How far above the limit an estimate may be of what fits as a plan: for devices that share matrices, decisions that
 # need less memory are found for all layers that are not found for a few.
@@ -33,6 +36,13 @@ def best_case(outcome: Outcome) -> tuple[int, float]:
     """The rank of what an estimate may come to at best, to be compared with that of a plan."""
     time_s, peak_bytes = (1 - ESTIMATE_ERROR) * outcome.step_time_s, int(outcome.peak_bytes / (1 + PEAK_ERROR))
     return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
+
+
+def _most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
+    """Into how many parts the axes of a recipe may split a value together, whether its dimensions divide or not."""
+    dims = range(len(value.shape))
+    uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
+    return math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
 
 
 def least_bubbles(stages: int, m: int) -> float:
@@ -82,30 +92,37 @@ class Estimates:
         return planning_context(stored, cluster, request, self.rules, progress, graphs=self.graphs)
 
     def state_exceeds(self, context: PlanningContext) -> Outcome | None:
-        """A recipe under which the arguments alone exceed the memory, each split along every axis that may split it."""
-        binding, num_devices = context.request.binding, context.cluster.num_devices
-        if binding is None or context.request.pins is not None:
-            return None
-        mesh, constraints = binding.on(num_devices)
-        graph, needed_bytes = context.views.annotated, 0.0
-        in_host = constraints.in_host(graph) | {graph.block.inputs[len(graph.constants) + i] for i in context.request.in_host}
+        """A request under which the arguments alone exceed the memory, each split along every axis that may split it:
+        without a recipe, over all devices.
+        """
+        request, graph, needed_bytes = context.request, context.views.annotated, 0.0
+        first, n = len(graph.constants), context.cluster.num_devices
+        in_host = {graph.block.inputs[first + i] for i in request.in_host}
+        bound = request.binding.on(n) if request.binding is not None else None
+        if bound is not None:
+            in_host |= bound[1].in_host(graph)
         for at in graph.donated:
             value = graph.values[graph.block.inputs[at]]
-            uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
-            dims = range(len(value.shape))
-            parts = math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
-            needed_bytes += 0 if value.id in in_host else value.nbytes / parts
+            needed_bytes += 0 if value.id in in_host else value.nbytes / (_most_parts(value, *bound) if bound else n)
         if needed_bytes <= context.limit_bytes:
             return None
         return Outcome(
             step_time_s=math.inf, peak_bytes=int(needed_bytes), limit_bytes=context.limit_bytes, of_state=True
         )
 
+    def state_alone(self, request: PlanRequest) -> Outcome | None:
+        """What is known of a request that was refused for its memory, if it names no stages, from its state alone."""
+        if request.num_stages not in (None, 1):
+            return None
+        try:
+            return self.state_exceeds(self.context(request))
+        except AutoparError:  # the refusal of the plan says why
+            return None
+
     def too_slow(self, context: PlanningContext, best: Outcome | None) -> Outcome | None:
         """A setting whose arithmetic alone takes longer than the best so far, shared by all devices without waiting, in
         whatever number of micro-batches: in one of them no operation takes longer for each example.
         """
-        request, traced, cluster = context.request, context.traced, context.cluster
         if best is None or not best.fits or context.request.recompute == "nothing":
             return None
         least_s = sum(self.least_s(context))

@@ -116,7 +116,8 @@ class _Making:
             )
             outcome = outcome_of(plan)
         except MemoryLimitError as refusal:
-            outcome = Outcome(step_time_s=math.inf, peak_bytes=refusal.needed_bytes, limit_bytes=refusal.limit_bytes)
+            refused = Outcome(step_time_s=math.inf, peak_bytes=refusal.needed_bytes, limit_bytes=refusal.limit_bytes)
+            outcome = self.estimates.state_alone(attempt.options) or refused
             error = refusal
         except AutoparError as refusal:
             error = refusal

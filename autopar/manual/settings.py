@@ -20,7 +20,8 @@ RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
 class Problem:
     """A traced step on a cluster. `request` is what holds for all plans of it, such as a memory limit; `examples` those
     of the batch, `experts` what a number of devices has to divide that shares experts (1: the step has none);
-    `attends`: it has attention, whose positions can be shared. Plans of the step share `graphs`. `whole_fits`: a program of the whole batch is known to fit, so that others are likely to.
+    `attends`: it has attention, whose positions can be shared. Plans of the step share `graphs`. `whole_fits`: a
+    program of the whole batch is known to fit, so that others are likely to.
     """
 
     traced: TracedStep

@@ -97,7 +97,17 @@ class BenchRow:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values, as `json.dumps` takes them."""
-        fields = ("name", "cluster", "setting", "fits", "peak_bytes", "of_state", "limit_bytes", "excess_bytes", "settings")
+        fields = (
+            "name",
+            "cluster",
+            "setting",
+            "fits",
+            "peak_bytes",
+            "of_state",
+            "limit_bytes",
+            "excess_bytes",
+            "settings",
+        )
         values = {field: getattr(self, field) for field in (*fields, "planned_s", "measured_s", "quartiles_s")}
         values |= {"why": "" if self.fits else self.why_none, "step_time_s": self.step_time_s}
         values |= {"tokens_per_s" if self.tokens else "examples_per_s": self.per_s, "difference": self.difference}

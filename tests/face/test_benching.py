@@ -12,8 +12,10 @@ import autopar
 from autopar import recipes
 from autopar.benching import problem_of
 from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.manual.estimates import least_bubbles
 from autopar.manual.making import made_of
-from autopar.manual.settings import Outcome, Problem
+from autopar.manual.settings import Outcome, Point, Problem
+from autopar.manual.walks import more_stages_are_slower
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
 from autopar.recipes.parse import ALIASES
@@ -166,6 +168,32 @@ def test_state_that_exceeds_the_memory_alone_is_told_without_an_estimate():
     told = {row.name: row.why_none for row in found.rows}
     assert told["data parallel"].startswith("does not fit: the state alone takes 268 MB a device, of 200 MB")
     assert {row.name for row in found.rows if row.fits} == {"search", "tensor parallel"}
+
+
+def test_the_bubbles_of_equal_stages_are_no_less_than_the_bound():
+    assert least_bubbles(1, 8) == 1.0
+    assert least_bubbles(2, 1) == 2.0
+    for stages in (2, 3, 8):
+        for m in (2, 7, 64):
+            assert 1.0 < least_bubbles(stages, m) < (m + stages - 1) / m
+    m, of_stage = 4, (4.0, 3.0, 2.25)  # each is shorter by a quarter of what is before it: all end at once
+    assert least_bubbles(3, m) * m * sum(of_stage) / 3 == pytest.approx(m * of_stage[0])
+
+
+def test_deeper_pipelines_are_left_out_once_they_became_slower():
+    def at(pp: int, **changes) -> Point:
+        return Point(**{"tp": 2, "pp": pp, "zero": 1, "examples": 4, "recompute": "input"} | changes)
+
+    def took(seconds: float, peak_bytes: int = 1) -> Outcome:
+        return Outcome(step_time_s=seconds, peak_bytes=peak_bytes, limit_bytes=2)
+
+    slower = {at(2): took(1.0), at(4): took(1.5)}
+    assert more_stages_are_slower(at(8), slower)
+    assert more_stages_are_slower(at(16, zero=0), slower)
+    assert not more_stages_are_slower(at(8, tp=4), slower)
+    assert not more_stages_are_slower(at(8, examples=2), slower)
+    assert not more_stages_are_slower(at(8), {at(2): took(1.5), at(4): took(1.0)})
+    assert not more_stages_are_slower(at(8), {at(2): took(1.0, peak_bytes=3), at(4): took(1.5)})  # they need the memory
 
 
 def test_rows_without_a_plan_come_last():
