@@ -1,7 +1,8 @@
 """Steps for `autopar bench` beside those of examples/: ResNet-50 and a mixture of experts, written for one device.
 
-autopar bench benchmarks/bench_steps.py:resnet50 --cluster dgx-a100-80g
-autopar bench benchmarks/bench_steps.py:mixture --cluster dgx-a100-80g
+python -m autopar bench benchmarks.bench_steps:resnet50 --cluster dgx-a100-80g
+python -m autopar bench benchmarks.bench_steps:mixture --cluster dgx-a100-80g
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m autopar bench benchmarks.bench_steps:small_gpt --measure
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 from benchmarks.zoo.case import PyTree
+from benchmarks.zoo.gpt import gpt
 from benchmarks.zoo.moe import gshard_moe
 
 Job = tuple[Any, PyTree, PyTree]
@@ -81,3 +83,10 @@ def mixture(examples: int = 256, length: int = 1024) -> Job:
     case = gshard_moe(**sizes, batch=examples, length=length, dtype=jnp.bfloat16)
     tokens = jnp.zeros((examples, length), jnp.int32)
     return case.step, case.init(jax.random.key(0)), {"tokens": tokens, "targets": tokens}
+
+
+def small_gpt(examples: int = 32, length: int = 128) -> Job:
+    """A GPT that runs in a few tenths of a second on the processors of one machine, for `--measure`."""
+    sizes = {"layers": 4, "width": 256, "heads": 8, "vocabulary": 1024}
+    case = gpt(**sizes, length=length, batch=examples)
+    return case.step, case.init(jax.random.key(0)), case.batch(0)
