@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import as_step
+from autopar.attention.checks import has_attention
 from autopar.calls import nnx_objects
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
@@ -164,6 +165,8 @@ def _on_one_cluster(
         for name, way in ways.items():
             with progress.pass_(f"{name} on {problem.cluster.name}"):
                 row = _row(problem, name, way)
+            if row.record is not None and row.record.pipeline is None:
+                problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
             logger.info("%s", bench_text.line_of(row))
     save_rules(step)
@@ -221,6 +224,7 @@ def problem_of(step: Step, *args: Any) -> Problem:
         cluster=planning.cluster,
         examples=num_examples(traced),
         experts=math.gcd(*experts) if experts else 1,
+        attends=has_attention(graph),
         request=planning.request,
         rules=planning.rules,
         graphs=graphs,
@@ -247,6 +251,7 @@ def _row(problem: Problem, name: str, way: Walk | Plan) -> BenchRow:
         why=why,
         peak_bytes=None if outcome is None else outcome.peak_bytes,
         limit_bytes=None if outcome is None else outcome.limit_bytes,
+        of_state=outcome is not None and outcome.of_state,
         settings=made.attempts,
         planned_s=made.planned_s,
     )

@@ -52,12 +52,19 @@ class Llama(nn.Module):
     kv_heads: int
     feed_forward: int
     vocabulary: int
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(self.vocabulary, self.width, dtype=jnp.bfloat16, name="embedding")(tokens)
-        for i in range(self.layers):
-            x = nn.remat(Layer)(self.heads, self.kv_heads, self.feed_forward, name=f"layer{i}")(x)
+        sizes = self.heads, self.kv_heads, self.feed_forward
+        if self.scanned:  # one array for each matrix of all layers
+            of_layers = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": self.layers}
+            body = nn.remat(lambda layer, x, _: (layer(x), None), prevent_cse=False)
+            x, _ = nn.scan(body, **of_layers)(Layer(*sizes, name="layers"), x, None)
+        else:
+            for i in range(self.layers):
+                x = nn.remat(Layer)(*sizes, name=f"layer{i}")(x)
         return nn.Dense(self.vocabulary, name="head", **BFLOAT16)(nn.RMSNorm(name="norm")(x))
 
 
@@ -80,9 +87,12 @@ def job(
     vocabulary: int = 128_256,
     examples: int = 128,
     length: int = 8192,
+    scanned: bool = False,
 ) -> tuple[Any, TrainState, dict[str, jax.Array]]:
-    """The step, its state and a batch: of Llama 3 8B, where nothing else is asked for."""
-    model = Llama(layers, width, heads, kv_heads, feed_forward, vocabulary)
+    """The step, its state and a batch: of Llama 3 8B, where nothing else is asked for. `scanned`: its layers are the
+    iterations of a loop.
+    """
+    model = Llama(layers, width, heads, kv_heads, feed_forward, vocabulary, scanned)
     params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
     tokens = jnp.zeros((examples, length), jnp.int32)

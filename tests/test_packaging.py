@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -160,3 +161,31 @@ def test_an_installed_package_works_away_from_the_checkout(tmp_path, form):
         f"for name in {modules!r}: assert importlib.import_module(name).__file__.startswith({str(target)!r}), name"
     )
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["wheel", "sdist"])
+def test_an_installed_package_passes_tests_from_an_empty_folder(tmp_path, form):
+    """The tests of the source distribution with what they import, but none of the packages' own files."""
+    source, empty, target = tmp_path / "source", tmp_path / "empty", tmp_path / "site"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    archive = sdist_of(source, tmp_path)
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    empty.mkdir()
+    for folder in ("tests", "benchmarks", "examples"):
+        shutil.copytree(unpacked / folder, empty / folder)
+    shutil.copy(unpacked / "pyproject.toml", empty)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if form == "wheel":
+        made = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheels", source]
+        subprocess.run([*pip, *made], check=True)
+        (archive,) = (tmp_path / "wheels").glob("*.whl")
+    installed = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", target, archive]
+    subprocess.run([*pip, *installed], check=True)
+    environment = os.environ | {"PYTHONPATH": str(target), "JAX_PLATFORMS": "cpu"}
+    code = f"import autopar, sys; assert autopar.__file__.startswith({str(target)!r}), autopar.__file__"
+    subprocess.run([sys.executable, "-c", code], cwd=empty, env=environment, check=True)
+    run = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/ir", "tests/solver"]
+    subprocess.run(run, cwd=empty, env=environment, check=True, timeout=600)

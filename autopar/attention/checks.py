@@ -12,11 +12,16 @@ from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph
 from autopar.sharding.attention_calls import attention_calls
 
 
-def check_attention(graph: OpGraph) -> None:
-    """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
+def has_attention(graph: OpGraph) -> bool:
+    """Whether a described graph has attention between positions of the batch."""
     kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
     found = itertools.chain(score_products(graph), (op for op, _ in attention_calls(graph)))
-    if FactorKind.RING not in kinds and not any(True for _ in found):
+    return FactorKind.RING in kinds or any(True for _ in found)
+
+
+def check_attention(graph: OpGraph) -> None:
+    """Raises: UnsupportedError where a described graph has no attention between positions of the batch."""
+    if not has_attention(graph):
         raise UnsupportedError(
             where="recipe",
             expected="a step with attention, between positions that can be followed from the batch",

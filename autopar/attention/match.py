@@ -50,10 +50,12 @@ def blockwise(graph: OpGraph) -> OpGraph:
 
 
 def attention_left(graph: OpGraph) -> tuple[str, ...]:
-    """What a plan's notes say of the attention that a graph of `blockwise` still has as it is written."""
+    """What a plan's notes say of the attention that a graph of `blockwise`, with its semantics, still has as it is
+    written.
+    """
     if not any(op.primitive in ring.PRIMITIVES for op in graph.ops()):
         return ("attention='blockwise': no attention was found that can be done in blocks",)
-    left = [op for op in score_products(annotate_semantics(graph)) if op.role is graph.forward_role]
+    left = [op for op in score_products(graph) if op.role is graph.forward_role]
     if not left:
         return ()
     places = ", ".join(dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))

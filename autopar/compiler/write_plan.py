@@ -196,9 +196,8 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
         )
     notes += [unlike] if unlike else []
     notes += padding_notes(traced)
-    if traced.blockwise_attention:
-        return (*notes, *attention_left(graph))
-    return (*notes, *attention_as_written(context.views.annotated))
+    annotated = context.views.annotated
+    return (*notes, *(attention_left if traced.blockwise_attention else attention_as_written)(annotated))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:

@@ -91,13 +91,14 @@ def _rank(estimate: PipelineEstimate, context: PlanningContext) -> tuple[bool, f
 
 
 def _short_request(context: PlanningContext, hoist_casts: bool, keeps: bool) -> _ShortRequest:
-    cluster, binding = context.cluster, context.request.binding
+    cluster, request = context.cluster, context.request
     asked = requested_step(context, hoist_casts, keeps)
     microbatched = asked.microbatched
-    short = short_step(microbatched, cluster, context.least_s)
+    at = "short step", request.num_microbatches, hoist_casts, cluster, asked.schedule
+    short = context.graphs.of(context.traced, at, lambda: short_step(microbatched, cluster, context.least_s))
     if short is not None:
         check_binding(context, short.microbatched.annotated, asked)
-    choices = equal_choice(microbatched, cluster, asked.schedule, 1, 1, binding)
+    choices = equal_choice(microbatched, cluster, asked.schedule, 1, 1, request.binding)
     copied = copied_bytes(microbatched.graph) if copies_state(microbatched.graph) else 0
     return _ShortRequest(short=short, choices=choices, copied_bytes=copied)
 

@@ -7,6 +7,7 @@ and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopar.common.progress import Progress
 from autopar.compiler.padding import stored_step
@@ -17,21 +18,41 @@ from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
 from autopar.inter_op.requested_estimate import estimated_one_stage
 from autopar.inter_op.requested_step import requested_step
+from autopar.ir.graph import Value
+from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Outcome, Problem
 from autopar.manual.walks import LINE_ERROR
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
+from autopar.sharding.constraints import Constraints
 
 # How far above the limit an estimate may be of what fits as a plan: for devices that share matrices, decisions that
 # need less memory are found for all layers that are not found for a few.
 LEANER_ERROR = 0.25
 
 
-def best_case(outcome: Outcome) -> tuple[bool, float]:
+def best_case(outcome: Outcome) -> tuple[int, float]:
     """The rank of what an estimate may come to at best, to be compared with that of a plan."""
     time_s, peak_bytes = (1 - ESTIMATE_ERROR) * outcome.step_time_s, int(outcome.peak_bytes / (1 + PEAK_ERROR))
     return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
+
+
+def _most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
+    """Into how many parts the axes of a recipe may split a value together, whether its dimensions divide or not."""
+    dims = range(len(value.shape))
+    uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
+    return math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
+
+
+def least_bubbles(stages: int, m: int) -> float:
+    """How many times as long as without bubbles m micro-batches take at least in 1F1B.
+
+    A stage works on all micro-batches, and waits for one pass forward and one back through all stages before it. With
+    w(q) seconds of stage q for a micro-batch, the step takes m w(q) + w(0) + ... + w(q - 1) at least; it is shortest
+    where these are equal, with a sum of all w of the step's time multiplied by 1 - (1 - 1/m)**stages.
+    """
+    return stages / (m * (1 - (1 - 1 / m) ** stages))
 
 
 class Estimates:
@@ -45,16 +66,19 @@ class Estimates:
         best and an estimate may be wrong in whether it fits.
         """
         if not attempt.frontier:
-            return None
+            return self.slow_stages(attempt.options, best)
         one_program = attempt.options.admits_one_program
         request = dataclasses.replace(attempt.options, num_stages=1)
         try:
             context = self.context(request)
-            found = self.too_slow(context, best) or self.estimated(context)
+            found = self.state_exceeds(context) or self.too_slow(context, best)
+            if found is not None or (one_program and self.problem.whole_fits):
+                return found  # an estimate of one program only tells what is far from fitting
+            found = self.estimated(context)
         except AutoparError:  # the plan is refused too, and says why
             return None
-        if found is None or found.too_slow:
-            return found
+        if found is None:
+            return None
         if one_program:  # not in one stage, though nearly that: what is far from fitting is told alone
             return found if found.peak_bytes > (1 + LINE_ERROR) * found.limit_bytes else None
         near = 1 / (1 + PEAK_ERROR) < found.peak_bytes / found.limit_bytes < 1 + LEANER_ERROR
@@ -67,24 +91,80 @@ class Estimates:
         stored = stored_step(traced, cluster, request, self.rules, self.graphs)
         return planning_context(stored, cluster, request, self.rules, progress, graphs=self.graphs)
 
+    def state_exceeds(self, context: PlanningContext) -> Outcome | None:
+        """A request under which the arguments alone exceed the memory, each split along every axis that may split it:
+        without a recipe, over all devices.
+        """
+        request, graph, needed_bytes = context.request, context.views.annotated, 0.0
+        first, n = len(graph.constants), context.cluster.num_devices
+        in_host = {graph.block.inputs[first + i] for i in request.in_host}
+        bound = request.binding.on(n) if request.binding is not None else None
+        if bound is not None:
+            in_host |= bound[1].in_host(graph)
+        for at in graph.donated:
+            value = graph.values[graph.block.inputs[at]]
+            needed_bytes += 0 if value.id in in_host else value.nbytes / (_most_parts(value, *bound) if bound else n)
+        if needed_bytes <= context.limit_bytes:
+            return None
+        return Outcome(
+            step_time_s=math.inf, peak_bytes=int(needed_bytes), limit_bytes=context.limit_bytes, of_state=True
+        )
+
+    def state_alone(self, request: PlanRequest) -> Outcome | None:
+        """What is known of a request that was refused for its memory, if it names no stages, from its state alone."""
+        if request.num_stages not in (None, 1):
+            return None
+        try:
+            return self.state_exceeds(self.context(request))
+        except AutoparError:  # the refusal of the plan says why
+            return None
+
     def too_slow(self, context: PlanningContext, best: Outcome | None) -> Outcome | None:
         """A setting whose arithmetic alone takes longer than the best so far, shared by all devices without waiting, in
         whatever number of micro-batches: in one of them no operation takes longer for each example.
         """
-        request, traced, cluster = context.request, context.traced, context.cluster
-        if best is None or not best.fits or request.recompute == "nothing":
+        if best is None or not best.fits or context.request.recompute == "nothing":
             return None
-
-        def least() -> float:
-            whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
-            microbatched = requested_step(whole, True).microbatched
-            policies = policies_of(request.recompute, len(microbatched.layers))
-            return least_time_s(recomputed(microbatched, policies), cluster)
-
-        least_s = self.graphs.of(traced, ("least time", cluster, request.recompute), least)
+        least_s = sum(self.least_s(context))
         if least_s < best.step_time_s:
             return None
         return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
+
+    def slow_stages(self, request: PlanRequest, best: Outcome | None) -> Outcome | None:
+        """Stages that take longer than the best so far by arithmetic alone, shared by all devices, and by the bubbles
+        that they have in their micro-batches however unequal they are.
+        """
+        stages, m = request.num_stages or 1, request.num_microbatches or 1
+        if best is None or not best.fits:
+            return None
+        try:
+            context = self.context(dataclasses.replace(request, num_stages=1))
+            passes_s, once_s = self.least_s(context)
+        except AutoparError:  # the plan is refused too, and says why
+            return None
+        least_s = passes_s + once_s
+        if request.schedule in (None, "1f1b") and (request.chunks or 1) == 1:
+            least_s = max(least_s, least_bubbles(stages, m) * passes_s)
+        if least_s < best.step_time_s:
+            return None
+        return Outcome(step_time_s=least_s, peak_bytes=0, limit_bytes=context.limit_bytes, too_slow=True)
+
+    def least_s(self, context: PlanningContext) -> tuple[float, float]:
+        """The least seconds of (the passes, what runs once a step) under the recomputation of a request, shared by all
+        devices, in whatever number of micro-batches.
+        """
+        request, traced, cluster = context.request, context.traced, context.cluster
+
+        def least() -> tuple[float, float]:
+            whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
+            microbatched = requested_step(whole, True).microbatched
+            graph = recomputed(microbatched, policies_of(request.recompute, len(microbatched.layers)))
+            passes = tuple(op for op in graph.block.ops if op.section.repeats)
+            passes_only = dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=passes))
+            passes_s = least_time_s(passes_only, cluster)
+            return passes_s, max(0.0, least_time_s(graph, cluster) - passes_s)
+
+        return self.graphs.of(traced, ("least time", cluster, request.recompute), least)
 
     def estimated(self, context: PlanningContext) -> Outcome | None:
         """What a requested step in one stage comes to, as `requested_pipelines` takes it."""

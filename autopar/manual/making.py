@@ -71,6 +71,16 @@ def outcome_of(plan: Plan) -> Outcome:
     return Outcome(step_time_s=plan.predicted.step_time_s, peak_bytes=full.peak_bytes, limit_bytes=full.limit_bytes)
 
 
+def _state_error(problem: Problem, outcome: Outcome) -> MemoryLimitError:
+    return MemoryLimitError(
+        where=f"the state of {problem.traced.name} under the recipe",
+        limit_bytes=outcome.limit_bytes,
+        needed_bytes=outcome.peak_bytes,
+        largest=[],
+        hint="choose a recipe under which more devices share the state",
+    )
+
+
 class _Making:
     """What a way has come to, while its attempts are gone through."""
 
@@ -88,7 +98,9 @@ class _Making:
         self.made = dataclasses.replace(self.made, attempts=self.made.attempts + 1)
         if outcome is None:
             return self.planned(attempt)
-        if not outcome.too_slow:
+        if outcome.of_state:
+            self.kept(attempt, outcome, None, _state_error(self.problem, outcome))
+        elif not outcome.too_slow:
             self.waiting.append((attempt, outcome))
             self.made = dataclasses.replace(self.made, fitting=self.made.fitting + outcome.fits)
         return outcome
@@ -104,17 +116,22 @@ class _Making:
             )
             outcome = outcome_of(plan)
         except MemoryLimitError as refusal:
-            outcome = Outcome(step_time_s=math.inf, peak_bytes=refusal.needed_bytes, limit_bytes=refusal.limit_bytes)
+            refused = Outcome(step_time_s=math.inf, peak_bytes=refusal.needed_bytes, limit_bytes=refusal.limit_bytes)
+            outcome = self.estimates.state_alone(attempt.options) or refused
             error = refusal
         except AutoparError as refusal:
             error = refusal
-        best = self.made.outcome
         fitting = self.made.fitting + (plan is not None and outcome is not None and outcome.fits) - is_counted
         self.made = dataclasses.replace(self.made, fitting=fitting, planned_s=time.perf_counter() - self.begun)
-        if best is None or (outcome is not None and outcome.rank() < best.rank()):
-            self.made = dataclasses.replace(self.made, text=attempt.text, plan=plan, outcome=outcome, error=error)
+        self.kept(attempt, outcome, plan, error)
         self.report(self.made)
         return outcome
+
+    def kept(self, attempt: Attempt, outcome: Outcome | None, plan: Plan | None, error: AutoparError | None) -> None:
+        """Keeps what an attempt came to, where it is the best so far."""
+        best = self.made.outcome
+        if best is None or (outcome is not None and outcome.rank() < best.rank()):
+            self.made = dataclasses.replace(self.made, text=attempt.text, plan=plan, outcome=outcome, error=error)
 
     def settle(self) -> None:
         """Plans what is estimated, the best first, until nothing else may be better than what was planned."""

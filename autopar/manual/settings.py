@@ -19,8 +19,9 @@ RECOMPUTE = ("nothing", "matmuls", "input")  # in the order of what they save
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A traced step on a cluster. `request` is what holds for all plans of it, such as a memory limit; `examples` those
-    of the batch, `experts` what a number of devices has to divide that shares experts (1: the step has none). Plans of
-    the step share `graphs`.
+    of the batch, `experts` what a number of devices has to divide that shares experts (1: the step has none);
+    `attends`: it has attention, whose positions can be shared. Plans of the step share `graphs`. `whole_fits`: a
+    program of the whole batch is known to fit, so that others are likely to.
     """
 
     traced: TracedStep
@@ -28,6 +29,8 @@ class Problem:
     cluster: Cluster
     examples: int
     experts: int = 1
+    attends: bool = True
+    whole_fits: bool = False
     request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
     rules: RuleBook = dataclasses.field(default_factory=RuleBook)
     graphs: StepGraphs = dataclasses.field(default_factory=StepGraphs)
@@ -51,21 +54,25 @@ class Attempt:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What an attempt came to; no time where a plan was refused for the memory it needs. `too_slow`: the time is a
-    lower bound, which other settings are below, of this recomputation in any number of micro-batches.
+    lower bound, which other settings are below, of this recomputation in any number of micro-batches. `of_state`: the
+    peak is that of the state alone, which every number of micro-batches and all recomputation have.
     """
 
     step_time_s: float
     peak_bytes: int
     limit_bytes: int
     too_slow: bool = False
+    of_state: bool = False
 
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
 
-    def rank(self) -> tuple[bool, float]:
-        """Smaller is better: what fits first, then what is faster; of what does not fit, the smaller."""
-        return not self.fits, self.step_time_s if self.fits else float(self.peak_bytes)
+    def rank(self) -> tuple[int, float]:
+        """Smaller is better: what fits first, then what is faster; of what does not fit, the smaller; last what is
+        known to exceed the memory by its state alone, whose peak is higher than that.
+        """
+        return (0, self.step_time_s) if self.fits else (1 + self.of_state, float(self.peak_bytes))
 
 
 Walk = Generator[Attempt, Outcome | None, None]

@@ -60,6 +60,8 @@ def _largest_fitting(
         may_fit = left
         if outcome is not None and outcome.too_slow:
             return fitting
+        if outcome is not None and outcome.of_state:
+            return None
         if outcome is None:
             refused += 1
             if refused == 2:  # what refuses two sizes is not their number
@@ -154,7 +156,10 @@ def walk(
                 continue  # a leaner one did not fit
             if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
                 continue  # a richer one fits
-            seen[point] = yield attempt_of(problem, point, m, recipe_of)
+            if more_stages_are_slower(point, seen):
+                continue
+            outcome = yield attempt_of(problem, point, m, recipe_of)
+            seen[point] = None if outcome is not None and outcome.too_slow else outcome
 
     def best() -> Point | None:
         known = [(outcome.rank(), n, point) for n, (point, outcome) in enumerate(seen.items()) if outcome is not None]
@@ -171,6 +176,18 @@ def walk(
         if best() == here:
             return
         here = best()
+
+
+def more_stages_are_slower(point: Point, seen: Mapping[Point, Outcome | None]) -> bool:
+    """Whether the same setting with fewer stages fits, and became slower already when it got more of them."""
+    fewer = {
+        known.pp: outcome.step_time_s
+        for known, outcome in seen.items()
+        if outcome is not None and outcome.fits and known.pp < point.pp
+        if dataclasses.replace(known, pp=point.pp, zero=point.zero) == point
+    }
+    last = [fewer[pp] for pp in sorted(fewer)[-2:]]
+    return len(last) == 2 and last[0] < last[1]
 
 
 def power_below(ratio: float) -> int:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from autopar import recipes
 from autopar.manual.settings import Problem, Walk
 from autopar.manual.walks import first_points, frontier, walk
+from autopar.recipes.parse import ALIASES
 
 MOST_STAGES = 16
-# Beside 1F1B: the zero-bubble schedule that needs no more memory.
-SCHEDULES = ("zb-h1",)
+# Beside 1F1B: the zero-bubble schedule that needs no more memory, and several stages on each group of devices.
+SCHEDULES = ("zb-h1", "interleaved")
 
 
 def cut(m: int, pp: int = 1) -> int | None:
@@ -147,12 +149,19 @@ WAYS: dict[str, Callable[[Problem], Walk]] = {
 }
 
 
-# Their short names, those of `autopar.recipes.parse.ALIASES` and some more.
-SHORT = {
-    "dp": "data parallel", "ddp": "data parallel", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3 (FSDP)",
-    "fsdp": "ZeRO-3 (FSDP)", "hsdp": "hybrid sharded", "tp": "tensor parallel", "pp": "pipeline", "sp": "sequence",
-    "ep": "expert",
-}  # fmt: skip
+# The way that leaves open what a call of a recipe leaves to its defaults.
+_OF_RECIPE: dict[tuple[str, tuple[Any, ...]], str] = {
+    ("data_parallel", ()): "data parallel",
+    ("zero", (1,)): "ZeRO-1",
+    ("zero", (2,)): "ZeRO-2",
+    ("zero", (3,)): "ZeRO-3 (FSDP)",
+    ("tensor_parallel", ()): "tensor parallel",
+    ("pipeline", ()): "pipeline",
+    ("sequence_parallel", ()): "sequence",
+    ("expert_parallel", ()): "expert",
+}
+# Hybrid sharding has a name in PyTorch, and no recipe of its own without the devices of a host.
+SHORT = {alias: _OF_RECIPE[call] for alias, call in ALIASES.items()} | {"hsdp": "hybrid sharded"}
 NOT_BY_DEFAULT = "ZeRO-2"  # lies between its neighbours
 
 
@@ -168,5 +177,6 @@ def applicable(problem: Problem) -> list[str]:
     if n == 1:
         return ["data parallel"]  # what is left is how much is recomputed, and in how many micro-batches
     missing = {NOT_BY_DEFAULT: True, "hybrid sharded": inside in (1, n), "expert": problem.experts == 1}
-    missing |= dict.fromkeys(("tensor parallel", "tensor and FSDP", "pipeline and tensor", "sequence"), inside == 1)
+    missing |= dict.fromkeys(("tensor parallel", "tensor and FSDP", "pipeline and tensor"), inside == 1)
+    missing["sequence"] = inside == 1 or not problem.attends
     return [name for name in WAYS if not missing.get(name, False)]

@@ -37,7 +37,8 @@ class BenchRow:
     """One way on one cluster, at the best of the settings that it leaves open.
 
     `plan` is None where there is none, for the reason in `why`; one that was built though it does not fit has no step
-    time. `peak_bytes` are those of the setting that comes nearest to fitting. `tokens`: of a step, 0 where the batch
+    time. `peak_bytes` are those of the setting that comes nearest to fitting; `of_state`: of the state alone, where no
+    setting makes room for more. `tokens`: of a step, 0 where the batch
     has none. `settings`: how many were seen. `planned_s`: seconds of this machine. `difference` is that from plain
     `jax.jit`, relative to the largest value of a result, and `differs` whether rounding explains less.
     """
@@ -52,6 +53,7 @@ class BenchRow:
     why: str = ""
     peak_bytes: int | None = None
     limit_bytes: int | None = None
+    of_state: bool = False
     settings: int = 1
     planned_s: float = 0.0
     measured_s: float | None = None
@@ -84,7 +86,8 @@ class BenchRow:
         if not self.excess_bytes:
             return self.why
         peak, limit = text_of_bytes(self.peak_bytes or 0), text_of_bytes(self.limit_bytes or 0)
-        return f"does not fit: {peak} a device, of {limit}, {text_of_bytes(self.excess_bytes)} over"
+        held = f"the state alone takes {peak}" if self.of_state else peak
+        return f"does not fit: {held} a device, of {limit}, {text_of_bytes(self.excess_bytes)} over"
 
     def loses(self, best: BenchRow) -> str:
         """Where it loses to the best way, in a sentence; empty for what has no time, and for the best itself."""
@@ -94,7 +97,17 @@ class BenchRow:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values, as `json.dumps` takes them."""
-        fields = ("name", "cluster", "setting", "fits", "peak_bytes", "limit_bytes", "excess_bytes", "settings")
+        fields = (
+            "name",
+            "cluster",
+            "setting",
+            "fits",
+            "peak_bytes",
+            "of_state",
+            "limit_bytes",
+            "excess_bytes",
+            "settings",
+        )
         values = {field: getattr(self, field) for field in (*fields, "planned_s", "measured_s", "quartiles_s")}
         values |= {"why": "" if self.fits else self.why_none, "step_time_s": self.step_time_s}
         values |= {"tokens_per_s" if self.tokens else "examples_per_s": self.per_s, "difference": self.difference}
@@ -112,7 +125,9 @@ def parts(record: PlanRecord) -> dict[str, float]:
 
 
 def sent(record: PlanRecord) -> dict[str, float]:
-    """Bytes that a device sends in the collectives of a step, the mean over the devices, by where they go."""
+    """Bytes that a device sends in the collectives of a step and to other stages, the mean over the devices, by where
+    they go.
+    """
     found: dict[str, float] = {}
     for load in link_loads(record):
         found[load.where] = found.get(load.where, 0.0) + load.sent_bytes

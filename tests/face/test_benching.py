@@ -1,6 +1,7 @@
 """`autopar.bench`: the search beside manual ways, what does not fit, plans from files, and what is measured."""
 
 import json
+import math
 import re
 
 import jax
@@ -9,11 +10,16 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError
-from autopar.manual.settings import Problem
+from autopar.benching import problem_of
+from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.manual.estimates import least_bubbles
+from autopar.manual.making import made_of
+from autopar.manual.settings import Outcome, Point, Problem
+from autopar.manual.walks import more_stages_are_slower
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
+from autopar.recipes.parse import ALIASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
 
 OPTIONS = dict(cache_dir=None, show_progress=False)
@@ -126,16 +132,69 @@ def test_ways_are_called_by_short_names_in_any_case():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "experts", "missing"),
+    ("cluster", "of_step", "missing"),
     [
-        ("dgx-h100x2", 1, {"ZeRO-2", "expert"}),
-        ("dgx-h100x2", 8, {"ZeRO-2"}),
-        ("dgx-h100", 1, {"ZeRO-2", "expert", "hybrid sharded"}),
+        ("dgx-h100x2", dict(experts=1), {"ZeRO-2", "expert"}),
+        ("dgx-h100x2", dict(experts=8), {"ZeRO-2"}),
+        ("dgx-h100x2", dict(experts=8, attends=False), {"ZeRO-2", "sequence"}),
+        ("dgx-h100", dict(experts=1), {"ZeRO-2", "expert", "hybrid sharded"}),
     ],
 )
-def test_ways_that_a_cluster_or_a_step_has_no_use_for_are_left_out(cluster, experts, missing):
-    problem = Problem(traced=None, trees=None, cluster=autopar.Cluster.parse(cluster), examples=64, experts=experts)
+def test_ways_that_a_cluster_or_a_step_has_no_use_for_are_left_out(cluster, of_step, missing):
+    problem = Problem(traced=None, trees=None, cluster=autopar.Cluster.parse(cluster), examples=64, **of_step)
     assert set(WAYS) - set(applicable(problem)) == missing
+
+
+def test_sequences_are_no_way_for_a_step_without_attention():
+    problem = problem_of(autopar.parallelize(wide_step, cluster="dgx-h100x2", **OPTIONS), *WIDE)
+    assert not problem.attends
+    assert "sequence" not in applicable(problem)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias_of_a_recipe_names_a_way(alias):
+    assert way_called(alias) in WAYS
+
+
+def test_state_that_exceeds_the_memory_alone_is_told_without_an_estimate():
+    """Matrices of 268 MB that every device holds, of which two gradients at least come on top in any plan."""
+    step = autopar.parallelize(wide_step, memory_limit_bytes=200_000_000, cluster="dgx-h100x2", **OPTIONS)
+    made = made_of(problem_of(step, *WIDE), WAYS["data parallel"](problem_of(step, *WIDE)))
+    assert (made.attempts, made.plan) == (1, None)
+    assert made.outcome == Outcome(
+        step_time_s=math.inf, peak_bytes=4 * 4096 * 4096 * 4, limit_bytes=200_000_000, of_state=True
+    )
+    assert isinstance(made.error, MemoryLimitError)
+    found = autopar.bench(step, *WIDE, recipes=["dp", "tp"])
+    told = {row.name: row.why_none for row in found.rows}
+    assert told["data parallel"].startswith("does not fit: the state alone takes 268 MB a device, of 200 MB")
+    assert {row.name for row in found.rows if row.fits} == {"search", "tensor parallel"}
+
+
+def test_the_bubbles_of_equal_stages_are_no_less_than_the_bound():
+    assert least_bubbles(1, 8) == 1.0
+    assert least_bubbles(2, 1) == 2.0
+    for stages in (2, 3, 8):
+        for m in (2, 7, 64):
+            assert 1.0 < least_bubbles(stages, m) < (m + stages - 1) / m
+    m, of_stage = 4, (4.0, 3.0, 2.25)  # each is shorter by a quarter of what is before it: all end at once
+    assert least_bubbles(3, m) * m * sum(of_stage) / 3 == pytest.approx(m * of_stage[0])
+
+
+def test_deeper_pipelines_are_left_out_once_they_became_slower():
+    def at(pp: int, **changes) -> Point:
+        return Point(**{"tp": 2, "pp": pp, "zero": 1, "examples": 4, "recompute": "input"} | changes)
+
+    def took(seconds: float, peak_bytes: int = 1) -> Outcome:
+        return Outcome(step_time_s=seconds, peak_bytes=peak_bytes, limit_bytes=2)
+
+    slower = {at(2): took(1.0), at(4): took(1.5)}
+    assert more_stages_are_slower(at(8), slower)
+    assert more_stages_are_slower(at(16, zero=0), slower)
+    assert not more_stages_are_slower(at(8, tp=4), slower)
+    assert not more_stages_are_slower(at(8, examples=2), slower)
+    assert not more_stages_are_slower(at(8), {at(2): took(1.5), at(4): took(1.0)})
+    assert not more_stages_are_slower(at(8), {at(2): took(1.0, peak_bytes=3), at(4): took(1.5)})  # they need the memory
 
 
 def test_rows_without_a_plan_come_last():

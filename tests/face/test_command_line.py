@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import email.message
+import functools
 import importlib.util
 import json
 import os
@@ -362,6 +363,14 @@ def test_a_recipe_in_text_is_planned_and_verified(capsys, job):
     made = json.loads(out_of(capsys, "plan", *named, "--cluster", "dgx-h100", "--json"))["plan"]
     assert made["recipe"] == "zero(3)"
     assert "numbers" in out_of(capsys, "verify", *named)
+
+
+def test_recipes_in_text_are_timed_in_place_of_those_that_are_otherwise(capsys, job, monkeypatch):
+    monkeypatch.setattr(autopar, "tune", functools.partial(autopar.tune, seconds=0.1))
+    named = ["tune", small_job(job), "--recipe", "zero(3)", "--recipe", "tp", "--json"]
+    names = {row["name"] for row in json.loads(out_of(capsys, *named))["rows"]}
+    assert {"zero(3)", "tp"} <= names
+    assert not names & {"data_parallel()", "zero(1)", "zero(2)"}
 
 
 def test_a_recipe_keeps_the_arguments_of_a_decorated_step(capsys, tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 
+import msgspec
 import pytest
 
 import autopar
@@ -13,9 +14,10 @@ from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.plan import summary
+from autopar.plan.bench_row import sent
 from autopar.plan.memory_use import MemoryKind, MemoryUse
 from autopar.plan.report import data, page
-from autopar.plan.report.drawing import BETWEEN, INSIDE, drawing_of, link_loads, stages_of_devices
+from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
 from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.memory_panel import in_parts, memory_panel
 from autopar.plan.report.module_tree import module_tree
@@ -194,6 +196,26 @@ def test_links_have_the_load_of_their_axes():
     )
     (load,) = link_loads(program(axis_sizes=(16,), cluster=Cluster.preset("dgx-h100", hosts=2)))
     assert load.where == BETWEEN
+
+
+def test_what_stages_send_each_other_is_a_load_of_the_links_between_their_devices():
+    """Stages of four devices: the first two in one host, the third in another. Each device sends its part."""
+    record = pipeline(layers=3, stages=3)
+    sends = [
+        TraceEvent(LINKS, row, "x", "send", float(row), row + 1.0, 0, nbytes)
+        for row, nbytes in ((0, 300), (0, 300), (1, 1200))
+    ]
+    timeline = msgspec.structs.replace(
+        record.pipeline.timeline, links=("mesh 0 to mesh 1", "mesh 1 to mesh 2"), events=tuple(sends)
+    )
+    record = dataclasses.replace(record, pipeline=dataclasses.replace(record.pipeline, timeline=timeline))
+    share = 4 / summary.num_devices(record)
+    loads = {load.where: load for load in link_loads(record) if load.what == BETWEEN_STAGES}
+    assert {where: load.sent_bytes for where, load in loads.items()} == {INSIDE: 600 * share, BETWEEN: 1200 * share}
+    assert loads[INSIDE].time_s == 2 * share
+    assert sent(record)[BETWEEN] == 1200 * share
+    inside = sum(load.sent_bytes for load in link_loads(record) if load.where == INSIDE)
+    assert sent(record)[INSIDE] == inside > 600 * share
 
 
 def test_devices_are_drawn_with_their_stages():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from autopar.common.trace_events import LINKS
+from autopar.common.trace_events import LINKS, Timeline
 from autopar.hardware import host_groups
 from autopar.ir.mesh import AXIS_NAMES, axes_text
 from autopar.plan import summary
@@ -13,6 +13,7 @@ from autopar.plan.plan_timeline import LINK, timeline_of
 from autopar.plan.schema import PlanRecord
 
 INSIDE, BETWEEN = "inside a host", "between hosts"
+BETWEEN_STAGES = "what stages send each other"
 # Clusters with more devices are drawn by host.
 MOST_DEVICES_DRAWN = 2048
 # In units of the drawing: a device, what is between devices and hosts, the strip of a host's link.
@@ -132,8 +133,7 @@ def drawing_of(record: PlanRecord) -> Drawing:
     grid = _Grid(columns=1, host_columns=host_columns, per_host=per_host)
     columns = max(1, round(math.sqrt(cluster.num_hosts * ASPECT * grid.host_height / grid.host_width)))
     grid = dataclasses.replace(grid, columns=min(columns, cluster.num_hosts))
-    busy = {load.what: load.busy for load in link_loads(record) if load.where == INSIDE}
-    inside = sum(busy.values())
+    inside = sum(load.busy for load in link_loads(record) if load.where == INSIDE and load.what != BETWEEN_STAGES)
     hosts = []
     for number in range(cluster.num_hosts):
         x, y = grid.host(number)
@@ -179,7 +179,7 @@ def _device_boxes(record: PlanRecord, grid: _Grid, runs: dict[int, tuple[int, ..
 def link_loads(record: PlanRecord) -> tuple[LinkLoad, ...]:
     """What the collectives of each mesh axis send in a step, over which link, and what stages send each other.
 
-    Of a pipeline, collectives are means over all devices.
+    Of a pipeline, all are means over all devices.
     """
     step_s = record.predicted.step_time_s
     loads: dict[tuple[str, str], list[float]] = {}
@@ -193,11 +193,50 @@ def link_loads(record: PlanRecord) -> tuple[LinkLoad, ...]:
             total = loads.setdefault((where, f"collectives over {axes_text(c.axes)}"), [0.0, 0.0])
             total[0] += share * c.sent_bytes
             total[1] += share * c.time_s
+    for where, (sent, s) in _sent_between_stages(record).items():
+        loads[where, BETWEEN_STAGES] = [sent, s]
     rows = [
         LinkLoad(where=where, what=what, sent_bytes=sent, time_s=s, busy=s / step_s if step_s else 0.0)
         for (where, what), (sent, s) in loads.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.time_s))
+
+
+def _sent_between_stages(record: PlanRecord) -> dict[str, tuple[float, float]]:
+    """(bytes, seconds) that a device sends to those of other stages, by where they go: the mean over all devices.
+
+    A transfer counts the bytes of one device of a group, all of which send theirs at once.
+    """
+    if record.pipeline is None:
+        return {}
+    groups, domain = _groups(record), record.cluster.domain_devices
+    found: dict[str, tuple[float, float]] = {}
+    for row, (nbytes, seconds) in _sent_over_links(timeline_of(record)).items():
+        ends = _ends(record.pipeline.timeline.links[row], len(groups))
+        if ends is None:
+            continue
+        (first, devices), (other, others) = groups[ends[0]], groups[ends[1]]
+        hosts = {device // domain for device in (first, first + devices - 1, other, other + others - 1)}
+        where, share = INSIDE if len(hosts) == 1 else BETWEEN, devices / summary.num_devices(record)
+        before = found.get(where, (0.0, 0.0))
+        found[where] = before[0] + share * nbytes, before[1] + share * seconds
+    return found
+
+
+def _sent_over_links(timeline: Timeline) -> dict[int, tuple[float, float]]:
+    """(bytes, seconds) of the sends over each link of a timeline."""
+    sent: dict[int, tuple[float, float]] = {}
+    for event in timeline.events:
+        if event.process == LINKS:
+            nbytes, seconds = sent.get(event.row, (0.0, 0.0))
+            sent[event.row] = nbytes + event.nbytes, seconds + event.end_s - event.start_s
+    return sent
+
+
+def _groups(record: PlanRecord) -> list[tuple[int, int]]:
+    """The groups of devices of a pipeline: (the first device, their number)."""
+    stages = record.pipeline.stages if record.pipeline is not None else ()
+    return sorted({s.first_device: math.prod(s.axis_sizes) for s in stages}.items())
 
 
 def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
@@ -206,14 +245,9 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     if pipeline is None:
         return ()
     step_s, timeline = record.predicted.step_time_s, timeline_of(record)
-    sent: dict[int, list[float]] = {}
-    for event in timeline.events:
-        if event.process == LINKS:
-            total = sent.setdefault(event.row, [0.0, 0.0])
-            total[0] += event.nbytes
-            total[1] += event.end_s - event.start_s
+    sent = _sent_over_links(timeline)
     most = max((nbytes for nbytes, _ in sent.values()), default=0.0)
-    firsts = sorted({s.first_device: math.prod(s.axis_sizes) for s in pipeline.stages}.items())
+    firsts = _groups(record)
     centres = [_centre(grid, first, devices) for first, devices in firsts]
     wires = []
     for row, (nbytes, seconds) in sent.items():
