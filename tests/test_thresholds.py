@@ -18,6 +18,8 @@ NONE = {
     "compiler.memory_breakdown.COURSE_PARTS": "points that are shown",
     "compiler.memory_errors._NAMED": "rows that are shown",
     "compiler.pin_costs.PRICED_ALONE": "rows that are shown",
+    "compiler.recomputation.LEAST_SPARED": "what a note is worth: changes no plan",
+    "compiler.recomputation.MOST_FILLED": "the error of what a note says: changes no plan",
     "compiler.recipe_notes.NAMED": "rows that are shown",
     "sharding.constraints.LARGEST_NAMED": "rows that are shown",
     "sharding.pins.CLOSEST_SHOWN": "rows that are shown",

@@ -33,7 +33,7 @@ def recomputation_notes(
     computed = {v for step in program.steps if step.kind != xla_program.BARRIER for v in step.outputs}
     dropped = {stands_for[v][0] for v in computed - remaining if v in stands_for}
     spared_s = sum(best.compute_s.get(op.id, 0.0) for op in block.ops if dropped.issuperset(op.outputs) and op.outputs)
-    if limit_bytes is None or spared_s < LEAST_SPARED * best.step_time_s:
+    if limit_bytes is None or spared_s <= LEAST_SPARED * best.step_time_s:
         return ()
     peak_bytes = peak_memory.estimate(program, compiler).peak_bytes
     if peak_bytes > MOST_FILLED * limit_bytes:

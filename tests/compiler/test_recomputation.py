@@ -56,3 +56,10 @@ def test_the_time_and_the_peak_are_those_of_the_step_without_it():
 def test_nothing_is_told_where_it_would_not_fit_or_layers_are_one_body():
     assert not told(plan(True, memory_limit_bytes=max(plan(True).predicted.peak_bytes) + 50_000_000))
     assert not told(plan(True, scanned=True))
+
+
+def test_a_step_that_takes_no_time_has_no_note():
+    step = autopar.parallelize(lambda state, batch: (state, batch), cache_dir=None, show_progress=False)
+    found = autopar.plan(step, {}, jax.ShapeDtypeStruct((8, 4), "float32"), cluster="dgx-h100")
+    assert found.predicted.step_time_s == 0.0
+    assert not any("jax.checkpoint" in note for note in found.record.notes)
