@@ -78,7 +78,9 @@ def resnet50(examples: int = 2048) -> Job:
 
 
 def mixture(examples: int = 256, length: int = 1024) -> Job:
-    """The mixture of experts with 2.4 billion parameters of Alpa's evaluation (OSDI 2022, table 6), in bfloat16."""
+    """The mixture of experts with 2.4 billion parameters of Alpa's evaluation (OSDI 2022, table 6), in bfloat16, with
+    momentum.
+    """
     sizes = {"layers": 16, "width": 1024, "heads": 16, "experts": 16, "vocabulary": 32_000}
     case = gshard_moe(**sizes, batch=examples, length=length, dtype=jnp.bfloat16)
     tokens = jnp.zeros((examples, length), jnp.int32)

@@ -18,7 +18,7 @@ def heading_links(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_folders_that_a_page_names_exist(page):
-    named = set(re.findall(rf"(?<![\w./])((?:{FOLDERS})/[\w/-]+(?:\.\w+)?)", page.read_text()))
+    named = set(re.findall(rf"(?<![\w./])((?:{FOLDERS})/\w[\w/-]+(?:\.\w+)?)", page.read_text()))  # no `examples/s`
     assert not {path for path in named if not (ROOT / path).exists()}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from autopar.common.units import text_of_bytes, text_of_part
 from autopar.cost import peak_memory, xla_program
 from autopar.cost.peak_memory import MemoryProgram
+from autopar.cost.xla_program import Compiler
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block
 from autopar.lowering.instructions import Place
@@ -28,10 +29,13 @@ def recomputation_notes(
     where it does not fit. What a scan over layers recomputes stays: its layers are one body.
     """
     compiler = dataclasses.replace(best.model.compiler, keeps_barriers=False)
-    kept = xla_program.without_recomputation(program.steps, program.results, compiler)
-    remaining = {v for step in kept for v in step.outputs}
-    computed = {v for step in program.steps if step.kind != xla_program.BARRIER for v in step.outputs}
-    dropped = {stands_for[v][0] for v in computed - remaining if v in stands_for}
+
+    def computed(at: Compiler) -> set[int]:
+        steps = xla_program.without_recomputation(program.steps, program.results, at)
+        return {v for step in steps if step.kind != xla_program.BARRIER for v in step.outputs}
+
+    # What is computed twice without `jax.checkpoint` too is none of its doing.
+    dropped = {stands_for[v][0] for v in computed(best.model.compiler) - computed(compiler) if v in stands_for}
     spared_s = sum(best.compute_s.get(op.id, 0.0) for op in block.ops if dropped.issuperset(op.outputs) and op.outputs)
     if limit_bytes is None or spared_s <= LEAST_SPARED * best.step_time_s:
         return ()
