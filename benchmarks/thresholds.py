@@ -72,11 +72,10 @@ THRESHOLDS = [
         "compiler.sources",
         ("WHOLE_UP_TO", "devices up to which a program without stages is searched for", "planning time"),
         (
-            "LOST_BETWEEN_HOSTS",
-            "share of a step lost to communication from which pipelines are searched, several hosts",
+            "LOST",
+            "share of a step lost to communication from which pipelines are searched",
             "plans of benchmarks/auto_vs_manual",
         ),
-        ("LOST_INSIDE_HOST", "the same inside one host", "plans of benchmarks/auto_vs_manual"),
     ),
     *_of(
         "inter_op.handing_out",

@@ -34,8 +34,8 @@ from autopar.sharding.parallelisms import data_axis
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice.
-LOST_BETWEEN_HOSTS, LOST_INSIDE_HOST = 0.1, 0.3
+# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
+LOST = 0.1
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -152,8 +152,7 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
         return False
     if cluster.parts:
         return True  # one program is as slow as the slowest devices
-    lost = 1 - best.shared_out_s / best.step_time_s
-    return lost > (LOST_BETWEEN_HOSTS if cluster.num_domains > 1 else LOST_INSIDE_HOST)
+    return 1 - best.shared_out_s / best.step_time_s > LOST
 
 
 def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:

@@ -12,79 +12,75 @@ from autopar.cost.least_time import in_turn_s
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.handing_out import least_handed_out_s
-from autopar.inter_op.search_space import chunk_numbers, schedules_of
-from autopar.ir.graph import OpGraph, Section
+from autopar.inter_op.search_space import chunk_numbers, schedules_of, submesh_sizes
+from autopar.ir.graph import Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.options import PlanRequest
-from autopar.solver import Schedule, Stage, StageOption, StageProblem, step_time_s
+from autopar.solver import Schedule, StageOption, StageProblem, best_stages
 
 
-def least_pipeline_s(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest) -> float:
-    """Seconds of a pipeline of this step in two stages or more at least, whatever these and its decisions.
+def least_pipeline_s(
+    microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest, under_s: float = math.inf
+) -> float:
+    """Seconds of a pipeline of this step in two stages or more at least, whatever its decisions; `under_s` where no
+    pipeline takes less than that.
 
-    All devices share every operation evenly, but each runs its kernels, which take their time however small they are;
-    nothing is sent, and the stages take equally long, which by the model of their schedule is the least. Nor are tasks
-    handed out faster than a process can.
+    It is the best division into stages by the tables, were no memory short, nothing sent, and every operation of a
+    stage shared evenly by the devices of it, each of which runs its kernels, which take their time however small they
+    are. Nor are tasks handed out faster than a process can.
     """
     if cluster.parts:
         return 0.0
-    graph = microbatched.graph
-    m, seconds = graph.num_microbatches, _shared_s(graph, cluster)
-    forward_s, backward_s = seconds[Section.FORWARD] / m, seconds[Section.BACKWARD] / m
-    has_backward, least_s = backward_s > 0, math.inf
-    for name in schedules_of(request, cluster):
-        for chunks in chunk_numbers(request, name, len(microbatched.layers)):
-            for groups in _numbers_of_groups(name, len(microbatched.layers) // chunks, m, cluster.num_devices):
-                stages_s = _equal_stages_s(name, groups, chunks, m, forward_s, backward_s)
-                handed_s = least_handed_out_s(cluster, groups * chunks, m, has_backward=has_backward)
-                least_s = min(least_s, max(stages_s, handed_s))
-    return least_s
+    problems = tuple(_problems(microbatched, cluster, request))
+    if not problems:
+        return math.inf
+    m, has_backward = problems[0].num_microbatches, any(o.backward_s.any() for o in problems[0].options)
+    handed_s = least_handed_out_s(cluster, 2, m, has_backward=has_backward)
+    if handed_s >= under_s:
+        return under_s
+    return max(handed_s, min(answer.bound_s for answer in best_stages(problems, under_s=under_s)))
 
 
-def _shared_s(graph: OpGraph, cluster: Cluster) -> dict[Section, float]:
-    """Seconds of the operations of each section in a step, each shared by all devices."""
+def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest) -> Iterator[StageProblem]:
+    """Of each schedule, the problem with stages on fewer devices than all."""
+    num_layers, num_devices = len(microbatched.layers), cluster.num_devices
+    sizes = [size for size in submesh_sizes(cluster, request, num_layers) if size < num_devices]
+    options = tuple(_shared_option(microbatched, cluster, size) for size in sizes)
+    for name in schedules_of(request, cluster) if options else ():
+        for chunks in chunk_numbers(request, name, num_layers):
+            yield StageProblem(
+                options=options,
+                num_devices=num_devices,
+                num_layers=num_layers,
+                num_microbatches=microbatched.graph.num_microbatches,
+                schedule=Schedule(name),
+                limit_bytes=1,
+                host_devices=cluster.domain_devices,
+                chunks=chunks,
+                fixed_num_stages=request.num_stages,
+            )
+
+
+def _shared_option(microbatched: MicrobatchedStep, cluster: Cluster, size: int) -> StageOption:
+    """The layers on so many devices: the operations of each, shared by all of these. What runs wherever it is read, and
+    what is done once in a step, is left out.
+    """
+    graph, num_layers = microbatched.graph, len(microbatched.layers)
     costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
-    seconds = dict.fromkeys(Section, 0.0)
-    for op in graph.block.ops:
-        seconds[op.section] += in_turn_s([op], lambda each: costs.shared_s(each, cluster.num_devices))
-    return seconds
-
-
-def _numbers_of_groups(name: str, most: int, num_microbatches: int, num_devices: int) -> Iterator[int]:
-    """Groups of devices, two or more, of which a schedule has a stage or several each."""
-    match Schedule(name):
-        case Schedule.ZB_H1 | Schedule.ZB_1P:
-            most = min(most, num_microbatches)
-        case Schedule.ZB_H2 | Schedule.ZB_2P:
-            most = min(most, (num_microbatches + 1) // 2)
-    for groups in range(2, min(most, num_devices) + 1):
-        if name != Schedule.INTERLEAVED or num_microbatches % groups == 0:
-            yield groups
-
-
-def _equal_stages_s(
-    name: str, groups: int, chunks: int, num_microbatches: int, forward_s: float, backward_s: float
-) -> float:
-    num_stages, none = groups * chunks, np.zeros(groups * chunks)
-    option = StageOption(
-        num_devices=1,
-        forward_s=none + forward_s / num_stages,
-        backward_s=none + backward_s / num_stages,
-        weight_s=none + backward_s / num_stages,  # may all be put off
+    seconds = {section: np.zeros(num_layers) for section in (Section.FORWARD, Section.BACKWARD)}
+    for op, layer in zip(graph.block.ops, microbatched.assignment.layer_of, strict=True):
+        if layer is not None and op.section in seconds:
+            step_s = in_turn_s([op], lambda each: costs.shared_s(each, size))
+            seconds[op.section][layer] += step_s / graph.num_microbatches
+    none, no_bytes = np.zeros(num_layers), np.zeros(num_layers, dtype=np.int64)
+    return StageOption(
+        num_devices=size,
+        forward_s=seconds[Section.FORWARD],
+        backward_s=seconds[Section.BACKWARD],
+        weight_s=seconds[Section.BACKWARD],  # may all be put off
         once_s=none,
-        state_bytes=none,
-        saved_bytes=none,
-        working_bytes=none,
+        state_bytes=no_bytes,
+        saved_bytes=no_bytes,
+        working_bytes=no_bytes,
         send_s=none,
     )
-    problem = StageProblem(
-        options=(option,),
-        num_devices=groups,
-        num_layers=num_stages,
-        num_microbatches=num_microbatches,
-        schedule=Schedule(name),
-        limit_bytes=0,
-        host_devices=groups,
-        chunks=chunks,
-    )
-    return step_time_s(problem, [Stage(first=q, last=q + 1, option=0) for q in range(num_stages)])

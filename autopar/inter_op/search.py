@@ -102,7 +102,7 @@ class _Search:
             return (Rejection(source=SOURCE, why="a bound says that no pipeline is faster"),), False
         cuts, too_large = self.that_may_fit(cuts)
         if not cuts:
-            return (Rejection(source=SOURCE, why=f"no pipeline: {too_large}", is_note=True),), False
+            return (self.nothing(too_large),), False
         screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
         posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(
@@ -149,8 +149,12 @@ class _Search:
         found_any = any(isinstance(answer, StagePlan) for answer in answered.answers)
         slow = builder.best is None and found_any  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
-        nothing = Rejection(source=SOURCE, why=f"no pipeline: {why_no_pipeline(answered.answers)}", is_note=True)
+        nothing = self.nothing(why_no_pipeline(answered.answers))
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+
+    def nothing(self, why: str) -> Rejection:
+        """That there is no pipeline, and a note on it where no program fits either."""
+        return Rejection(source=SOURCE, why=f"no pipeline: {why}", is_note=self.context.to_beat_s == math.inf)
 
     def walks(self, step: SplitStep) -> bool:
         """Whether several stages are tried in one number of micro-batches, and by the tables in others from there on
@@ -290,7 +294,9 @@ class _Search:
         """
         context = self.context
         too_long_s = context.keep_tolerance * context.to_beat_s
-        return too_long_s == math.inf or least_pipeline_s(microbatched, context.cluster, context.request) < too_long_s
+        return too_long_s == math.inf or (
+            least_pipeline_s(microbatched, context.cluster, context.request, too_long_s) < too_long_s
+        )
 
     def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> OtherNumbers:
         """The numbers of micro-batches of one stage."""

@@ -4,6 +4,7 @@
     python -m benchmarks.decoder_grid --draws 20 --run 4      four of the small ones on four CPU devices beside jit
     python -m benchmarks.decoder_grid --draws 10 --memory     less and less memory, and every request that the search
                                                               may take itself: micro-batches, recomputation, recipes
+    python -m benchmarks.decoder_grid --memory --everyday nanogpt vit     the same of steps of `benchmarks.everyday`
     python -m benchmarks.decoder_grid --draws 500 --keep      also writes results/decoder_grid.md
     python -m benchmarks.decoder_grid --draws 60 --spread --rows rows.jsonl     each on one of the clusters, in turn
     python -m benchmarks.decoder_grid --of rows.jsonl --keep  the page of rows that were made before
@@ -35,6 +36,7 @@ from typing import Any
 import autopar
 from benchmarks.decoder_grid.model import drawn
 from benchmarks.decoder_grid.ways import FREE, requests, ways
+from benchmarks.everyday import STEPS as EVERYDAY
 from benchmarks.machine import description, markdown
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,7 +89,7 @@ def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
 
 
 def jobs_of(arguments: argparse.Namespace) -> list[Row]:
-    numbers = range(arguments.first, arguments.first + arguments.draws)
+    numbers = arguments.everyday or range(arguments.first, arguments.first + arguments.draws)
     if arguments.run:
         small = [n for n in numbers if n % 2 == 0][: arguments.run]
         names = list(ways(RUN_DEVICES))
@@ -176,6 +178,10 @@ def kept_jobs(path: Path) -> list[tuple[Row, list[Row]]]:
     return [({"number": number, "cluster": cluster}, rows) for (number, cluster, _), rows in found.items()]
 
 
+def _about(seed: int, number: int | str) -> str:
+    return "" if isinstance(number, str) else str(drawn(seed, number))
+
+
 def page(summary: Summary, draws: Collection[int], seed: int) -> str:
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(summary.kinds.items()))
     refusals = [[text, str(n)] for text, n in summary.refusals.most_common()]
@@ -192,6 +198,7 @@ def page(summary: Summary, draws: Collection[int], seed: int) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10, help="how many decoders")
+    parser.add_argument("--everyday", nargs="+", choices=list(EVERYDAY), metavar="STEP", help="these steps instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--processes", type=int, default=1, help="at a time")
@@ -223,7 +230,7 @@ def main() -> int:
     summary, draws = Summary(), set[int]()
     for job, rows in kept_jobs(arguments.of) if arguments.of else new_jobs(arguments):
         draws.add(job["number"])
-        print(f"{job['number']} {job['cluster']} {drawn(arguments.seed, job['number'])}", flush=True)
+        print(f"{job['number']} {job['cluster']} {_about(arguments.seed, job['number'])}", flush=True)
         for cells in summary.add(job, rows):
             print("   ", " | ".join(cells), flush=True)
     print(dict(summary.kinds))

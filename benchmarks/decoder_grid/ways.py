@@ -1,6 +1,8 @@
 """The ways in which a decoder is planned or run, and what comes of each; one process for several, a line for each.
 
 python -m benchmarks.decoder_grid.ways '{"seed": 0, "number": 4, "cluster": "dgx-h100x8", "ways": ["free"]}'
+
+The "number" of a job is that of a draw, or the name of one of `benchmarks.everyday.STEPS`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 import traceback
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -19,10 +22,12 @@ import autopar
 from autopar import recipes
 from autopar.errors import AutoparError
 from benchmarks.decoder_grid.model import Decoder, drawn
+from benchmarks.everyday import STEPS as EVERYDAY
 
 FREE = "free"
 STEPS, TOLERANCE = 2, 2e-4  # of runs beside plain jit; bfloat16 differs by more
 TOLERANCE_16 = 5e-2
+EVERYDAY_BATCH = 32  # so that there is a step in 32 micro-batches
 
 
 def ways(num_devices: int) -> dict[str, dict[str, Any]]:
@@ -51,6 +56,8 @@ def requests(num_devices: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {FREE: {}}
     for m in (1, 2, 4, 8, 16, 32):
         found[f"num_microbatches={m}"] = {"num_microbatches": m}
+    if num_devices > 1:
+        found["dp, zero=1"] = {"plan": recipes.combine(dp=num_devices, zero=1)}
     for zero, m, recompute in itertools.product((0, 3), (1, 4, 8, 16, 32), ("nothing", "matmuls", "input")):
         if (num_devices == 1 and zero) or (m == 1 and recompute != "nothing"):
             continue
@@ -63,10 +70,13 @@ def requests(num_devices: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def planned(decoder: Decoder, cluster: str, options: dict[str, Any]) -> dict[str, Any]:
-    state = jax.eval_shape(decoder.init, jax.random.key(0))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), decoder.batch_of(0))
-    plan = autopar.plan(decoder.step, state, batch, cluster=cluster, cache_dir=None, show_progress=False, **options)
+def planned(job: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    number = job["number"]
+    case = EVERYDAY[number](EVERYDAY_BATCH) if isinstance(number, str) else drawn(job["seed"], number)
+    example = case.batch_of(0) if isinstance(case, Decoder) else case.batch(0)
+    state = eqx.filter_eval_shape(case.init, jax.random.key(0))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
+    plan = autopar.plan(case.step, state, batch, cluster=job["cluster"], cache_dir=None, show_progress=False, **options)
     pipeline = plan.record.pipeline
     parts = "" if pipeline is None else f", {len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches"
     return {
@@ -96,7 +106,7 @@ def run(decoder: Decoder, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(job: dict[str, Any], name: str) -> dict[str, Any]:
-    decoder, cluster = drawn(job["seed"], job["number"]), job["cluster"]
+    cluster = job["cluster"]
     num_devices = autopar.Cluster.parse(cluster).num_devices if cluster else len(jax.devices())
     known = requests(num_devices) if job.get("requests") else ways(num_devices)
     options = dict(known[name])
@@ -104,7 +114,7 @@ def outcome(job: dict[str, Any], name: str) -> dict[str, Any]:
         options["memory_limit_bytes"] = int(job["memory_bytes"])
     begun_s = time.process_time()
     try:
-        found = planned(decoder, cluster, options) if cluster else run(decoder, options)
+        found = planned(job, options) if cluster else run(drawn(job["seed"], job["number"]), options)
     except AutoparError as error:
         found = {"refused": f"{type(error).__name__}: {error}".split("\n hint")[0][:600]}
     except Exception as error:

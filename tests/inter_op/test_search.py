@@ -317,8 +317,8 @@ def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
 @pytest.mark.parametrize(
     ("hosts", "step_time_s", "lost", "pays"),
     [
-        (1, 1.0, 0.2, False),
-        (1, 1.0, 0.4, True),
+        (1, 1.0, 0.08, False),
+        (1, 1.0, 0.12, True),
         (2, 1.0, 0.08, False),
         (2, 1.0, 0.12, True),
         (2, 0.004, 0.5, True),
