@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.compiler.comparison import best_program
-from autopar.compiler.sources import one_program
 from autopar.errors import SolverError
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.requested import requested_pipelines
+from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.plan.context import PlanningContext
@@ -29,7 +29,7 @@ def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCand
     with context.progress.pass_("price of the pins"):
         if isinstance(chosen, PipelineCandidate):
             return _record(pins, chosen.step_time_s, _free_stages_s(without), {})
-        free = best_program(without.after(one_program(without)))
+        free = best_program(without.after(mesh_candidates(without)))
         alone = _alone_s(fresh, chosen, pins)
     return _record(pins, chosen.step_time_s, free.step_time_s if free is not None else None, alone)
 

@@ -18,7 +18,7 @@ from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
-from autopar.intra_op.baselines import baseline_candidates, why_not_tried
+from autopar.intra_op.baselines import why_not_tried
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -55,7 +55,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         check_state_fits(context)
     context = _bound(context)
     if admits_one_program(context):
-        context = context.after(one_program(context))
+        context = context.after(mesh_candidates(context))
         context = context.after(advised(context))
         refuse_large_state(context)
     best = best_program(context)
@@ -124,12 +124,6 @@ def _bound(context: PlanningContext) -> PlanningContext:
     if binding.shares_sequences:
         check_attention(graph)
     return dataclasses.replace(context, graph=graph)
-
-
-def one_program(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
-    """The best program on each logical mesh, and the baselines."""
-    outcomes = list(mesh_candidates(context))
-    return [*outcomes, *baseline_candidates(context.after(outcomes))]
 
 
 def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:

@@ -25,6 +25,7 @@ SOURCE = "baselines"
 # Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
+MOST_AXES = 2  # of the meshes of these plans
 ALONG_LARGEST = "state split along its largest dimension"
 
 

@@ -1,10 +1,11 @@
-"""Source of candidates: one SPMD program over all devices, on each logical mesh."""
+"""Source of candidates: one SPMD program over all devices, on each logical mesh, and the manual plans of one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from autopar.cost.cost_model import cost_model
+from autopar.intra_op.baselines import MOST_AXES, baseline_candidates
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.mesh_choice import GAIN_OF_AN_AXIS, SOURCE, not_tried, worth_trying
@@ -16,16 +17,23 @@ from autopar.plan.context import PlanningContext, Rejection
 
 
 def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """The best plan on each logical mesh, or the reason for which there is none.
+    """The best plan on each logical mesh, or the reason for which there is none, and the baselines.
 
-    A rejection with a MemoryLimitError ends the search: no mesh can have a plan that fits.
+    Baselines come in front of the meshes of three axes, where a program fits already: they are on one axis or two and
+    take little time, and tell whether a third axis may pay (`worth_trying`). A rejection with a MemoryLimitError ends
+    the search: no mesh can have a plan that fits.
     """
     deadline = context.deadline
     may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
     meshes, found = logical_meshes(context), dict[LogicalMesh, Found]()
+    baselines: list[SpmdCandidate | Rejection] | None = None
     for number, (mesh, pins) in enumerate(meshes):
         candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
         fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
+        if baselines is None and fits and len(mesh.axis_sizes) > MOST_AXES:
+            baselines = list(baseline_candidates(context))
+            yield from baselines
+            context = context.after(baselines)
         if mesh in found:
             outcome: SpmdCandidate | Rejection = candidate_of(context, mesh, found[mesh])
         elif deadline.passed and fits:
@@ -59,3 +67,5 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
             context.weighed(outcome.step_time_s, outcome.peak_bytes)
         yield outcome
         context = context.after([outcome])
+    if baselines is None:
+        yield from baseline_candidates(context)

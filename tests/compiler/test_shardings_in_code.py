@@ -152,7 +152,7 @@ def test_advice_tells_what_the_authors_sharding_costs():
 
 def test_advice_that_is_faster_is_the_plan(monkeypatch):
     """As if the search had missed it."""
-    monkeypatch.setattr(sources, "one_program", lambda context: [])
+    monkeypatch.setattr(sources, "mesh_candidates", lambda context: [])
     monkeypatch.setattr(sources, "_pipelines_that_may_pay", lambda context, best: [])
     step, args = mlp(laid(mesh(2, 2), "data", "model")), arguments()
     found = parallel(step, 4)
