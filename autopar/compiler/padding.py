@@ -8,12 +8,12 @@ from autopar.compiler.whole_graph import whole_graph
 from autopar.frontend.pad_state import padded_step
 from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.split_steps import uneven_parts
 from autopar.inter_op.staged import default_chunks
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.scan_stacks import find_stacks
-from autopar.passes.split_scan import uneven_forms
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
@@ -58,7 +58,7 @@ def _chosen_forms(
     binding, num_stages = request.binding, request.num_stages or 1
     schedule = request.schedule or "1f1b"
     groups = mesh_of_stages(schedule, num_stages, request.chunks or default_chunks(schedule))
-    if len(groups) > 1 and (forms := uneven_forms(traced, len(groups), rules, groups)):
+    if len(groups) > 1 and (forms := uneven_parts(traced, rules, graphs, groups)):
         return forms
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}

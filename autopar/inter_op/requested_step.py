@@ -16,6 +16,7 @@ from autopar.inter_op.build_stages import (
 )
 from autopar.inter_op.followed_stages import schedule_beside
 from autopar.inter_op.search_space import few_bubbles, meshes_inside, submesh_sizes
+from autopar.inter_op.split_steps import split_step, whole_batch
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
 from autopar.inter_op.submeshes import part_of
@@ -23,7 +24,6 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_stages import balanced, more_layers
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
-from autopar.passes.split_scan import split_scans
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.schedule import mesh_of_stages
@@ -52,10 +52,11 @@ def requested_step(context: PlanningContext, hoist_casts: bool, keeps: bool = Tr
     chunks = request.chunks or default_chunks(name)
     num_stages = (request.num_stages or 1) * chunks
     sliced = followed.sliced if followed is not None else frozenset()
-    step = split_scans(traced, num_stages, rules, sliced, mesh_of_stages(name, num_stages // chunks, chunks))
+    groups = mesh_of_stages(name, num_stages // chunks, chunks)
+    step = split_step(traced, num_stages, rules, context.graphs, groups, sliced)
     parts = binding.example_parts(cluster.num_devices * chunks // num_stages) if binding is not None else 1
     num_microbatches = request.num_microbatches or few_bubbles(traced, num_stages, parts)
-    whole = context.graph if step.parts == 1 else None
+    whole = context.graph if step.parts == 1 else whole_batch(step, rules, context.graphs)
 
     def cut() -> MicrobatchedStep:
         return cut_layers(step, num_microbatches, rules, whole, hoist_casts=hoist_casts)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
-from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster_parts import WHOLE
 from autopar.inter_op.answered_problems import AnsweredProblems
@@ -36,11 +35,12 @@ from autopar.inter_op.search_space import (
     sizes_for,
     uneven_stages,
 )
+from autopar.inter_op.split_steps import split_step, whole_batch
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.remat_cheap import copies_state
-from autopar.passes.split_scan import SplitStep, divisors, finest_parts, split_scans
+from autopar.passes.split_scan import SplitStep, divisors, finest_parts
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
 from autopar.solver import StagePlan, best_stages
@@ -207,14 +207,12 @@ class _Search:
         """The step with its scans in so many parts, on these groups of devices, by default one of its own each: the
         same for every number of micro-batches.
         """
-        traced, rules = self.context.traced, self.context.rules
-        key = "split", groups or tuple(range(parts))
-        return self.context.graphs.of(traced, key, lambda: split_scans(traced, parts, rules, groups=groups))
+        return split_step(self.context.traced, parts, self.context.rules, self.context.graphs, groups)
 
     def microbatched(self, step: SplitStep, m: int) -> MicrobatchedStep:
         rules, whole = self.context.rules, self.context.graph
         if step.parts > 1:
-            whole = self.context.graphs.of(step.traced, "in parts", lambda: build_graph(step.traced, rules))
+            whole = whole_batch(step, rules, self.context.graphs)
         return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
 
     def confirms(self, results: Sequence[PipelineCandidate | Rejection]) -> bool:
