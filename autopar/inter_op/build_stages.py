@@ -217,8 +217,8 @@ def build(
         last_is_shorter=not microbatched.step.is_even,
     )
     meshes = [s.mesh for s in submeshes]
-    decider = StageDecider(stages, models, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
     task_costs, costs = TaskCosts(), [each.on(model) for each, model in zip(graphs.costs, models, strict=True)]
+    decider = StageDecider(stages, costs, meshes, limits.time_limit_s, pieces_of(microbatched), constraints, given)
     planned: list[PlannedStage] = []
 
     def staged(decisions: StageDecisions) -> StagedStep:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.cost.cost_model import CostModel
+from autopar.cost.cost_model import NodeCosts
 from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
@@ -36,13 +36,14 @@ class StageDecider:
 
     Isomorphic stages on equal meshes under equal weights share their decisions. Constraints and pins bind all stages.
     `pieces` gives the leaf that an input of the step is a slice of: all slices of a leaf have the layout that the
-    middle stage chooses, since it is like most others. `paired_ops` of the first stage are decided alike.
+    middle stage chooses, since it is like most others. `costs`: of each stage on its mesh. `paired_ops` of the first
+    stage are decided alike.
     """
 
     def __init__(
         self,
         stages: Sequence[StageGraph],
-        models: Sequence[CostModel],
+        costs: Sequence[NodeCosts],
         meshes: Sequence[LogicalMesh],
         time_limit_s: float,
         pieces: Mapping[int, int],
@@ -50,7 +51,8 @@ class StageDecider:
         given: GivenStageLayouts,
         paired_ops: Sequence[tuple[Op, Op]] = (),
     ) -> None:
-        self.stages, self.models, self.time_limit_s = stages, models, time_limit_s
+        self.stages, self.costs, self.time_limit_s = stages, costs, time_limit_s
+        self.models = [each.model for each in costs]
         self.pieces, self.constraints, self.given, self.paired_ops = pieces, constraints, given, paired_ops
         self.transfer_layouts = transfer_layouts_of(stages, meshes, constraints)
         self.shapes = [canonical_graph(stage.graph) for stage in stages]
@@ -86,7 +88,7 @@ class StageDecider:
             if key not in self.problems:
                 args = (
                     self.stages[at],
-                    self.models[at],
+                    self.costs[at],
                     self.transfer_layouts[at],
                     fixed,
                     self.constraints,

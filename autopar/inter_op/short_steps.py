@@ -183,8 +183,9 @@ def estimate(
     submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage, cluster), microbatched.step
     models = [model_of(cluster, s) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
+    costs = [graphs.costs[0].on(models[0])]
     decider = StageDecider(
-        graphs.stages, models, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops
+        graphs.stages, costs, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops
     )
 
     def simulated(at: StageGraph, costs: CostsOnMeshes, sharding: ShardingPlan) -> StagedStep:

@@ -21,6 +21,7 @@ from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
+from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
@@ -196,7 +197,7 @@ def transfer_layouts_of(
 
 def stage_problem(
     stage: StageGraph,
-    model: CostModel,
+    costs: NodeCosts,
     transfers: TransferLayouts,
     fixed: Mapping[int, Layout] | None = None,
     constraints: Constraints | None = None,
@@ -205,11 +206,13 @@ def stage_problem(
 ) -> IntraOp:
     """The ILP of one stage on its mesh, over its forward, backward and update operations; pairs are decided alike.
 
-    `fixed`: the one layout of an argument (by value). Raises: InvalidArgumentError for a pin that a value cannot have.
+    `costs`: of its graph on its mesh, which know other programs of these. `fixed`: the one layout of an argument (by
+    value). Raises: InvalidArgumentError for a pin that a value cannot have.
     """
     received, sent = transfers
     layouts = GivenLayouts(fixed=fixed or {}, transfers=sent, arrivals=received, pins=pins or {})
-    return IntraOp(stage.graph, model, layouts, constraints=constraints, paired_ops=paired_ops)
+    tables = SharedTables(stage.graph, costs.model, costs=costs)
+    return IntraOp(stage.graph, costs.model, layouts, constraints=constraints, paired_ops=paired_ops, tables=tables)
 
 
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:

@@ -48,29 +48,6 @@ class NodeMask:
         return np.all([self.allowed, *(wish.granted for wish in self.wishes)], axis=0)
 
 
-class _LayoutPairs:
-    """What holds of pairs of layouts, worked out once for each: the same few are in the lists of many nodes."""
-
-    def __init__(self) -> None:
-        self.number: dict[Layout, int] = {}
-        self.known = np.full((0, 0), -1, np.int8)  # by the numbers of both; -1: not worked out
-
-    def of(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], holds: Callable[[Layout, Layout], bool]
-    ) -> np.ndarray:
-        """Whether it holds of each source with each target."""
-        rows, columns = (
-            np.array([self.number.setdefault(at, len(self.number)) for at in of], np.intp) for of in (sources, targets)
-        )
-        more = len(self.number) - len(self.known)
-        self.known = np.pad(self.known, (0, more), constant_values=-1)
-        for i, j in np.argwhere(self.known[np.ix_(rows, columns)] < 0):
-            pair = rows[i], columns[j]
-            if self.known[pair] < 0:  # a layout may stand in a list several times
-                self.known[pair] = holds(sources[i], targets[j])
-        return self.known[np.ix_(rows, columns)].astype(bool)
-
-
 class Masks:
     """The masks of the nodes and edges of a choice graph under constraints."""
 
@@ -80,7 +57,10 @@ class Masks:
         self._allowed: dict[tuple, np.ndarray] = {}
         self._wishes: dict[tuple, list[tuple[int, np.ndarray]]] = {}
         self._pairs: dict[tuple, np.ndarray] = {}
-        self._layout_pairs: dict[tuple, _LayoutPairs] = {}  # of the values that constraints treat alike
+        # Constraints treat values with equal ones of these alike, whose numbers are quicker to compare.
+        numbers: dict[tuple, int] = {}
+        kinds = ((v.dimensions, v.sides, v.purpose) for v in graph.values)
+        self._kinds = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
         self.nodes = self._nodes()
 
     def _nodes(self) -> dict[int, NodeMask]:
@@ -138,18 +118,17 @@ class Masks:
         self, value: int, layouts: tuple[Layout, ...], allows: Callable[..., np.ndarray] | None = None
     ) -> np.ndarray:
         """Which layouts of a value the constraints allow."""
-        v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.sides, v.purpose, allows.__name__ if allows is not None else "")
+        key = (id(layouts), self._kinds[value], allows.__name__ if allows is not None else "")
         if key not in self._allowed:
-            self._allowed[key] = (allows or self.constraints.allowed)(v, layouts)
+            self._allowed[key] = (allows or self.constraints.allowed)(self.graph.values[value], layouts)
         return self._allowed[key]
 
     def _wished(
         self, value: int, layouts: tuple[Layout, ...], required: Callable[[Value], Sequence[bool]], is_kept: bool
     ) -> list[Wish]:
-        v = self.graph.values[value]
-        key = (id(layouts), v.dimensions, v.sides, v.purpose, required.__name__)
+        key = (id(layouts), self._kinds[value], required.__name__)
         if key not in self._wishes:
+            v = self.graph.values[value]
             self._wishes[key] = self.constraints.split(v, layouts, required(v))
         return [Wish(value=value, axis=a, granted=g, is_kept=is_kept) for a, g in self._wishes[key]]
 
@@ -160,15 +139,15 @@ class Masks:
             return None
         return self._pairs_of(reshard, self.constraints.may_become)
 
-    def _pairs_of(self, reshard: Reshard, may: Callable[[Value, Layout, Layout], bool]) -> np.ndarray:
+    def _pairs_of(self, reshard: Reshard, holds: Callable[..., np.ndarray]) -> np.ndarray:
         v, sources = self.graph.values[reshard.value], reshard.source.layouts
         is_transfer = self.choices.nodes[reshard.source.node].kind == "transfer"
-        key = (is_transfer or id(sources), id(reshard.target.layouts), v.dimensions, v.purpose, may.__name__)
+        kind = self._kinds[reshard.value]
+        key = (is_transfer or id(sources), id(reshard.target.layouts), kind, holds.__name__)
         if is_transfer:  # how a value crosses between stages binds nobody: it is as good as whole
             sources = (replicated(len(v.shape)),)
         if key not in self._pairs:
-            known = self._layout_pairs.setdefault((v.dimensions, v.purpose, may.__name__), _LayoutPairs())
-            self._pairs[key] = known.of(sources, reshard.target.layouts, lambda a, b: may(v, a, b))
+            self._pairs[key] = holds(v, sources, reshard.target.layouts)
         return self._pairs[key]
 
     # Giving up

@@ -20,11 +20,13 @@ class SharedTables:
 
     The search on a mesh, the baselines on it and recipes differ in what they fix and forbid only. `graph` is with or
     without the semantics of its values, which tell nothing but the order in which axes split a dimension. `partials` of
-    the graph, where they are known.
+    the graph, and `costs` of it on the mesh, where they are known.
     """
 
-    def __init__(self, graph: OpGraph, model: CostModel, partials: Partials | None = None) -> None:
-        self.graph, self.model, self.costs = graph, model, NodeCosts(graph, model)
+    def __init__(
+        self, graph: OpGraph, model: CostModel, partials: Partials | None = None, costs: NodeCosts | None = None
+    ) -> None:
+        self.graph, self.model, self.costs = graph, model, costs or NodeCosts(graph, model)
         self.partials = find_partials(graph) if partials is None else partials
         # With the weights by whose ids they are known, so that the ids stay theirs.
         self._built: dict[tuple, tuple[Weights, Ilp]] = {}

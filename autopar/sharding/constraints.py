@@ -7,7 +7,7 @@ split examples and nothing else, ZeRO lets it split state too, tensor parallelis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -108,12 +108,41 @@ class Constraints:
 
     def allowed(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts the axes allow for a value; partial ones as the split beside the sum."""
-        return np.array([self.allows(value, layout) for layout in layouts], bool)
+        dims, counts_examples, closed = range(len(value.shape)), _counts_examples(value), 0
+        for axis, use in enumerate(self.axes):
+            closed |= self._splits(axis, [d for d in dims if not self.may_split(use, value, d)])
+            if counts_examples and not use.may_be_partial_sum:
+                closed |= self._splits(axis, [len(dims)])
+        return (self._bits(value, layouts) & closed) == 0
 
     def allows(self, value: Value, layout: Layout) -> bool:
-        if any(not self.axes[axis].may_be_partial_sum and _counts_examples(value) for axis in layout.partial):
-            return False
-        return all(self.may_split(self.axes[axis], value, d) for d, axes in enumerate(layout.dims) for axis in axes)
+        return bool(self.allowed(value, [layout])[0])
+
+    def _splits(self, axis: int, dims: Iterable[int]) -> int:
+        """The bits of a layout that say that an axis splits dimensions, or for one behind them all that the value is
+        partial over it.
+        """
+        return sum(1 << (d * len(self.axes) + axis) for d in dims)
+
+    def _bits(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Each layout of a value as a number, a bit for each axis on each dimension and for each partial one: thousands
+        are compared at once.
+        """
+        rank, n, known = len(value.shape), len(self.axes), dict[Layout, int]()
+        for at in layouts:
+            if at not in known:
+                bits = 0
+                for d, axes in enumerate(at.dims):
+                    for axis in axes:
+                        bits |= 1 << (d * n + axis)
+                for axis in at.partial:
+                    bits |= 1 << (rank * n + axis)
+                known[at] = bits
+        return self._array(value, [known[at] for at in layouts])
+
+    def _array(self, value: Value, bits: Sequence[int]) -> np.ndarray:
+        num_bits = (len(value.shape) + 1) * len(self.axes)
+        return np.array(bits, np.int64 if num_bits < 63 else object)
 
     def may_split(self, use: AxisUse, value: Value, d: int) -> bool:
         """Whether an axis may split a dimension of a value."""
@@ -174,12 +203,14 @@ class Constraints:
 
     def split(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[bool]) -> list[tuple[int, np.ndarray]]:
         """Of the wanted axes those over which the axes before them leave a value split, and the layouts that are so."""
-        good, found = self.allowed(value, layouts), []
+        if not any(wanted):
+            return []
+        good, bits, found = self.allowed(value, layouts), self._bits(value, layouts), []
+        # A sum that is still to be reduced is in parts too; one over micro-batches must not wait for its end.
+        waits = value.purpose is not Purpose.ACCUMULATOR
         for axis, is_wanted in enumerate(wanted):
             if is_wanted:
-                # A sum that is still to be reduced is in parts too; one over micro-batches must not wait for its end.
-                waits = value.purpose is not Purpose.ACCUMULATOR
-                split = np.array([axis in at.sharded_axes or (waits and axis in at.partial) for at in layouts])
+                split = (bits & self._splits(axis, range(len(value.shape) + waits))) != 0
                 if (good & split).any():
                     good = good & split
                     found.append((axis, split))
@@ -191,44 +222,51 @@ class Constraints:
         """
         if value.purpose is Purpose.ACTIVATION or not any(use.exchanges for use in self.axes):
             return np.ones(len(layouts), bool)
-        return np.array([not self._is_exchanged(value, layout) for layout in layouts], bool)
+        exchanged = 0
+        for axis, use in enumerate(self.axes):
+            if not _is_score(value, use.exchanges):
+                dims = [d for d, names in enumerate(value.dimensions) if names.intersection(use.exchanges)]
+                exchanged |= self._splits(axis, dims)
+        return (self._bits(value, layouts) & exchanged) == 0
 
-    def _is_exchanged(self, value: Value, layout: Layout) -> bool:
-        split = ((value.dimensions[d], self.axes[axis]) for d, axes in enumerate(layout.dims) for axis in axes)
-        return any(names.intersection(use.exchanges) and not _is_score(value, use.exchanges) for names, use in split)
-
-    def gathers_weights(self, value: Value, source: Layout, target: Layout) -> bool:
-        """Whether weights are gathered over an axis in whose parts operations must read them."""
-        uses = [
-            a
-            for a, use in enumerate(self.axes)
-            if value.purpose in use.must_shard and value.purpose in use.must_read_sharded
-        ]
+    def gathers_weights(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """Whether weights are gathered over an axis in whose parts operations must read them: a row for each layout
+        that they lie in, a column for each that they are laid in.
+        """
+        rank, found = len(value.shape), np.zeros((len(sources), len(targets)), bool)
         if value.purpose in (Purpose.BATCH, Purpose.ACTIVATION):
-            return False
-        return any(a in source.sharded_axes and a not in (*target.sharded_axes, *target.partial) for a in uses)
+            return found
+        rows, columns = self._bits(value, sources)[:, None], self._bits(value, targets)[None, :]
+        for axis, use in enumerate(self.axes):
+            if value.purpose in use.must_shard and value.purpose in use.must_read_sharded:
+                is_split = (rows & self._splits(axis, range(rank))) != 0
+                found |= is_split & ((columns & self._splits(axis, range(rank + 1))) == 0)
+        return found
 
-    def may_become(self, value: Value, source: Layout, target: Layout) -> bool:
-        """Whether a value that lies in one layout may be laid in another: what its axes may newly split.
+    def may_become(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """Whether a value that lies in one layout may be laid in another, a row for each source and a column for each
+        target: what its axes may newly split.
 
         A sum that is reduced comes to lie whole, and no activation is cut, but where `AxisUse.may_slice` says so.
         """
-        for d, axes in enumerate(target.dims):
-            for axis in axes:
-                use, names = self.axes[axis], value.dimensions[d] if value.dimensions else frozenset()
-                if (
-                    axis in source.dims[d]
-                    or names.intersection(use.may_slice)
-                    or (use.may_slice_unnamed and names <= _WIDTHS)
-                ):
-                    continue
-                if axis in source.sharded_axes and names.intersection(use.exchanges):
-                    continue
-                if axis in source.partial and value.purpose not in use.may_shard:
-                    return False
-                if value.purpose is Purpose.ACTIVATION:
-                    return False
-        return True
+        closed = {source: self._may_not_cut(value, source) for source in dict.fromkeys(sources)}
+        rows = self._array(value, [closed[source] for source in sources])
+        return (rows[:, None] & self._bits(value, targets)[None, :]) == 0
+
+    def _may_not_cut(self, value: Value, source: Layout) -> int:
+        """The splits, as bits, that a value which lies in a layout may not have in another one."""
+        closed, dims = 0, value.dimensions or (frozenset(),) * len(value.shape)
+        for axis, use in enumerate(self.axes):
+            sums = axis in source.partial and value.purpose not in use.may_shard
+            if not sums and value.purpose is not Purpose.ACTIVATION:
+                continue
+            is_split = axis in source.sharded_axes
+            for d, names in enumerate(dims):
+                may_slice = names.intersection(use.may_slice) or (use.may_slice_unnamed and names <= _WIDTHS)
+                exchanged = is_split and names.intersection(use.exchanges)
+                if axis not in source.dims[d] and not may_slice and not exchanged:
+                    closed |= self._splits(axis, [d])
+        return closed
 
 
 # What to do where decisions under pins contradict each other: recipes are relaxed then.
