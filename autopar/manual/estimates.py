@@ -21,7 +21,7 @@ from autopar.inter_op.requested_step import requested_step
 from autopar.ir.graph import Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Outcome, Problem
-from autopar.manual.walks import LINE_ERROR
+from autopar.manual.walks import LINE_ERROR, least_bubbles
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
@@ -43,16 +43,6 @@ def _most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> in
     dims = range(len(value.shape))
     uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
     return math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
-
-
-def least_bubbles(stages: int, m: int) -> float:
-    """How many times as long as without bubbles m micro-batches take at least in 1F1B.
-
-    A stage works on all micro-batches, and waits for one pass forward and one back through all stages before it. With
-    w(q) seconds of stage q for a micro-batch, the step takes m w(q) + w(0) + ... + w(q - 1) at least; it is shortest
-    where these are equal, with a sum of all w of the step's time multiplied by 1 - (1 - 1/m)**stages.
-    """
-    return stages / (m * (1 - (1 - 1 / m) ** stages))
 
 
 class Estimates:

@@ -68,7 +68,13 @@ def outcome_of(plan: Plan) -> Outcome:
     """What a plan comes to, on the device that comes nearest to its limit."""
     full = fullest(plan.record)
     assert full.limit_bytes is not None, "make_plan always has a limit"
-    return Outcome(step_time_s=plan.predicted.step_time_s, peak_bytes=full.peak_bytes, limit_bytes=full.limit_bytes)
+    predicted = plan.predicted
+    return Outcome(
+        step_time_s=predicted.step_time_s,
+        peak_bytes=full.peak_bytes,
+        limit_bytes=full.limit_bytes,
+        work_s=(1 - predicted.bubble_fraction) * predicted.step_time_s if plan.record.pipeline is not None else 0.0,
+    )
 
 
 def _state_error(problem: Problem, outcome: Outcome) -> MemoryLimitError:

@@ -55,7 +55,8 @@ class Attempt:
 class Outcome:
     """What an attempt came to; no time where a plan was refused for the memory it needs. `too_slow`: the time is a
     lower bound, which other settings are below, of this recomputation in any number of micro-batches. `of_state`: the
-    peak is that of the state alone, which every number of micro-batches and all recomputation have.
+    peak is that of the state alone, which every number of micro-batches and all recomputation have. `work_s`: of a plan
+    with stages the seconds in which a device waits for no other stage, in the mean.
     """
 
     step_time_s: float
@@ -63,6 +64,7 @@ class Outcome:
     limit_bytes: int
     too_slow: bool = False
     of_state: bool = False
+    work_s: float = 0.0
 
     @property
     def fits(self) -> bool:

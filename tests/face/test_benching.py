@@ -12,10 +12,9 @@ import autopar
 from autopar import recipes
 from autopar.benching import problem_of
 from autopar.errors import InvalidArgumentError, MemoryLimitError
-from autopar.manual.estimates import least_bubbles
 from autopar.manual.making import made_of
 from autopar.manual.settings import Outcome, Point, Problem
-from autopar.manual.walks import more_stages_are_slower
+from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
@@ -195,6 +194,22 @@ def test_deeper_pipelines_are_left_out_once_they_became_slower():
     assert not more_stages_are_slower(at(8, examples=2), slower)
     assert not more_stages_are_slower(at(8), {at(2): took(1.5), at(4): took(1.0)})
     assert not more_stages_are_slower(at(8), {at(2): took(1.0, peak_bytes=3), at(4): took(1.5)})  # they need the memory
+
+
+def test_schedules_and_smaller_micro_batches_of_what_works_too_long_are_left_out():
+    def at(**others):
+        return Point(**{"tp": 4, "pp": 2, "zero": 1, "examples": 4, "recompute": "input"} | others)
+
+    def seen(work_s):
+        slow = Outcome(step_time_s=4.0, peak_bytes=1, limit_bytes=2, work_s=work_s)
+        return {at(): slow, at(recompute="matmuls"): Outcome(step_time_s=3.0, peak_bytes=1, limit_bytes=2, work_s=2.0)}
+
+    assert takes_too_long(at(schedule="zb-h1"), 4, seen(3.2))
+    assert not takes_too_long(at(schedule="zb-h1"), 4, seen(3.1))  # within what the work may differ
+    assert takes_too_long(at(examples=2), 8, seen(3.1))  # 1F1B has bubbles beside
+    assert not takes_too_long(at(examples=8), 2, seen(3.2))  # larger ones may be less work
+    assert not takes_too_long(at(schedule="zb-h1", pp=4), 4, seen(3.2))
+    assert not takes_too_long(at(recompute="nothing", schedule="zb-h1"), 4, seen(3.2))
 
 
 def test_rows_without_a_plan_come_last():
