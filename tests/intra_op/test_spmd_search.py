@@ -55,6 +55,24 @@ def test_three_axes_are_left_out_where_two_were_shown_to_gain_nothing():
     assert worth_trying(cube, after.after([rejected((2, 4), 0.9 * row.step_time_s)]))
 
 
+def test_baselines_tell_whether_a_third_axis_may_pay(monkeypatch):
+    """Two axes gain a tenth over what is searched for on one, which says nothing where a baseline on one does too."""
+    context, searched = context_on(slow_cluster()), []
+    (row, *_) = mesh_candidates(context)
+
+    def search(context, model, *_, **__):
+        searched.append(model.links.mesh.axis_sizes)
+        return row if len(searched) == 1 else rejected(searched[-1], 0.9 * row.step_time_s)
+
+    monkeypatch.setattr("autopar.intra_op.mesh_candidates.search_mesh", search)
+    for baselines in ([], [rejected((8,), 0.9 * row.step_time_s)]):
+        monkeypatch.setattr("autopar.intra_op.mesh_candidates.baseline_candidates", lambda _, of=baselines: of)
+        searched.clear()
+        *_, last = mesh_candidates(context)
+        assert searched == [(8,), (2, 4), (2, 2, 2)][: 2 if baselines else 3]
+        assert last.why.startswith("not tried") == bool(baselines)
+
+
 @pytest.mark.parametrize("cluster", [slow_cluster(4), Cluster.preset("dgx-h100")], ids=["no overlap", "overlap"])
 def test_a_mesh_that_cannot_win_is_not_evaluated_and_says_so(cluster):
     """Beside a program that takes a thousandth of the time."""
