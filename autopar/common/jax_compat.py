@@ -264,6 +264,19 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def shapes_made(eqn: Any, operands: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes that an equation makes of operands of other shapes. Raises: TypeError or ValueError where it does not
+    take them.
+    """
+    if jaxprs_in(eqn):  # these have sizes of their own, which binding checks
+        structs = [jax.ShapeDtypeStruct(at, a.aval.dtype) for at, a in zip(operands, eqn.invars, strict=True)]
+        return [tuple(out.shape) for out in jax.eval_shape(lambda *args: bind(eqn, args), *structs)]
+    with _context(eqn):  # without a trace, which takes longer
+        avals = [jax.core.ShapedArray(at, a.aval.dtype) for at, a in zip(operands, eqn.invars, strict=True)]
+        made, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+    return [tuple(out.shape) for out in (made if eqn.primitive.multiple_results else [made])]
+
+
 def jaxprs_in(eqn: Any) -> list[Any]:
     """The open jaxprs among the parameters of an equation."""
     params = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]

@@ -183,10 +183,8 @@ def estimate(
     submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage, cluster), microbatched.step
     models = [model_of(cluster, s) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
-    costs = [graphs.costs[0].on(models[0])]
-    decider = StageDecider(
-        graphs.stages, costs, meshes, limits.time_limit_s, {}, constraints, GivenStageLayouts(), paired_ops
-    )
+    known, given = [graphs.costs[0].on(models[0])], GivenStageLayouts()
+    decider = StageDecider(graphs.stages, known, meshes, limits.time_limit_s, {}, constraints, given, paired_ops)
 
     def simulated(at: StageGraph, costs: CostsOnMeshes, sharding: ShardingPlan) -> StagedStep:
         planned = planned_stage(0, at, costs.on(models[0]), sharding, graphs.schedule.mesh_of_stage[0], 0)

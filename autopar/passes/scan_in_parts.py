@@ -293,12 +293,11 @@ def _of_parts(
 
 def _fits(small: Any, operands: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether an equation takes operands of these shapes and makes results of those."""
-    variables = [jax.ShapeDtypeStruct(shape, a.aval.dtype) for shape, a in zip(operands, small.invars, strict=True)]
     try:
-        outs = jax.eval_shape(lambda *args: jax_compat.bind(small, args), *variables)
+        made = jax_compat.shapes_made(small, operands)
     except (TypeError, ValueError):
         return False  # sizes in its parameters that are not known here
-    return [tuple(o.shape) for o in outs] == list(shapes)
+    return made == list(shapes)
 
 
 def _hashable(eqn: Any) -> list[Any]:
