@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
@@ -10,7 +11,8 @@ from autopar.common.progress import Progress
 from autopar.compiler import whole_graph
 from autopar.compiler.planner import make_plan
 from autopar.frontend.tracing import trace
-from autopar.inter_op import requested_step
+from autopar.inter_op import requested_step, split_steps
+from autopar.plan.options import Attention
 from autopar.plan.plan import Trees
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
@@ -41,6 +43,45 @@ def test_plans_that_share_graphs_are_those_that_each_would_be(monkeypatch):
     counted(monkeypatch, requested_step, "cut_layers", calls)
     assert [plan(request, graphs) for request in REQUESTS] == alone
     assert calls == ["build_graph", "cut_layers"]
+
+
+def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monkeypatch):
+    """And interleaved stages, whose parts are others, share the traces of a micro-batch with them."""
+    traces, calls = [], []
+
+    def step(params, batch):
+        traces.append(batch.shape)
+
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)
+            return (x**2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    state, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 16, 16), (8, 16)))
+    trees = Trees(
+        arguments=(jax.tree.structure(state), jax.tree.structure(batch)),
+        names=("params", "batch"),
+        donated=frozenset({0}),
+        batch=frozenset({1}),
+    )
+    traced = trace(step, (state, batch), names=("params", "batch"), donate=(0,), batch=(1,))
+    traced = dataclasses.replace(traced, blockwise_attention=True)  # whose micro-batches are traced
+    options = [{"num_microbatches": 2}, {"num_microbatches": 4}, {"num_microbatches": 2, "schedule": "interleaved"}]
+    requests = [recipes.pipeline(2, **each).request for each in options]
+    requests = [dataclasses.replace(each, attention=Attention.BLOCKWISE) for each in requests]
+
+    def plan(request, shared=None):
+        return make_plan(traced, trees, slow_cluster(2), request, RuleBook(), Progress("", show=False), shared).record
+
+    alone = [plan(request) for request in requests]
+    counted(monkeypatch, split_steps, "split_scans", calls)
+    counted(monkeypatch, split_steps, "build_graph", calls)
+    traces.clear()
+    graphs = StepGraphs()
+    assert [plan(request, graphs) for request in requests] == alone
+    assert calls == 2 * ["split_scans", "build_graph"]
+    assert traces == [(4, 16), (2, 16)]
 
 
 def counted(monkeypatch, module, name, calls):
