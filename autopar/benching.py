@@ -126,12 +126,10 @@ def bench(
     rows: list[BenchRow] = []
     for cluster in named:
         placed = parallel if cluster is None else on_cluster(parallel, as_cluster(cluster))
-        found = _on_one_cluster(placed, args, recipes)
+        found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "")
         if measure:
             found = _measured(placed, args, found, seconds)
-        rows += [
-            dataclasses.replace(row, cluster=cluster) if isinstance(cluster, str) else row for row in ranked(found)
-        ]
+        rows += ranked(found)
     return Bench(step=parallel.__name__, rows=tuple(rows))
 
 
@@ -155,16 +153,19 @@ def _check_measured_here(clusters: Sequence[Cluster | str | None]) -> None:
 
 
 def _on_one_cluster(
-    step: Step, args: Sequence[Any], recipes: Mapping[str, Way] | Iterable[Way] | None
+    step: Step, args: Sequence[Any], recipes: Mapping[str, Way] | Iterable[Way] | None, text: str
 ) -> list[BenchRow]:
+    """A row for each way. `text` is the cluster as the user wrote it, where that was text."""
     problem = problem_of(step, *args)
+    cluster = text or problem.cluster.name
+    progress = Progress(f"{step.__name__} on {cluster}", show=step._options.show_progress)
     ways = _ways_by_name(problem, recipes)
-    progress = Progress(f"autopar bench {step.__name__}", show=step._options.show_progress)
+    logger.info("%s on %s: plans %s", step.__name__, cluster, ", ".join(ways))
     rows = []
     with collected_seldom():
-        for name, way in ways.items():
-            with progress.pass_(f"{name} on {problem.cluster.name}"):
-                row = _row(problem, name, way)
+        for at, (name, way) in enumerate(ways.items(), 1):
+            with progress.pass_(f"{name} ({at} of {len(ways)})"):
+                row = dataclasses.replace(_row(problem, name, way, progress), cluster=cluster)
             if row.record is not None and row.record.pipeline is None:
                 problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
@@ -231,9 +232,9 @@ def problem_of(step: Step, *args: Any) -> Problem:
     )
 
 
-def _row(problem: Problem, name: str, way: Walk | Plan) -> BenchRow:
+def _row(problem: Problem, name: str, way: Walk | Plan, progress: Progress) -> BenchRow:
     """What a way comes to."""
-    made = _of_plan(problem, way) if isinstance(way, Plan) else made_of(problem, way)
+    made = _of_plan(problem, way) if isinstance(way, Plan) else made_of(problem, way, progress=progress)
     outcome, error = made.outcome, made.error
     fits = made.plan is not None and outcome is not None and outcome.fits
     if error is None and not made.attempts:
