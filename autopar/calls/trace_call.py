@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.step_options import DEFAULT_ARGNUMS
