@@ -79,8 +79,8 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """The share of the step's time that any other plan could save at most, by the model of costs: a proven bound,
-        but a loose one. It is all but computation that every device has its share of, as if nothing were sent and each
+        """The share of the step's time that any other plan could save at most, by the model of costs. This bound is
+        proven, but a loose one. It is all but computation that every device has its share of, as if nothing were sent and each
         device's part of a kernel took its part of the time. Hence a plan may be the best and its gap large, above all
         of a small step, whose kernels take their time however small they are: 7/8 of a step that runs whole on each of
         eight devices. None where it is not known, as of an old file.
