@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.benching import problem_of
+from autopar.benching import INTERRUPTED, problem_of
 from autopar.common.units import text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.manual.estimates import least_bubbles
@@ -253,6 +253,37 @@ def test_a_row_tells_between_which_times_half_of_its_measured_steps_lie(wide):
     measured = dataclasses.replace(other, measured_s=0.02, quartiles_s=(0.015, 0.03))
     assert measured.beside(best) == f"{other.loses(best)}; half of the measured steps took 15 ms to 30 ms"
     assert best.beside(best) == "the fastest"
+
+
+def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
+    """Ctrl-C after minutes does not lose them; the rest is neither planned nor on further clusters."""
+    made = []
+
+    def interrupted(problem, way, **options):
+        made.append(way)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return made_of(problem, way, **options)
+
+    monkeypatch.setattr("autopar.benching.made_of", interrupted)
+    step = autopar.parallelize(mlp_step, **OPTIONS)
+    found = autopar.bench(
+        step,
+        MLP_STATE,
+        MLP_BATCH,
+        clusters=["dgx-h100", "dgx-a100-80g"],
+        recipes=["tensor_parallel(size=2)", "zero(3)"],
+    )
+    assert [(row.name, row.why) for row in found.rows] == [
+        ("search", ""),
+        ("tensor_parallel(size=2)", INTERRUPTED),
+        ("zero(3)", INTERRUPTED),
+    ]
+    assert found.best().name == "search"
+    assert f"zero(3): {INTERRUPTED}" in str(found)
+    made[:] = [None]
+    with pytest.raises(KeyboardInterrupt):
+        autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100")
 
 
 def test_what_is_told_while_ways_are_planned_names_the_cluster_as_it_was_written(caplog):
