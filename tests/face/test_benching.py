@@ -266,14 +266,9 @@ def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
         return made_of(problem, way, **options)
 
     monkeypatch.setattr("autopar.benching.made_of", interrupted)
-    step = autopar.parallelize(mlp_step, **OPTIONS)
-    found = autopar.bench(
-        step,
-        MLP_STATE,
-        MLP_BATCH,
-        clusters=["dgx-h100", "dgx-a100-80g"],
-        recipes=["tensor_parallel(size=2)", "zero(3)"],
-    )
+    step, clusters = autopar.parallelize(mlp_step, **OPTIONS), ["dgx-h100", "dgx-a100-80g"]
+    ways = ["tensor_parallel(size=2)", "zero(3)"]
+    found = autopar.bench(step, MLP_STATE, MLP_BATCH, clusters=clusters, recipes=ways)
     assert [(row.name, row.why) for row in found.rows] == [
         ("search", ""),
         ("tensor_parallel(size=2)", INTERRUPTED),
