@@ -40,6 +40,7 @@ from autopar.verification import compare_numbers, rounding_of
 
 COLUMNS = 100
 SEARCH = "search"
+INTERRUPTED = "not planned: interrupted"
 # What can be compared: the name of a way, a recipe or its text, a plan or the file that it was saved in.
 Way = Recipe | Plan | str
 logger = logging.getLogger("autopar")
@@ -102,7 +103,7 @@ def bench(
     Manual ways are data parallelism, ZeRO-1, FSDP (ZeRO-3), hybrid sharding, tensor parallelism, also with FSDP,
     pipelines, also with tensor parallelism, sequence and expert parallelism, as far as the step and the cluster have a
     use for them. Of each, sizes, micro-batches and recomputation are found by bounds and estimates. The logger
-    "autopar" says at level INFO what each came to.
+    "autopar" says at level INFO what each came to. Ctrl-C ends the comparison with the ways that are planned by then.
 
     Args:
         step: A step of `autopar.parallelize` without a plan or a recipe, which keeps its options, or a function.
@@ -126,12 +127,13 @@ def bench(
     rows: list[BenchRow] = []
     for cluster in named:
         placed = parallel if cluster is None else on_cluster(parallel, as_cluster(cluster))
-        found = _on_one_cluster(placed, args, recipes)
-        if measure:
+        found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "")
+        is_interrupted = any(row.why == INTERRUPTED for row in found)
+        if measure and not is_interrupted:
             found = _measured(placed, args, found, seconds)
-        rows += [
-            dataclasses.replace(row, cluster=cluster) if isinstance(cluster, str) else row for row in ranked(found)
-        ]
+        rows += ranked(found)
+        if is_interrupted:
+            break
     return Bench(step=parallel.__name__, rows=tuple(rows))
 
 
@@ -155,16 +157,27 @@ def _check_measured_here(clusters: Sequence[Cluster | str | None]) -> None:
 
 
 def _on_one_cluster(
-    step: Step, args: Sequence[Any], recipes: Mapping[str, Way] | Iterable[Way] | None
+    step: Step, args: Sequence[Any], recipes: Mapping[str, Way] | Iterable[Way] | None, text: str
 ) -> list[BenchRow]:
+    """A row for each way. `text` is the cluster as the user wrote it, where that was text."""
     problem = problem_of(step, *args)
+    cluster = text or problem.cluster.name
+    progress = Progress(f"{step.__name__} on {cluster}", show=step._options.show_progress)
     ways = _ways_by_name(problem, recipes)
-    progress = Progress(f"autopar bench {step.__name__}", show=step._options.show_progress)
-    rows = []
+    logger.info("%s on %s: plans %s", step.__name__, cluster, ", ".join(ways))
+    rows: list[BenchRow] = []
+    is_interrupted = False
     with collected_seldom():
-        for name, way in ways.items():
-            with progress.pass_(f"{name} on {problem.cluster.name}"):
-                row = _row(problem, name, way)
+        for at, (name, way) in enumerate(ways.items(), 1):
+            row = BenchRow(name=name, cluster=cluster, examples=problem.examples, why=INTERRUPTED)
+            try:
+                if not is_interrupted:
+                    with progress.pass_(f"{name} ({at} of {len(ways)})"):
+                        row = dataclasses.replace(_row(problem, name, way, progress), cluster=cluster)
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                is_interrupted = True
             if row.record is not None and row.record.pipeline is None:
                 problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
@@ -231,9 +244,9 @@ def problem_of(step: Step, *args: Any) -> Problem:
     )
 
 
-def _row(problem: Problem, name: str, way: Walk | Plan) -> BenchRow:
+def _row(problem: Problem, name: str, way: Walk | Plan, progress: Progress) -> BenchRow:
     """What a way comes to."""
-    made = _of_plan(problem, way) if isinstance(way, Plan) else made_of(problem, way)
+    made = _of_plan(problem, way) if isinstance(way, Plan) else made_of(problem, way, progress=progress)
     outcome, error = made.outcome, made.error
     fits = made.plan is not None and outcome is not None and outcome.fits
     if error is None and not made.attempts:

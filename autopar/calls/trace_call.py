@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.step_options import DEFAULT_ARGNUMS
@@ -69,17 +67,20 @@ def _check_default_roles(
     """
     tied = tie_state(dynamic, range(len(dynamic)), traced.out_tree, traced.in_avals, traced.out_avals)
     returned = {traced.argument_of[leaf] for leaf in tied}
-    shapes = [
-        leaf.shape for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True) if of == 1 and leaf.shape
-    ]
-    has_examples = len({shape[0] for shape in shapes}) <= 1
-    others = [i for i, value in enumerate(dynamic) if i not in returned and jax.tree.leaves(value)]
+    sizes: dict[int, dict[Any, None]] = {}  # by argument, the first ones of the shapes of its leaves
+    for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True):
+        sizes.setdefault(of, {}).update(dict.fromkeys(leaf.shape[:1]))
+    has_examples = len(sizes.get(1, ())) <= 1
+    others = [i for i in sorted(sizes) if i not in returned and sizes[i]]
+    examples = next((n for i in others for n in sizes[i]), None)
+    others = [i for i in others if examples in sizes[i]]  # a key for random numbers has no examples
     if 1 not in returned or has_examples or not others:
         return
+    name = arguments.step_name
     batch, donate = (f"({', '.join(map(str, found))}{',' * (len(found) == 1)})" for found in (others, sorted(returned)))
     raise InvalidArgumentError(
-        where=f"{arguments.step_name}, batch_argnums={DEFAULT_ARGNUMS['batch_argnums']}, the default",
+        where=f"{name}, batch_argnums={DEFAULT_ARGNUMS['batch_argnums']}, the default",
         expected="examples in argument 1",
-        got=f"{names[1]!r}, which the step returns anew: state",
-        hint=f"autopar.parallelize(batch_argnums={batch}, donate_argnums={donate})",
+        got=f"{names[1]!r}, which is state: the step returns it anew",
+        hint=f"name the roles: autopar.parallelize({name}, batch_argnums={batch}, donate_argnums={donate})",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from rich.status import Status
 from autopar.common.deadline import Deadline
 from autopar.common.units import text_of_s
 
+BETWEEN_LINES_S = 30.0  # of a log
+logger = logging.getLogger("autopar")
+
 
 class _Line(Protocol):
     def show(self, text: str) -> None: ...
@@ -22,7 +26,8 @@ class _Line(Protocol):
 
 
 class Progress:
-    """Shows passes on stderr where it is a terminal, or below the cell of a notebook.
+    """Shows passes on stderr where it is a terminal, or below the cell of a notebook; elsewhere the logger "autopar"
+    has the line at level INFO every `BETWEEN_LINES_S`.
 
     Keeps how long each pass took, in seconds, in `spent_s`. `total_s` counts a pass within another one once.
     """
@@ -33,6 +38,12 @@ class Progress:
         self.total_s, self._depth = 0.0, 0
         self._line = _line() if show else None
         self._pass, self._num_weighed, self._best_s, self._least_s, self._deadline = "", 0, math.inf, 0.0, Deadline()
+
+    def within(self, name: str) -> Progress:
+        """Progress of a part of the pass, which counts anew what it weighs, in the place of this line."""
+        part = Progress(f"{self.title}: {', '.join(filter(None, (self._pass, name)))}", show=False)
+        part._line = self._line
+        return part
 
     def bounded(self, least_s: float, deadline: Deadline) -> None:
         """The time that the step takes under any plan, and the end of the search."""
@@ -67,7 +78,7 @@ class Progress:
     @property
     def text(self) -> str:
         """The line."""
-        parts = [f"{self.title}: {self._pass}"]
+        parts = [": ".join(filter(None, (self.title, self._pass)))]
         if self._num_weighed:
             parts.append(f"{self._num_weighed} weighed")
         if self._best_s < math.inf:
@@ -82,12 +93,12 @@ class Progress:
             self._line.show(self.text)
 
 
-def _line() -> _Line | None:
-    """The place of the line; None where there is neither a terminal nor a notebook."""
+def _line() -> _Line:
+    """The place of the line."""
     console = Console(stderr=True)
     if console.is_jupyter:
         return _InNotebook()
-    return _OnTerminal(console) if console.is_terminal else None
+    return _OnTerminal(console) if console.is_terminal else _InLog()
 
 
 class _OnTerminal:
@@ -100,6 +111,22 @@ class _OnTerminal:
 
     def hide(self) -> None:
         self._status.stop()
+
+
+class _InLog:
+    """A line of the log now and then, so that a long search is seen to go on where no line can change."""
+
+    def __init__(self) -> None:
+        self._told_s = time.perf_counter()
+
+    def show(self, text: str) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._told_s >= BETWEEN_LINES_S:
+            self._told_s = now_s
+            logger.info("%s", text)
+
+    def hide(self) -> None:
+        """Lines of a log stay."""
 
 
 class _InNotebook:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
@@ -85,27 +86,22 @@ def make_plans(
     shared = graphs or StepGraphs()
 
     def plans_of(step: TracedStep, asked: PlanRequest) -> tuple[Plan, ...]:
-        return _plans_of(step, trees, cluster, asked, rules, progress, keep_tolerance, shared)
+        with progress.pass_("padding"):
+            step = stored_step(as_requested(step, asked), cluster, asked, rules, shared)
+        context = planning_context(step, cluster, asked, rules, progress, keep_tolerance, shared)
+
+        def plan_under(other: PlanRequest) -> Plan:
+            return make_plan(step, trees, cluster, other, rules, progress, shared)
+
+        return _plans_of(with_pins_of_code(context), trees, plan_under)
 
     return faster_split(traced, request, cluster.num_devices, plans_of)
 
 
-def _plans_of(
-    traced: TracedStep,
-    trees: Trees,
-    cluster: Cluster,
-    request: PlanRequest,
-    rules: RuleBook,
-    progress: Progress,
-    keep_tolerance: float,
-    graphs: StepGraphs,
-) -> tuple[Plan, ...]:
-    """`make_plans` of a step whose examples are split as it says."""
-    with progress.pass_("padding"):
-        traced = stored_step(as_requested(traced, request), cluster, request, rules, graphs)
-    context = with_pins_of_code(planning_context(traced, cluster, request, rules, progress, keep_tolerance, graphs))
+def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[PlanRequest], Plan]) -> tuple[Plan, ...]:
+    """`make_plans` of a step whose examples are split as it says; `plan_under` makes its plan under another request."""
     if offloaded_by_policy(context.graph):
-        check_host_link(cluster)
+        check_host_link(context.cluster)
     refused: MemoryLimitError | None = None
     try:
         context = ask_sources(context)
@@ -113,9 +109,7 @@ def _plans_of(
         refused = error
     chosen = choose(context) if refused is None else None
     if chosen is None:
-        plan, why = last_resort(
-            context, lambda other: make_plan(traced, trees, cluster, other, rules, progress, graphs)
-        )
+        plan, why = last_resort(context, plan_under)
         if plan is not None:
             return (plan,)
         none_fits = refused or no_plan_error(context, trees)

@@ -32,6 +32,8 @@ _NOISE = frozenset(
     # `eval_jaxpr` is the name of `closed_call` from jax 0.11 on.
     ["", "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "scan", "branch"]
 )
+# `jnp.einsum` names what it traces after its subscripts, which are no module.
+_SUBSCRIPTS = re.compile(r"[\w.,]*->[\w.]*")
 _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 
 
@@ -265,8 +267,8 @@ def module_path(stack: str) -> str:
         called = part.startswith(("jit(", "pjit("))
         while match := _WRAPPER.match(part):
             part = match.group(1)
-        if not called and part not in _NOISE:
-            parts += [p for p in part.split("/") if p not in _NOISE]
+        if not called:
+            parts += [p for p in part.split("/") if p not in _NOISE and not _SUBSCRIPTS.fullmatch(p)]
     return "/".join(parts)
 
 

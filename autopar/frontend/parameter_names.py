@@ -1,8 +1,8 @@
 """Names of operations where the code names no module: the paths of the parameters that they read.
 
-`jax.named_scope`, which Linen and Haiku call, is in the name stacks of a trace. NNX, Equinox and plain trees leave
-none. Only what is read is named so (rows of modules, collectives, profiles). What a user's pattern permits, and the
-layers of a pipeline, follow the modules of the code.
+`jax.named_scope`, which Linen and Haiku call, is in the name stacks of a trace. NNX and plain trees leave
+none, Equinox the classes of its layers. Only what is read is named so (rows of modules, collectives, profiles). What a
+user's pattern permits, and the layers of a pipeline, follow the modules of the code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FORMS = frozenset(
 
 
 def with_parameter_names(graph: OpGraph) -> OpGraph:
-    """The graph with `Op.parameters` at each equation that is in no module."""
-    if all(op.module for op in walk(graph.block)):
+    """The graph with `Op.parameters` at each equation whose module the code does not name."""
+    if all(op.has_place for op in walk(graph.block)):
         return graph
     return dataclasses.replace(graph, block=_Names(graph).named())
 
@@ -80,9 +80,9 @@ class _Names:
         if of_parameter or op.kind is OpKind.BARRIER:
             for a, out in zip(op.inputs, op.outputs, strict=op.kind is OpKind.BARRIER):
                 self.pass_on(a, out)
-        elif name and not op.module:
+        elif name and not op.has_place:
             self.made_by |= dict.fromkeys(op.outputs, (name, op.role))
-        return op if op.module or not name or op.kind is not OpKind.EQUATION else replaced(op, parameters=name)
+        return op if op.has_place or not name or op.kind is not OpKind.EQUATION else replaced(op, parameters=name)
 
     def pass_on(self, source: Atom, target: int) -> None:
         """What is known of a value holds for another."""
@@ -118,9 +118,9 @@ def _by_readers(ops: Sequence[Op]) -> tuple[Op, ...]:
     reader: dict[int, str] = {}
     for op in reversed(ops):
         name = op.parameters or next((reader[v] for v in op.outputs if v in reader), "")
-        if name != op.parameters and not op.module and op.kind is OpKind.EQUATION:
+        if name != op.parameters and not op.has_place and op.kind is OpKind.EQUATION:
             op = replaced(op, parameters=name)
-        if name and not op.module:
+        if name and not op.has_place:
             reader |= dict.fromkeys((a for a in op.inputs if isinstance(a, int)), name)
         named.append(op)
     return tuple(reversed(named))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from autopar.common.records import HashedById, made_often
 from autopar.ir.traced_step import WrittenLayout
 
 _Atom = TypeVar("_Atom")
+# Equinox names what its layers do after their classes: all layers of a class have one name.
+_CLASSES = re.compile(r"eqx\.nn\.\w+(/eqx\.nn\.\w+)*")
 
 
 class Role(HashedById):
@@ -267,9 +270,14 @@ class Op:
     parameters: str = ""
 
     @property
+    def has_place(self) -> bool:
+        """Whether the code names the module of the operation, by more than the class of its layer."""
+        return bool(self.module) and not _CLASSES.fullmatch(self.module)
+
+    @property
     def place(self) -> str:
         """Where the operation stands in the model, to be read: its module, else that of the parameters it reads."""
-        return self.module or self.parameters
+        return self.module if self.has_place else self.parameters or self.module
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)  # what is found for it is kept so

@@ -47,9 +47,12 @@ def made_of(
     settings: Walk,
     most_attempts: int = MOST_ATTEMPTS,
     report: Callable[[Made], None] = lambda made: None,
+    progress: Progress | None = None,
 ) -> Made:
-    """The best of the settings of a way; `report` is told after each of them what it came to so far."""
-    making = _Making(problem, report)
+    """The best of the settings of a way; `report` is told after each of them what it came to so far, `progress` shows
+    which is planned.
+    """
+    making = _Making(problem, report, progress or Progress("", show=False))
     outcome = None
     while True:
         try:
@@ -90,8 +93,8 @@ def _state_error(problem: Problem, outcome: Outcome) -> MemoryLimitError:
 class _Making:
     """What a way has come to, while its attempts are gone through."""
 
-    def __init__(self, problem: Problem, report: Callable[[Made], None]) -> None:
-        self.problem, self.report, self.made = problem, report, Made()
+    def __init__(self, problem: Problem, report: Callable[[Made], None], progress: Progress) -> None:
+        self.problem, self.report, self.progress, self.made = problem, report, progress, Made()
         self.begun = time.perf_counter()
         self.estimates = Estimates(problem)
         self.waiting: list[tuple[Attempt, Outcome]] = []  # estimates of which no plan was made
@@ -115,7 +118,7 @@ class _Making:
         """What the plan of an attempt comes to, which is kept where it is the best. `is_counted`: among `fitting`."""
         problem, plan, outcome = self.problem, None, None
         error: AutoparError | None = None
-        progress = Progress("", show=False)
+        progress = self.progress.within(attempt.text)
         try:
             plan = make_plan(
                 problem.traced, problem.trees, problem.cluster, attempt.options, problem.rules, progress, problem.graphs

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from autopar.common.units import text_of_bytes
+from autopar.common.units import text_of_bytes, text_of_s
 from autopar.plan import summary
 from autopar.plan.report.drawing import link_loads
 from autopar.plan.schema import PlanRecord
@@ -95,6 +95,14 @@ class BenchRow:
             return ""
         return WhyNot(plan=best.record, other=self.record).in_short
 
+    def beside(self, best: BenchRow) -> str:
+        """How it compares with the best way, and between which times half of its measured steps lie."""
+        told = "the fastest" if self is best else self.loses(best)
+        if self.quartiles_s is None:
+            return told
+        first, third = map(text_of_s, self.quartiles_s)
+        return f"{told}; half of the measured steps took {first} to {third}"
+
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values, as `json.dumps` takes them."""
         fields = (
@@ -122,6 +130,13 @@ def parts(record: PlanRecord) -> dict[str, float]:
     for share in summary.shares(record):
         found[_PART_OF.get(share.name, "bubble")] += share.seconds
     return found
+
+
+def limits(record: PlanRecord) -> str:
+    """What limits a step: its parts, and what it takes under any plan."""
+    least_s = record.least_step_time_s
+    least = "" if not least_s else f" No plan takes less than {text_of_s(least_s)}, by the same model of costs."
+    return f"{summary.lost(record)}{least}"
 
 
 def sent(record: PlanRecord) -> dict[str, float]:

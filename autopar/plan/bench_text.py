@@ -10,7 +10,7 @@ from rich.table import Table
 from autopar.common.text_console import TextConsole
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
 from autopar.plan.advice import advice_and_notes
-from autopar.plan.bench_row import PARTS, BenchRow, parts, sent
+from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 
 BAR_COLUMNS, MEASURED_BAR_COLUMNS = 24, 16
@@ -35,20 +35,22 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
                 found = "those of plain jax.jit, to the last bit"
             console.line(f"{'Numbers differ' if any(row.differs for row in checked) else 'Numbers'}: {found}.")
     if best is not None and best.record is not None:
+        console.line(f"{best.name}: {limits(best.record)}")
         for text in advice_and_notes(best.record):
             console.line(f"Of {best.name}: {text}.")
     for row in rows:
         setting = f", {row.setting}" if row.setting else ""
-        told = row.why_none if best is None or not row.fits else "the fastest" if row is best else row.loses(best)
+        told = row.why_none if best is None or not row.fits else row.beside(best)
         console.line(f"{row.name}{setting}: {told}{f' ({row.why})' if row.fits and row.why else ''}")
 
 
 def line_of(row: BenchRow) -> str:
-    """A row in one line, as it is told while others are still planned."""
+    """A row in one line, as it is told while others are still planned. A refusal took no planning worth a number."""
     told = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else row.why_none
     setting = f", {row.setting}" if row.setting else ""
     seen = f"{row.settings} settings in " if row.settings > 1 else ""
-    return f"{row.name} on {row.cluster}: {told}{setting} (planned {seen}{text_of_s(row.planned_s)})"
+    planned = f" (planned {seen}{text_of_s(row.planned_s)})" if row.plan is not None else ""
+    return f"{row.name} on {row.cluster}: {told}{setting}{planned}"
 
 
 def speed(row: BenchRow) -> str:

@@ -20,7 +20,7 @@ from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.advice import advice
 from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
-from autopar.plan.summary import Share, StageGroup, StateGroup
+from autopar.plan.summary import StageGroup, StateGroup
 
 COLUMNS, LINES = 100, 40
 STAGES_SHOWN, STATE_SHOWN, NOTES_SHOWN = 5, 7, 2
@@ -40,7 +40,7 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         *page.wrapped(_choice(record), SENTENCE_LINES, style="bold"),
         *(line for note in first for line in page.wrapped(f"note: {note}", FIRST_NOTE_LINES)),
         *page.wrapped(_numbers(record), NUMBERS_LINES),
-        *page.wrapped(lost(summary.shares(record), record.predicted.step_time_s), SENTENCE_LINES),
+        *page.wrapped(summary.lost(record), SENTENCE_LINES),
         *page.wrapped(_advice(record), ADVICE_LINES),
         *page.wrapped(rivals.advantage(record), SENTENCE_LINES),
         *page.wrapped(rivals.tensor_parallelism(record), TENSOR_LINES),
@@ -161,17 +161,6 @@ def _advice(record: PlanRecord) -> str:
     """What stands out, as a sentence."""
     text = "; ".join(advice(record))
     return f"{text[:1].upper()}{text[1:]}." if text else ""
-
-
-def lost(shares: Sequence[Share], step_s: float) -> str:
-    """The step time in parts, the largest loss first."""
-    if not shares:
-        return "The step takes no time."
-    gained = [s for s in shares if not s.is_loss]
-    losses = sorted((s for s in shares if s.is_loss), key=lambda s: -s.seconds)
-    told = [f"{s.seconds / step_s:.0%} {s.name}" for s in gained]
-    told += [f"{s.seconds / step_s:.0%} {s.name} ({text_of_s(s.seconds)})" for s in losses]
-    return f"Of the step: {', '.join(told)}."
 
 
 def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:

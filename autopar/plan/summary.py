@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.common.paths import parts_of
+from autopar.common.units import text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
 from autopar.plan.memory_use import MemoryKind
@@ -190,7 +191,7 @@ def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
     sizes = sorted({stage_mesh(record, s).num_devices for s in range(len(pipeline.stages))})
     of_each = " or ".join(map(str, sizes)) + (" devices" if sizes != [1] else " device")
     on = f", {pipeline.chunks} on each group of devices" if pipeline.chunks > 1 else ""
-    opening = f"{len(pipeline.stages)} {'stages' if len(pipeline.stages) > 1 else 'stage'} of {of_each}{on}"
+    opening = f"{len(pipeline.stages)} stages of {of_each}{on}"
     if len(groups) == 1:
         inside = f"inside each, {next(iter(groups))}"
     else:
@@ -200,6 +201,8 @@ def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
             others = len(groups) - len(told)
             inside += f"; {others} other way{'s' if others > 1 else ''} in the rest"
     batches = f"{pipeline.num_microbatches} micro-batches" if pipeline.num_microbatches > 1 else "the whole batch"
+    if len(pipeline.stages) == 1:
+        return f"One program on {of_each}, over {batches}: {_splits(record, 0)}."
     return f"{opening}, {batches} in schedule {pipeline.schedule}; {inside}."
 
 
@@ -324,6 +327,18 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     rest_s = step_s - sum(part.seconds for part in parts)
     parts.append(Share(name=WAITING, seconds=rest_s))
     return tuple(part for part in parts if part.seconds > LEAST_LOSS * step_s)
+
+
+def lost(record: PlanRecord) -> str:
+    """The step time in parts, the largest loss first."""
+    parts, step_s = shares(record), record.predicted.step_time_s
+    if not parts:
+        return "The step takes no time."
+    gained = [s for s in parts if not s.is_loss]
+    losses = sorted((s for s in parts if s.is_loss), key=lambda s: -s.seconds)
+    told = [f"{s.seconds / step_s:.0%} {s.name}" for s in gained]
+    told += [f"{s.seconds / step_s:.0%} {s.name} ({text_of_s(s.seconds)})" for s in losses]
+    return f"Of the step: {', '.join(told)}."
 
 
 def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:

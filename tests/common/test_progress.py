@@ -24,6 +24,28 @@ def test_the_line_says_what_was_weighed_the_best_the_bound_and_what_is_left():
         assert progress.text.startswith("plan: mesh 2x4; ")
 
 
+def test_a_part_says_within_what_it_is_and_counts_by_itself():
+    progress = Progress("bench of step on dgx-h100x8", show=False)
+    with progress.pass_("ZeRO-1 (3 of 9)"):
+        progress.weighed(0.002, fits=True)
+        part = progress.within("4 micro-batches")
+        with part.pass_("mesh 8"):
+            assert part.text == "bench of step on dgx-h100x8: ZeRO-1 (3 of 9), 4 micro-batches: mesh 8"
+
+
+def test_without_a_terminal_a_part_tells_the_log_now_and_then(monkeypatch, caplog):
+    clock = [0.0]
+    monkeypatch.setattr("autopar.common.progress.time.perf_counter", lambda: clock[0])
+    caplog.set_level("INFO", logger="autopar")
+    progress = Progress("plan")
+    with progress.pass_("search"):
+        part = progress.within("4 micro-batches")
+        for second in range(70):
+            clock[0] = float(second)
+            part.at(f"mesh {second}")
+    assert caplog.messages == [f"plan: search, 4 micro-batches: mesh {second}" for second in (30, 60)]
+
+
 def test_a_notebook_shows_one_line_that_changes_and_goes(monkeypatch):
     shown = []
 

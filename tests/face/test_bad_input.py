@@ -449,9 +449,15 @@ def test_state_in_the_place_of_the_batch_is_refused():
     """Its leaves have no number of examples in common, and the step returns them anew."""
     state = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 8))}
     batch = {"x": jnp.ones((8, 16))}
-    expected = re.escape("autopar.parallelize(batch_argnums=(2,), donate_argnums=(0, 1))")
+    expected = re.escape("autopar.parallelize(_momentum_step, batch_argnums=(2,), donate_argnums=(0, 1))")
     with pytest.raises(errors.InvalidArgumentError, match=expected):
         small(_momentum_step)(state, state, batch)
+
+    def with_key(params, velocity, batch, key):
+        return _momentum_step(params, velocity, {"x": batch["x"] * jax.random.bernoulli(key, 0.5, (8, 16))})
+
+    with pytest.raises(errors.InvalidArgumentError, match=r"batch_argnums=\(2,\), donate_argnums=\(0, 1\)"):
+        small(with_key)(state, state, batch, jax.random.key(0))
     told = small(_momentum_step, batch_argnums=(2,), donate_argnums=(0, 1), cache_dir=None)
     copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     assert_close(told(*copies, batch), jax.jit(_momentum_step)(state, state, batch))

@@ -1,8 +1,10 @@
 """`autopar.bench`: the search beside manual ways, what does not fit, plans from files, and what is measured."""
 
+import dataclasses
 import json
 import math
 import re
+from html import unescape
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +12,15 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.benching import problem_of
+from autopar.benching import INTERRUPTED, problem_of
+from autopar.common.units import text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.manual.making import made_of
 from autopar.manual.settings import Outcome, Point, Problem
 from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan.advice import advice_and_notes
-from autopar.plan.bench_row import PARTS, BenchRow, parts, ranked
+from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, ranked
 from autopar.recipes.parse import ALIASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
 
@@ -75,9 +78,8 @@ def test_the_table_has_a_line_for_each_way(wide):
     text = str(wide)
     assert "wide_step on dgx-h100x2: a batch of 1,024 examples" in text
     for row in wide.rows:
-        assert (
-            len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE)) == 3
-        )  # its bar, its shares and its sentence
+        told = len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE))
+        assert told == 3 + (row is wide.best())  # its bar, its shares and its sentence; of the best what limits it
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -249,3 +251,56 @@ def test_advice_on_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path):
     assert f"Of {best.name}: {advice}." in " ".join(str(wide).split())
     wide.report(tmp_path / "bench.html")
     assert f"<li>{advice}</li>" in (tmp_path / "bench.html").read_text()
+
+
+def test_what_limits_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path):
+    (best, *_) = wide.rows
+    told = limits(best.record)
+    assert told.startswith("Of the step: ")
+    assert f" No plan takes less than {text_of_s(best.record.least_step_time_s)}, by" in told
+    assert f"{best.name}: {told}" in " ".join(str(wide).split())
+    wide.report(tmp_path / "bench.html")
+    assert f"<li>{told}</li>" in unescape((tmp_path / "bench.html").read_text())
+
+
+def test_a_row_tells_between_which_times_half_of_its_measured_steps_lie(wide):
+    best, other, *_ = wide.rows
+    measured = dataclasses.replace(other, measured_s=0.02, quartiles_s=(0.015, 0.03))
+    assert measured.beside(best) == f"{other.loses(best)}; half of the measured steps took 15 ms to 30 ms"
+    assert best.beside(best) == "the fastest"
+
+
+def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
+    """Ctrl-C after minutes does not lose them; the rest is neither planned nor on further clusters."""
+    made = []
+
+    def interrupted(problem, way, **options):
+        made.append(way)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        return made_of(problem, way, **options)
+
+    monkeypatch.setattr("autopar.benching.made_of", interrupted)
+    step, clusters = autopar.parallelize(mlp_step, **OPTIONS), ["dgx-h100", "dgx-a100-80g"]
+    ways = ["tensor_parallel(size=2)", "zero(3)"]
+    found = autopar.bench(step, MLP_STATE, MLP_BATCH, clusters=clusters, recipes=ways)
+    assert [(row.name, row.why) for row in found.rows] == [
+        ("search", ""),
+        ("tensor_parallel(size=2)", INTERRUPTED),
+        ("zero(3)", INTERRUPTED),
+    ]
+    assert found.best().name == "search"
+    assert f"zero(3): {INTERRUPTED}" in str(found)
+    made[:] = [None]
+    with pytest.raises(KeyboardInterrupt):
+        autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100")
+
+
+def test_what_is_told_while_ways_are_planned_names_the_cluster_as_it_was_written(caplog):
+    caplog.set_level("INFO", logger="autopar")
+    step, names = autopar.parallelize(mlp_step, **OPTIONS), ["fsdp", "tensor_parallel(size=3)"]
+    autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100x2", recipes=names)
+    first, *rows = caplog.messages
+    assert first == "mlp_step on dgx-h100x2: plans search, ZeRO-3 (FSDP), tensor_parallel(size=3)"
+    assert all(" on dgx-h100x2: " in row for row in rows)
+    assert "(planned" not in rows[-1]

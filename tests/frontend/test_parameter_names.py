@@ -51,6 +51,33 @@ def products(graph):
     return [op for op in walk(graph.block) if op.primitive == "dot_general"]
 
 
+@pytest.mark.parametrize("form", ["unrolled", "scan", "scan, checkpoint"])
+def test_subscripts_of_einsum_and_classes_of_equinox_are_no_modules(form):
+    """The products are those of their layer, whatever the library's scopes are called."""
+
+    def layer(x, p):
+        with jax.named_scope("eqx.nn.MultiheadAttention"), jax.named_scope("eqx.nn.Linear"):
+            hidden = jnp.einsum("bd,df->bf", x, p["up"]["kernel"])
+        return x + jnp.einsum("bf,fd->bd", hidden, p["down"]["kernel"])
+
+    def step(state, x):
+        one = jax.checkpoint(layer) if "checkpoint" in form else layer
+
+        def loss(params):
+            if "scan" in form:
+                return jnp.sum(jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])[0] ** 2)
+            return jnp.sum(one(x, params["layers"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state))
+
+    layers = {"up": {"kernel": jnp.ones((WIDTH, 4 * WIDTH))}, "down": {"kernel": jnp.ones((4 * WIDTH, WIDTH))}}
+    state = {"layers": jax.tree.map(lambda x: jnp.stack([x, x]), layers) if "scan" in form else layers}
+    traced = trace(step, (state, jnp.ones((4, WIDTH))), names=("state", "x"), donate=(0,), batch=(1,))
+    graph = build_graph(traced, RuleBook())
+    assert {op.place for op in products(graph)} == {"state/layers/up", "state/layers/down"}
+    assert {op.module for op in products(graph)} == {"eqx.nn.MultiheadAttention/eqx.nn.Linear", ""}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["unrolled", "unrolled, checkpoint", "scan", "scan, checkpoint"])
 def test_a_plain_tree_names_the_operations_that_read_it(form, dtype):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.plan import summary
 from autopar.plan.advice import advice_and_notes
-from autopar.plan.bench_row import BenchRow, sent
+from autopar.plan.bench_row import BenchRow, limits, sent
 from autopar.plan.bench_text import speed
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 from autopar.plan.summary import Share
@@ -36,8 +36,8 @@ class WayRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRows:
-    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `advice`: what could
-    be changed of the fastest.
+    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `advice`: what limits
+    the fastest, and what could be changed.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _cluster(rows: Sequence[BenchRow]) -> ClusterRows:
         tokens=rows[0].tokens,
         ways=tuple(_way(row, rows[0], longest_s) for row in rows if row.fits),
         others=tuple((f"{r.name}, {r.setting}" if r.setting else r.name, r.why_none) for r in rows if not r.fits),
-        advice=() if rows[0].record is None or not rows[0].fits else advice_and_notes(rows[0].record),
+        advice=() if rows[0].record is None else (limits(rows[0].record), *advice_and_notes(rows[0].record)),
     )
 
 
@@ -106,5 +106,5 @@ def _way(row: BenchRow, best: BenchRow, longest_s: float) -> WayRow:
         inside_bytes=sizes.get(INSIDE, 0.0),
         between_bytes=sizes.get(BETWEEN, 0.0),
         difference=row.difference,
-        loses="the fastest" if row is best else row.loses(best),
+        loses=row.beside(best),
     )
