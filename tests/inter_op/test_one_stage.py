@@ -173,3 +173,19 @@ def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit
     of_requests_s = [step_time_s(**options) for options in requests]
     assert step_time_s() <= min(of_requests_s) < float("inf")
     assert float("inf") in of_requests_s
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_recomputation_that_fits_where_the_tables_say_that_none_does_is_found(m):
+    """Of tiny layers micro-batches take longer than recomputation, and the bytes of the tables err by its kind."""
+    args = [jax.ShapeDtypeStruct((32, 32), "float32")] * 5, jax.ShapeDtypeStruct((512, 32), "float32")
+    options = {"cluster": "dgx-h100:1", "cache_dir": None, "show_progress": False}
+    recipe = recipes.combine(dp=1, num_microbatches=m, recompute="input")
+    asked = autopar.plan(blocks_step, *args, plan=recipe, **options).predicted
+    limit_bytes = max(asked.peak_bytes)
+    free, in_m = (
+        autopar.plan(blocks_step, *args, memory_limit_bytes=limit_bytes, **options, **request).predicted
+        for request in ({}, {"num_microbatches": m})
+    )
+    assert max(max(plan.peak_bytes) for plan in (free, in_m)) <= limit_bytes
+    assert free.step_time_s <= in_m.step_time_s <= asked.step_time_s
