@@ -353,10 +353,11 @@ class _Search:
             estimated: One stage by the tables in each number of micro-batches in which it fits.
         """
         limit_bytes, overstated = self.context.limit_bytes, OVERSTATED
-        if not any(builder.one_stage_fits(m) for m in estimated):  # the tables err
-            m = max(estimated, default=max(cuts))
-            found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
-            estimated = {m: found, **estimated}
+        if not estimated:  # the tables err
+            m = max(cuts)
+            estimated = {m: self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))}
+            if not builder.one_stage_fits(m):
+                return
         numbers, largest = divisors(num_examples(self.context.traced)), max(estimated)
         share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
         whole = () if rest else divisors(share)
@@ -373,8 +374,6 @@ class _Search:
             found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
-                if candidate.fits(limit_bytes):
-                    found = Tried(step_time_s=candidate.step_time_s)
                 overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
             tried[m] = _tried(builder, m, found)
 
@@ -387,8 +386,9 @@ class _Search:
         builder: PipelineEvaluator,
         limit_bytes: int,
     ) -> Tried:
-        """One stage in a number of micro-batches, by the tables; inf seconds: it does not fit, or the step admits no
-        such split. The pipeline is built where it may be the best; where it does not fit, the tables say what would.
+        """One stage in a number of micro-batches, as built where that fits, else by the tables; inf seconds: it does
+        not fit, or the step admits no such split. The pipeline is built where it may be the best; where it does not
+        fit, the tables say what would.
         """
         microbatched = self.cut_in(step, m, cuts)
         if microbatched is None:
@@ -405,7 +405,9 @@ class _Search:
             if not builder.one_stage_fits(m):
                 self.recomputing_otherwise(m, priced, cuts, posed, builder, within)
             built = builder.best_of.get((1, m))
-            if built is not None and not built[0].fits(self.context.limit_bytes):
+            if built is not None and builder.one_stage_fits(m):
+                return Tried(step_time_s=built[0].step_time_s)
+            if built is not None:
                 tighter_bytes = built[1] * self.context.limit_bytes // built[0].peak_bytes
                 (answer,) = best_stages([dataclasses.replace(limited, limit_bytes=tighter_bytes)])
             return by_tables(limited, answer, options) if isinstance(answer, StagePlan) else _NOTHING

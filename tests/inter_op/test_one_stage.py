@@ -128,8 +128,9 @@ def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
     posed = SimpleNamespace(priced=lambda *_: options, on_schedule=lambda *_: [(problem, options)])
     built = SimpleNamespace(peak_bytes=120, fits=lambda limit_bytes: limit_bytes >= 120)
     builder = SimpleNamespace(
-        best_of={}, short=lambda _: None, search=lambda posed, *_: best_stages([problem for problem, _ in posed])
-    )
+        best_of={}, short=lambda _: None, search=lambda posed, *_: best_stages([problem for problem, _ in posed]),
+        one_stage_fits=lambda _: False, run=lambda *_: {},
+    )  # fmt: skip
     look = search._Search(context=context, hoist_casts=True, on_fewer=SmallerSteps(), screens=False)
     cuts = {4: SimpleNamespace()}
     assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
