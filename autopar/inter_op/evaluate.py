@@ -332,6 +332,11 @@ class PipelineEvaluator:
             self.kept.append(candidate)
             self.kept = [near for near in self.kept if near.fits(self.limit_bytes) and near.step_time_s <= longest_s]
 
+    def one_stage_fits(self, m: int) -> bool:
+        """Whether one stage was found that fits in m micro-batches."""
+        found = self.best_of.get((1, m))
+        return found is not None and found[0].fits(self.limit_bytes)
+
     def best_of_several_stages(self, within: float) -> BestStages | None:
         """The fastest that fits, where it takes at most `within` times as long as the best."""
         several = (c for (stages, _), (c, _) in self.best_of.items() if stages > 1 and c.fits(self.limit_bytes))

@@ -37,13 +37,14 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.split_steps import split_step, whole_batch
 from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
+from autopar.inter_op.stage_costs import PricedOption
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, finest_parts
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.solver import StagePlan, best_stages
+from autopar.solver import StagePlan, StageProblem, best_stages
 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
@@ -129,7 +130,7 @@ class _Search:
             for more in self.stages_in_other_numbers(step, cuts, posed, builder, tried):
                 answered.add(more, builder.search(more, len(more), within, within * builder.longest_s))
         if not self.context.deadline.passed:
-            if requested is not None and (1, requested) not in builder.best_of:  # one stage is always tried
+            if requested is not None and not builder.one_stage_fits(requested):  # one stage is always tried
                 limit_bytes = int(OVERSTATED * self.context.limit_bytes)
                 self.one_stage(step, requested, cuts, posed, builder, limit_bytes)
             if requested is None:
@@ -349,10 +350,13 @@ class _Search:
         Args:
             estimated: One stage by the tables in each number of micro-batches in which it fits.
         """
-        if not estimated:
-            return
-        numbers, largest, overstated = divisors(num_examples(self.context.traced)), max(estimated), OVERSTATED
-        limit_bytes = self.context.limit_bytes
+        limit_bytes, overstated = self.context.limit_bytes, OVERSTATED
+        if not estimated:  # the tables err
+            m = max(cuts)
+            estimated = {m: self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))}
+            if not builder.one_stage_fits(m):
+                return
+        numbers, largest = divisors(num_examples(self.context.traced)), max(estimated)
         share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
         whole = () if rest else divisors(share)
         tried = {m: _tried(builder, m, known) for m, known in estimated.items()}
@@ -368,8 +372,6 @@ class _Search:
             found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
-                if candidate.fits(limit_bytes):
-                    found = Tried(step_time_s=candidate.step_time_s)
                 overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
             tried[m] = _tried(builder, m, found)
 
@@ -382,8 +384,9 @@ class _Search:
         builder: PipelineEvaluator,
         limit_bytes: int,
     ) -> Tried:
-        """One stage in a number of micro-batches, by the tables; inf seconds: it does not fit, or the step admits no
-        such split. The pipeline is built where it may be the best; where it does not fit, the tables say what would.
+        """One stage in a number of micro-batches, as built where that fits, else by the tables; inf seconds: it does
+        not fit, or the step admits no such split. The pipeline is built where it may be the best; where it does not
+        fit, the tables say what would.
         """
         microbatched = self.cut_in(step, m, cuts)
         if microbatched is None:
@@ -397,12 +400,45 @@ class _Search:
             is_estimated = self.context.keep_tolerance <= 1 and builder.short(m) is not None
             within = NEAR_THE_BEST if is_estimated else 1.0
             (answer,) = builder.search([(limited, (m, options))], 0, within)
+            if not builder.one_stage_fits(m):
+                self.recomputing_otherwise(m, priced, cuts, posed, builder, within)
             built = builder.best_of.get((1, m))
-            if built is not None and not built[0].fits(self.context.limit_bytes):
+            if built is not None and builder.one_stage_fits(m):
+                return Tried(step_time_s=built[0].step_time_s)
+            if built is not None:
                 tighter_bytes = built[1] * self.context.limit_bytes // built[0].peak_bytes
                 (answer,) = best_stages([dataclasses.replace(limited, limit_bytes=tighter_bytes)])
             return by_tables(limited, answer, options) if isinstance(answer, StagePlan) else _NOTHING
         return _NOTHING
+
+    def recomputing_otherwise(
+        self,
+        m: int,
+        priced: tuple[PricedOption, ...],
+        cuts: dict[int, MicrobatchedStep],
+        posed: PosedProblems,
+        builder: PipelineEvaluator,
+        within: float,
+    ) -> None:
+        """Builds one stage in m micro-batches under each kind of recomputation, until one fits: the bytes of the tables
+        err by kind. First that of fewest bytes; where it does not fit none is expected to, else the faster ones.
+        """
+        limit_bytes = int(OVERSTATED * self.context.limit_bytes)
+        name = schedules_of(self.context.request, self.context.cluster)[0]
+        answers: list[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]] = []
+        for policy in dict.fromkeys(option.policy for option in priced):
+            alike = tuple(option for option in priced if option.policy == policy)
+            for problem, options in posed.on_schedule(cuts[m], name, alike, (1,)):
+                limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
+                (answer,) = best_stages([limited])
+                if isinstance(answer, StagePlan):
+                    answers.append((limited, answer, m, options))
+        by_bytes = sorted(answers, key=lambda each: max(each[1].peak_bytes))
+        by_time = sorted(by_bytes[1:], key=lambda each: each[1].step_time_s)
+        for number, each in enumerate((*by_bytes[:1], *by_time)):
+            if number and not builder.one_stage_fits(m):
+                return
+            builder.run([each], 1, within)
 
 
 def _tried(builder: PipelineEvaluator, m: int, known: Tried) -> Tried:
