@@ -351,8 +351,10 @@ class _Search:
             estimated: One stage by the tables in each number of micro-batches in which it fits.
         """
         limit_bytes, overstated = self.context.limit_bytes, OVERSTATED
-        if not estimated:  # the tables err
-            m = max(cuts)
+        if not estimated:
+            if builder.best is not None and builder.best.fits(limit_bytes):
+                return
+            m = max(cuts)  # the tables err
             estimated = {m: self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))}
             if not builder.one_stage_fits(m):
                 return
