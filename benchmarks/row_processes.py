@@ -92,7 +92,7 @@ class JobProcess:
         return {"failure": said}
 
     def _line_of(self, child: subprocess.Popen[str]) -> str:
-        """Its next line. Raises: queue.Empty. On a machine that does much else it waits: others' time does not count."""
+        """Its next line. Raises: queue.Empty. What other programs take of the machine does not count."""
         begun_s = seen_s = processor_s(child.pid)
         idle_since_s = time.monotonic()
         while True:
