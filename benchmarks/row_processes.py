@@ -13,12 +13,14 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
 Rows = dict[str, dict[str, Any]]
+_LOOKS_S, _STARVES_S = 5.0, 0.1  # how often a process is looked at, and what it uses of the processor while it works
 _SHOWN_CHARACTERS = 4000  # of what a process that failed has written
 
 
@@ -64,8 +66,8 @@ def in_fresh_process(
 class JobProcess:
     """A process `python -m module arguments` that reads `jobs` and gives each an `answer`; started where there is none.
 
-    A job that it does not survive, or that takes longer than `timeout_s`, is answered by {"failure": why}; the next one
-    finds a new process.
+    A job that it does not survive, that takes more than `timeout_s` of the processor, or none of it for so long, is
+    answered by {"failure": why}; the next one finds a new process.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], timeout_s: float) -> None:
@@ -80,7 +82,7 @@ class JobProcess:
         try:
             child.stdin.write(base64.b64encode(pickle.dumps(job)).decode() + "\n")
             child.stdin.flush()
-            line = self._lines.get(timeout=self._timeout_s)
+            line = self._line_of(child)
         except (queue.Empty, BrokenPipeError):
             line = ""
         if line:
@@ -88,6 +90,20 @@ class JobProcess:
         said = f"process ended with {child.wait()}" if _ends(child) else f"no result after {self._timeout_s:.0f} s"
         self.close()
         return {"failure": said}
+
+    def _line_of(self, child: subprocess.Popen[str]) -> str:
+        """Its next line. Raises: queue.Empty. What other programs take of the machine does not count."""
+        begun_s = seen_s = processor_s(child.pid)
+        idle_since_s = time.monotonic()
+        while True:
+            try:
+                return self._lines.get(timeout=_LOOKS_S)
+            except queue.Empty:
+                now_s, clock_s = processor_s(child.pid), time.monotonic()
+                if now_s > seen_s + _STARVES_S:
+                    seen_s, idle_since_s = now_s, clock_s
+                if now_s - begun_s > self._timeout_s or clock_s - idle_since_s > self._timeout_s:
+                    raise
 
     def _start(self) -> subprocess.Popen[str]:
         self._child = subprocess.Popen(
@@ -102,6 +118,15 @@ class JobProcess:
             self._child.kill()
             self._child.wait()
         self._child = None
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of the processor that all threads of a process have used; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ends(child: subprocess.Popen[str]) -> bool:
