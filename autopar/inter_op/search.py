@@ -100,7 +100,7 @@ class _Search:
         step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS))
         check_parts(cluster, step)
         if not (cuts := self.cuts(step)):
-            return (Rejection(source=SOURCE, why="a bound says that no pipeline is faster"),), False
+            return (self.nothing("a bound says that none is faster"),), False
         cuts, too_large = self.that_may_fit(cuts)
         if not cuts:
             return (self.nothing(too_large),), False
