@@ -41,10 +41,10 @@ import autopar
 from autopar.cost import cost_model
 from autopar.errors import MemoryLimitError, SolverError
 from autopar.frontend.tracing import trace
-from autopar.inter_op import answered_problems, evaluate, layer_decisions, posed_problems, search
+from autopar.inter_op import evaluate, layer_decisions, search, stage_problems
 from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.other_numbers import OtherNumbers
+from autopar.inter_op.microbatch_counts import MicrobatchCounts
 from autopar.inter_op.refine_one_stage import refine_one_stage
 from autopar.inter_op.search_space import microbatch_numbers
 from autopar.inter_op.stage_costs import PricedOption
@@ -104,14 +104,14 @@ COLUMNS = ("workload", "cluster", "memory", "plan", "step", *(f"without {name}" 
 def options_known() -> Iterator[dict[int, PricedOption]]:
     """While it lasts, the priced option of each option of the search over stages, by its identity."""
     known: dict[int, PricedOption] = {}
-    undominated = posed_problems.undominated
+    undominated = stage_problems.undominated
 
     def noted(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
         found = undominated(options)
         known.update((id(o.option), o) for o in found)
         return found
 
-    with mock.patch.object(posed_problems, "undominated", noted):
+    with mock.patch.object(stage_problems, "undominated", noted):
         yield known
 
 
@@ -144,7 +144,7 @@ def alike(subsets: Callable[[Sequence[PricedOption]], Sequence[Sequence[int]]]) 
             return answers
 
         with (
-            mock.patch.object(answered_problems, "best_stages", within_subsets),
+            mock.patch.object(stage_problems, "best_stages", within_subsets),
             mock.patch.object(evaluate, "best_stages", within_subsets),
         ):
             yield
@@ -190,7 +190,7 @@ def one_price() -> Iterator[None]:
 def nothing_hides() -> Iterator[None]:
     """While it lasts, all communication is charged where strategies are chosen."""
 
-    def as_it_is(evaluated: PipelineEvaluator, others: OtherNumbers, counts: Sequence[float]) -> None:
+    def as_it_is(evaluated: PipelineEvaluator, others: MicrobatchCounts, counts: Sequence[float]) -> None:
         refine_one_stage(evaluated, others, ())
 
     with (
@@ -212,7 +212,7 @@ def one_stage() -> Iterator[None]:
         return best_stages([dataclasses.replace(p, fixed_num_stages=1) for p in problems], within, under_s)
 
     with (
-        mock.patch.object(answered_problems, "best_stages", whole),
+        mock.patch.object(stage_problems, "best_stages", whole),
         mock.patch.object(evaluate, "best_stages", whole),
     ):
         yield

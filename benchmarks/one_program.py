@@ -45,7 +45,7 @@ from autopar.lowering.instructions import Key, Split, Stack
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulator import simulate
 from autopar.sharding.rules import RuleBook
-from autopar.xla import aot, loops, parse
+from autopar.xla import aot, collectives, parse
 from benchmarks.machine import description, markdown
 from benchmarks.zoo import CASES
 from benchmarks.zoo.case import Case
@@ -193,7 +193,7 @@ def sent_by(module: parse.Module, name: str) -> Sent:
             found.add(Sent(nbytes=_nbytes(instruction), exposed_bytes=_nbytes(instruction)))
         elif opcode == "while":
             (body,) = instruction.called("body")
-            found.add(sent_by(module, body), loops.trip_count(module, instruction) or 1)
+            found.add(sent_by(module, body), collectives.trip_count(module, instruction) or 1)
             work += 1
         elif opcode in _WORKS:
             work += 1

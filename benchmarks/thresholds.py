@@ -224,7 +224,7 @@ THRESHOLDS = [
         ),
     ),
     *_of(
-        "inter_op.other_numbers",
+        "inter_op.microbatch_counts",
         (
             "WALKED_WITHIN",
             "time against the best from which one stage is tried in more micro-batches",
@@ -257,7 +257,7 @@ THRESHOLDS = [
         ("PRICE_RISE", "factor from one price to the next", PRICES),
     ),
     *_of(
-        "inter_op.short_steps",
+        "inter_op.truncated_model",
         ("SHORT", "layers of a run with which a step in one stage is estimated", "tests/inter_op/test_short_steps.py"),
         ("UNEVEN_COLLECTIVES", "of a step, by what an estimate may be off", "ESTIMATE_ERROR, which it is a part of"),
         ("JOINED_FROM", "of the least gain of one program for two, from which short steps have it", "planning time"),
@@ -301,7 +301,7 @@ THRESHOLDS = [
         ("HEAVY", "part of the mean layer from which operations are a layer of their own", "embeddings and heads"),
     ),
     *_of(
-        "passes.layer_labels",
+        "passes.layers",
         ("CLUSTERS", "layers of a model without modules", f"{ALPA}: 8 to 16"),
         ("SLACK", "excess of a cluster over the mean", f"{ALPA}: delta"),
         ("COVERED", "arithmetic that modules must explain to be trusted", "majority"),
@@ -316,7 +316,7 @@ THRESHOLDS = [
         ("BUCKETS", "parts in which state comes from the host", "as many copies as hide"),
         ("AHEAD", "parts that are under way", "one used, one on its way"),
     ),
-    *_of("solver.stages.interleaved", ("FEW_CUTS", "cuts of interleaved layers up to which all are tried", "10 ms")),
+    *_of("solver.stages.search", ("FEW_CUTS", "cuts of interleaved layers up to which all are tried", "10 ms")),
     *_of(
         "solver.solving",
         ("EXACT_ENTRIES", "edge variables that the integer program gets at once", "results/solvers.md"),

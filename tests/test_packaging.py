@@ -118,20 +118,6 @@ def test_a_wrong_python_is_refused_with_what_to_do(tmp_path):
     assert "PYTHON=python3.12" in run.stderr
 
 
-def test_the_folder_that_holds_a_checkout_has_the_package_too(tmp_path):
-    """Where the checkout is called autopar, Python would take it for an empty namespace package."""
-    (tmp_path / "autopar").symlink_to(ROOT, target_is_directory=True)
-    code = (
-        "import autopar, autopar.solver.ilp.exact, autopar.runtime, importlib.resources\n"
-        "print(autopar.Step, autopar.parallelize.__module__, 'Plan' in dir(autopar))\n"
-        "assert importlib.resources.files('autopar').joinpath('py.typed').is_file()"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
-    run = [sys.executable, "-c", code]
-    found = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert found.stdout.strip() == "<class 'autopar.step.Step'> autopar.api True", found.stderr
-
-
 def sdist_of(source: Path, folder: Path) -> Path:
     """The archive of a source distribution. It has files where the checkout has links."""
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"

@@ -2,7 +2,7 @@
 
 On NVIDIA's GPUs cuDNN's fused attention, on TPUs the flash attention of jax's Pallas kernels, where they have the form
 and the type; on other devices, and for other forms, XLA in blocks of queries (`autopar.attention.ring`). None of the
-kernels writes scores to memory. In a ring the same kernel runs each step (`autopar.attention.ring_steps`).
+kernels writes scores to memory. In a ring the same kernel runs each step (`autopar.attention.execute`).
 
 Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.experimental.pallas.ops.tpu`.
 """
@@ -96,7 +96,7 @@ def kernel_for(eqn: Any, library: Kernel, ring: int) -> Kernel:
 
 
 def runs_in_steps(form: AttentionForm, kernel: Kernel, positions: int, ring: int) -> bool:
-    """Whether a pass in a ring, with so many positions on a device, runs as `autopar.attention.ring_steps` says."""
+    """Whether a pass in a ring, with so many positions on a device, runs as `autopar.attention.execute` says."""
     if ring == 1 or kernel is not Kernel.BLOCKS:
         return ring > 1
     order = ring_order(form, positions, ring)

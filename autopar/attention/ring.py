@@ -8,7 +8,7 @@ round in p-1 permutes; in the backward pass the sums of their gradients go with 
 of a device are taken block by block, so that it holds scores of one block only; one device is a ring of one.
 
 Where a kernel of a library runs attention, and under masks that hide whole blocks, rings run as
-`autopar.attention.ring_steps` says. What it does not do: dropout.
+`autopar.attention.execute` says. What it does not do: dropout.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.attention.beside_scores import ArrayReader
 from autopar.attention.form import ELEMENTWISE, Expression, has_score
+from autopar.attention.mask_terms import ArrayReader
 from autopar.attention.polynomial import ONE, Sum, add, multiply, power, scale, term_of
-from autopar.attention.score_uses import Around, Label, Labels, Product, Read, Use
+from autopar.attention.score_consumers import Around, Label, Labels, Product, Read, Use
 from autopar.ir.graph import Block, Op, OpGraph, OpKind
 
 

@@ -49,7 +49,7 @@ def computed_share(eqn: Any, kernel: Kernel, ring: int) -> float:
 
 
 def in_steps(eqn: Any, kernel: Kernel, ring: int) -> bool:
-    """Whether a pass in a ring runs as `autopar.attention.ring_steps` says."""
+    """Whether a pass in a ring runs as `autopar.attention.execute` says."""
     form = eqn.params["form"]
     return runs_in_steps(form, kernel, sizes_of(eqn)[form.position] // ring, ring)
 

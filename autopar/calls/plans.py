@@ -12,7 +12,7 @@ from autopar.common import jax_compat
 from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
-from autopar.executables.short_batches import fewer_examples, for_short_batch
+from autopar.executables.smaller_batch import fewer_examples, for_short_batch
 from autopar.frontend.drop_shardings import placement_note
 from autopar.ir.traced_step import TracedStep, is_same_step
 from autopar.plan.options import Effort, PlanRequest

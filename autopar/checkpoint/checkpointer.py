@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures.thread  # noqa: F401 (its own end of the program comes after ours: later ones come first)
 import contextlib
+import functools
+import json
+import logging
+import operator
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -19,28 +24,204 @@ from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
 from autopar.checkpoint.preemption import Preempted, PreemptionNotice
 from autopar.checkpoint.restoring import array_files, restored
-from autopar.checkpoint.save_arguments import (
-    HasPosition,
-    check_restoring,
-    checked_folder,
-    checked_step_number,
-    plan_of,
-    position_of,
-)
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, like_created, structure_of_plan
-from autopar.checkpoint.together import together
-from autopar.checkpoint.unfinished import no_wait, wait_at_exit
+from autopar.common.jax_distributed import shared_store
+from autopar.common.spare_threads import ENDS_WITHOUT_THREADS, SpareThreads
 from autopar.errors import (
     CheckpointFolderInUseError,
     CheckpointFormatError,
     CheckpointMismatchError,
     InvalidArgumentError,
     NonFiniteError,
+    ProcessMismatchError,
 )
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
 from autopar.plan.plan import Plan
+from autopar.runtime.processes.agreement import exchange_in_turn
+
+# The checked arguments of `Checkpointer`: the folder, the number of the step, the step, the plan, the data.
+
+
+class HasPosition(Protocol):
+    """Batches with a position that JSON can hold: those of `autopar.data.shard`, or any other with these methods."""
+
+    def position(self) -> Any: ...
+
+    def restore(self, position: Any) -> None: ...
+
+
+def checked_folder(folder: str | Path) -> Path:
+    """The absolute path of a folder, which may not exist yet. Raises: InvalidArgumentError."""
+    path = Path(folder).absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise InvalidArgumentError(
+            where=f"Checkpointer({str(folder)!r})",
+            expected="a folder, or a path where one can be made",
+            got=f"a file, {there}",
+            hint="give a folder of its own to each run: Checkpointer('runs/a')",
+        )
+    return path
+
+
+def check_restoring(where: str, *, step: Any, data: Any, create: Any = None) -> None:
+    """Raises: InvalidArgumentError for a step that is none, data without a position, a state in place of `create`."""
+    if step is not None and not (hasattr(step, "latest_plan") and hasattr(step, "state_places")):
+        raise InvalidArgumentError(
+            where=f"{where}(step=...)",
+            expected="a step made by autopar.parallelize",
+            got=type(step).__name__,
+            hint="pass what parallelize returned, or leave step out",
+        )
+    _check_has(where, data, "restore")
+    if create is not None and not callable(create):
+        raise InvalidArgumentError(
+            where=f"{where}(create, ...)",
+            expected="the function that makes the state",
+            got=type(create).__name__,
+            hint=f"pass the function and its arguments, and do not call it: {where}(create, key)",
+        )
+
+
+def _check_has(where: str, data: Any, method: str) -> None:
+    if data is not None and not callable(getattr(data, method, None)):
+        raise InvalidArgumentError(
+            where=f"{where}(data=...)",
+            expected="an object with position() and restore(position)",
+            got=f"{type(data).__name__}, without {method}",
+            hint="pass what autopar.data.shard returned, or an object with both methods; or leave data out",
+        )
+
+
+def checked_step_number(step_number: Any) -> int:
+    """A number of steps. Raises: InvalidArgumentError."""
+    if not hasattr(step_number, "__index__") or operator.index(step_number) < 0:
+        raise InvalidArgumentError(
+            where="save(step_number, ...)",
+            expected="the number of steps done, a whole number from 0",
+            got=repr(step_number)[:40],
+            hint="such as save(i + 1, state) after step i",
+        )
+    return operator.index(step_number)
+
+
+def position_of(data: HasPosition) -> Any:
+    """Raises: InvalidArgumentError for a position that JSON cannot hold, and for data without one."""
+    _check_has("save", data, "position")
+    position = data.position()
+    try:
+        return json.loads(json.dumps(position, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            where="save(data=...)",
+            expected="a position of numbers, texts, lists and dictionaries, as JSON has them",
+            got=f"{position!r:.60} ({error})",
+            hint="convert numbers of numpy and jax: int(x)",
+        ) from error
+
+
+def plan_of(plan: Plan | PlannedStep | None) -> Plan | None:
+    """Raises: InvalidArgumentError for what is neither a plan nor a step."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not hasattr(plan, "latest_plan"):
+        raise InvalidArgumentError(
+            where="save(plan=...)",
+            expected="a plan, or a step made by autopar.parallelize",
+            got=type(plan).__name__,
+            hint="such as plan=train_step",
+        )
+    return plan.latest_plan
+
+
+# What all processes do together with a folder of checkpoints: each says what it does, and all compare.
+
+
+def together(call: str, folder: Path, answer: Any) -> list[Any]:
+    """What each process knows, as JSON has it, in all processes; every process makes this call on this folder.
+
+    Raises: ProcessMismatchError, in all processes alike where calls or folders differ; ProcessLostError.
+    """
+    if shared_store() is None or jax.process_count() == 1:
+        return [answer]
+    own = json.dumps([call, str(folder), answer])
+    said = with_process_lost_errors(
+        lambda: exchange_in_turn(
+            f"Checkpointer, {call}", "autopar/checkpoint", own,
+            together=f"all processes to call {call}",
+            hint="call save, restore and restore_or in every process, after the same steps: each has a part of it",
+        )
+    )  # fmt: skip
+    passed = [json.loads(text) for text in said]
+    compare([(call, folder) for call, folder, _ in passed], jax.process_index())
+    return [answer for _, _, answer in passed]
+
+
+def compare(said: Sequence[tuple[str, str]], process: int) -> None:
+    """Raises: ProcessMismatchError where (call, folder) differ between processes."""
+    for i, expected, what, hint in (
+        (0, "all processes to make the same call", "calls", "what is called must not depend on jax.process_index()"),
+        (1, "one folder that all processes share", "folders", "each process writes its part of a checkpoint: give one "
+         "folder that does not depend on the process, such as an absolute path of a shared file system"),
+    ):  # fmt: skip
+        other = next((p for p, own in enumerate(said) if own[i] != said[0][i]), None)
+        if other is not None:
+            raise ProcessMismatchError(
+                where=f"Checkpointer, process {process} of {len(said)}", expected=expected,
+                got=f"{what} differ: {said[0][i]} in process 0, {said[other][i]} in process {other}", hint=hint,
+            )  # fmt: skip
+
+
+# A program that ends while a checkpoint is being written waits for it.
+
+
+logger = logging.getLogger("autopar")
+
+HINT = "call checkpoints.close() before the program ends, or use a with block"
+# Orbax writes in threads that it begins one after another. At the end of a program it began 8, for a state of 3 arrays
+# as for one of 400 (orbax 0.12.8, Python 3.12).
+NUM_SPARE_THREADS = 64
+
+_waits: dict[int, Callable[[], None]] = {}
+_spare: SpareThreads | None = None
+
+
+def wait_at_exit(owner: Any, wait: Callable[[], None]) -> None:
+    """Calls `wait` before the threads of Python's pools end, which `atexit` comes after, unless `no_wait` is called."""
+    global _spare
+    _register_once()
+    _waits[id(owner)] = wait
+    if ENDS_WITHOUT_THREADS and _spare is None:
+        _spare = SpareThreads(NUM_SPARE_THREADS)
+
+
+def no_wait(owner: Any) -> None:
+    """Takes `wait_at_exit` back."""
+    global _spare
+    _waits.pop(id(owner), None)
+    if not _waits and _spare is not None:
+        _spare.release()
+        _spare = None
+
+
+@functools.cache
+def _register_once() -> None:
+    register: Any = threading._register_atexit  # type: ignore[attr-defined]
+    register(_wait_for_all)
+
+
+def _wait_for_all() -> None:
+    with contextlib.nullcontext() if _spare is None else _spare.in_use():
+        for wait in list(_waits.values()):
+            try:
+                wait()
+            except Exception:  # whatever it was, the other checkpoints are waited for; orbax raises anything
+                logger.exception("the last checkpoint could not be written: %s", HINT)
+    if _spare is not None:
+        _spare.release()
+
 
 # Where checkpoints that are no longer kept go until they are removed: a removal that is cut off leaves nothing half
 # there under the name of a checkpoint.

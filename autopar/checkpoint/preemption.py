@@ -3,14 +3,106 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from autopar.checkpoint.common_end import CommonEnd
+import jax
+
 from autopar.common import jax_distributed
+from autopar.common.jax_distributed import SharedStore
+
+# The step after which all processes of a program end, once one of them is told to.
+#
+# JAX has such an agreement (`multihost_utils.reached_preemption_sync_point`), but the call that asks for it waits with
+# Python's lock held, and with it the relay through which the processes talk
+# (`autopar.runtime.processes.coordinator_relay`): a process that is told to end at the wrong moment waits for itself.
+
+
+_PREFIX = "autopar/end"
+# How often a process looks whether another one was told to end: a scheduler leaves half a minute or more.
+POLL_S = 0.5
+# Between two looks for the other processes' steps, while this one does not go on.
+_AGREEING_S = 0.02
+
+logger = logging.getLogger("autopar")
+
+
+class CommonEnd:
+    """Lets processes that ask after each of the same steps end after the same one.
+
+    A thread watches the store. When this process or another is told to end, each process holds its next question back
+    and writes how many it has asked; when all have, the step after the furthest one is the last. No process waits for
+    another's main thread, which may itself wait for a step that this process has not begun. Where one does not answer
+    in time, all go on, that one too.
+    """
+
+    def __init__(self, store: SharedStore, process: int, processes: int, *, number: int, timeout_s: float = 30) -> None:
+        """`number`: of this agreement in the program, the same in all processes."""
+        self._store, self._process, self._processes, self._timeout_s = store, process, processes, timeout_s
+        self._told_key = f"{_PREFIX}/told/"
+        self._steps_key, self._last_key = f"{_PREFIX}/{number}/steps/", f"{_PREFIX}/{number}/last"
+        self._asked = 0
+        self._step: int | None = None
+        self._last: int | None = None
+        self._lock = threading.Lock()
+        # A queue, which a signal's handler may fill while another one, that it interrupts, does.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        threading.Thread(target=self._watch, name="autopar: common end", daemon=True).start()
+
+    def tell(self) -> None:
+        """This process is to end; from a signal's handler too."""
+        self._wake.put(None)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.put(None)
+
+    def reached(self, step_number: int) -> bool:
+        """Whether the program ends after this step. A step may be asked about twice, and steps may go back."""
+        with self._lock:
+            self._asked += step_number != self._step
+            self._step = step_number
+            return self._last is not None and self._asked >= self._last
+
+    def _watch(self) -> None:
+        try:
+            while not self._is_woken() and not self._store.below(self._told_key):
+                pass
+            if not self._closed:
+                self._store.set(f"{self._told_key}{self._process}", "")
+                self._agree()
+        except jax.errors.JaxRuntimeError as error:  # process 0 is gone: the heartbeat ends this one
+            logger.debug("no agreement on the last step: %s", error)
+
+    def _is_woken(self) -> bool:
+        try:
+            self._wake.get(timeout=POLL_S)
+        except queue.Empty:
+            return False
+        return True
+
+    def _agree(self) -> None:
+        with self._lock:
+            self._store.set(f"{self._steps_key}{self._process}", str(self._asked))
+            until_s = time.monotonic() + self._timeout_s
+            while len(asked := self._store.below(self._steps_key)) < self._processes and time.monotonic() < until_s:
+                time.sleep(_AGREEING_S)
+            missing = sorted({*range(self._processes)} - {*map(int, asked)})
+            # What the first process finds holds for all: one that answers after another has given up ends with none.
+            found = "" if missing else str(1 + max(map(int, asked.values())))
+            if last := self._store.set_once(self._last_key, found):
+                self._last = int(last)
+            else:
+                late = f"processes {missing} do not answer" if missing else "this process answered too late"
+                logger.warning("told to end, but %s: all go on", late)
+
 
 # The exit status of a process that a shell saw ended by SIGTERM.
 EXIT_STATUS = 128 + signal.SIGTERM

@@ -9,7 +9,7 @@ from autopar.compiler.comparison import best_program
 from autopar.errors import SolverError
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.requested import requested_pipelines
-from autopar.intra_op.mesh_candidates import mesh_candidates
+from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.plan.context import PlanningContext

@@ -11,7 +11,7 @@ from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
 from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
-from autopar.compiler.last_resorts import last_resort
+from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.no_plan import no_plan_error
 from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins

@@ -20,7 +20,7 @@ from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.intra_op.baselines import why_not_tried
 from autopar.intra_op.memory_refusals import check_state_fits
-from autopar.intra_op.mesh_candidates import mesh_candidates
+from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.microbatch.smaller_step import num_examples

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 from autopar.attention.match import attention_as_written, attention_left
 from autopar.compiler.axis_roles import dimensions_of, roles_of_axes
-from autopar.compiler.batch_notes import batch_notes
-from autopar.compiler.island_notes import island_notes
 from autopar.compiler.memory_breakdown import memory_of_program
-from autopar.compiler.offload_notes import offload_notes
+from autopar.compiler.notes import (
+    batch_notes,
+    bound_stages,
+    bound_step,
+    island_notes,
+    offload_notes,
+    recipe_notes,
+    recomputation_notes,
+)
 from autopar.compiler.padding import padding_notes
-from autopar.compiler.recipe_notes import bound_stages, bound_step, recipe_notes
-from autopar.compiler.recomputation import recomputation_notes
 from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
     module_rows,

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from autopar.attention import ring
+from autopar.attention.form import KEY, sizes_of
+from autopar.attention.work import (
+    block_bytes,
+    held_in_steps,
+    in_steps,
+    order_of,
+    repeated_operands,
+    row_bytes,
+    travelling,
+)
 from autopar.cost import peak_memory
-from autopar.cost.attention_memory import attention_steps
+from autopar.cost.attention_cost import kernel_under
 from autopar.cost.collective_usage import results_of
-from autopar.cost.convolution_padding import written_padding
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_facts import facts_of, transposed_alone
 from autopar.cost.rounded_copies import rounded_copies
-from autopar.cost.xla_program import SUM_OF_PIECES, Tile
-from autopar.cost.xla_program import MemoryStep as MemoryStep
+from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile
+from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.collective_matmul import Along
@@ -37,6 +50,128 @@ from autopar.lowering.instructions import (
     Stack,
 )
 from autopar.sharding.resharding import StepKind
+from autopar.sharding.strategies import Strategy
+
+# What a pass of attention that is one operation needs of memory, by the kernel that runs it.
+
+
+def attention_steps(
+    op: Op,
+    strategy: Strategy | None,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    device: DeviceKind,
+    mesh: LogicalMesh,
+    nbytes: Mapping[int, int],
+    new: Callable[[int], int],
+) -> list[MemoryStep]:
+    """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round; of a kernel
+    that keeps none, what it makes of each row. `new` makes a value of so many bytes.
+    """
+    steps: list[MemoryStep] = []
+    buffers: list[int] = []
+    split = 1 if strategy is None else strategy.split
+    ring_size = 1 if strategy is None else mesh.size(strategy.ring)
+    kernel = kernel_under(op, device, ring_size)
+    if strategy is not None and ring_size > 1:
+        held = travelling(op.eqn)
+        if in_steps(op.eqn, kernel, ring_size):
+            held = (*held, *held_in_steps(op.eqn, order_of(op.eqn, ring_size)))
+        for i, itemsize in held:
+            shape = op.eqn.invars[i].aval.shape
+            buffers.append(new(local_bytes(shape, itemsize, strategy.operands[i], mesh)))
+        sent = tuple(buffers)
+        steps.append(
+            MemoryStep(inputs=inputs, outputs=sent, kind="collective_permute", fusible=False, key=("ring", op.id))
+        )
+    for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
+        sizes = sizes_of(op.eqn)
+        buffers.append(new(nbytes[inputs[0]] * sizes[KEY] // sizes[op.eqn.params["form"].position]))
+        step = MemoryStep(
+            inputs=(inputs[i],), outputs=(buffers[-1],), kind="repeat", fusible=False, key="heads of queries"
+        )
+        steps.append(step)
+    at = (*inputs, *buffers)
+    if not kernel.writes_scores:
+        rows = new(row_bytes(op.eqn, kernel) // split)
+        pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((rows,), at), (outputs, (*at, rows)))
+    else:
+        block = block_bytes(op.eqn, split, ring_size)
+        scores, weights = new(block), new(block)
+        pairs = (((scores,), at), ((weights,), (*at, scores)), (outputs, (*at, weights)))
+    for made, read in pairs:
+        steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
+    return steps
+
+
+# What XLA's GPU compiler writes so that cuDNN, which pads both sides of a dimension alike, can run a convolution.
+#
+# A convolution whose sides differ reads a copy of its images with the padding in it, as strides of two over an even
+# size need; so does one over dilated images. The gradient of a kernel reads a copy with as much more on one side, which
+# is the same one where the other side has none, and is kept for it. The gradient of the images is made with their
+# padding, and what reads it cuts that off.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPadding:
+    """What is added to the images, at each end of each of their dimensions, in a copy; and how many times its own size
+    the result is. `dilation`: the distance of pixels in the copy.
+    """
+
+    added: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    copy_share: float
+    result_share: float
+
+    @property
+    def is_copied(self) -> bool:
+        return self.copy_share > 1.0
+
+
+def written_padding(eqn: Any) -> WrittenPadding:
+    """Of a `conv_general_dilated`.
+
+    As XLA tells them apart (its `ConvRewriter`), the gradient of a kernel is a convolution by what is dilated or larger
+    than what comes out, and that of images is one over dilated images.
+    """
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    images, kernel, result = (v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars))
+    in_spatial, by_spatial, out_spatial = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    is_of_kernel = set(params["window_strides"]) | set(params["lhs_dilation"]) == {1} and (
+        max(params["rhs_dilation"]) > 1
+        or all(kernel[k] > result[o] for k, o in zip(by_spatial, out_spatial, strict=True))
+    )
+    added, dilation = [(0, 0)] * len(images), [1] * len(images)
+    result_share = 1.0
+    spatial = zip(in_spatial, by_spatial, out_spatial, strict=True)
+    for i, (at, k, o) in enumerate(spatial):
+        low, high = params["padding"][i]
+        into, apart, stride = params["lhs_dilation"][i], params["rhs_dilation"][i], params["window_strides"][i]
+        if is_of_kernel:
+            reach = (kernel[k] - 1) * apart + (result[o] - 1) * stride + 1
+            high = _nearest_high(low, reach - images[at] - low, apart)
+            added[at] = max(low, 0) - max(min(low, high), 0), max(high, 0) - max(min(low, high), 0)
+        elif into > 1 and stride == 1:
+            width = (kernel[k] - 1) * apart + 1
+            low = width - 1 - low
+            high = _nearest_high(low, width + (images[at] - 1) * into - result[o] - low, into)
+            result_share *= (result[o] + abs(high - low)) / result[o]
+        elif low != high or into > 1:
+            added[at], dilation[at] = (max(low, 0), max(high, 0)), into
+    copied = math.prod(
+        (n - 1) * step + 1 + sum(ends) for n, step, ends in zip(images, dilation, added, strict=True) if n
+    )
+    return WrittenPadding(
+        added=tuple(added),
+        dilation=tuple(dilation),
+        copy_share=copied / max(1, math.prod(images)),
+        result_share=result_share,
+    )
+
+
+def _nearest_high(low: int, least: int, stride: int) -> int:
+    """The padding of the other side that is nearest to this one's, where a stride leaves a choice."""
+    return min(max(low, least), least + stride - 1)
 
 
 def memory_program(

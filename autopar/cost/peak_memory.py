@@ -22,17 +22,358 @@ the gradients of values behind those of scores, until which the weights are held
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
+import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.common.records import made_often
-from autopar.cost import buffer_places, rewritten_steps, xla_fusion, xla_program, xla_schedule
+from autopar.cost import xla_fusion, xla_program
 from autopar.cost.xla_fusion import Kernel
-from autopar.cost.xla_program import COLLECTIVES, CPU, GPU, TPU, Compiler, MemoryStep, compiler_for
+from autopar.cost.xla_program import (
+    ALIASES,
+    BARRIER,
+    BROADCAST_RATIO,
+    COLLECTIVES,
+    CPU,
+    GPU,
+    REDUCTIONS,
+    TPU,
+    Compiler,
+    MemoryStep,
+    compiler_for,
+)
 from autopar.ir.primitives import MATRIX_PRODUCTS
+
+# A model of where XLA's TPU compiler puts buffers in memory, and of the space that is lost between them.
+#
+# Each buffer is put into the smallest hole that holds it, in the order in which buffers are made, and stays there until
+# it is freed: a hole that is a little too small for the next buffer stays empty. Of steps with ZeRO-3 for v5e it loses
+# a fifth of what is alive at the peak. The GPU compiler puts the largest buffers first and loses next to nothing.
+
+
+def heap_bytes(buffers: Iterable[tuple[int, int, int]]) -> int:
+    """The size of a heap for buffers of (bytes, the position where it is made, the one from which on it is free)."""
+    heap = _Heap()
+    ending: list[tuple[int, int, int]] = []  # (stop, offset, bytes)
+    for nbytes, start, stop in sorted(buffers, key=lambda b: b[1]):
+        while ending and ending[0][0] <= start:
+            _, offset, freed = heapq.heappop(ending)
+            heap.free(offset, freed)
+        heapq.heappush(ending, (stop, heap.put(nbytes), nbytes))
+    return heap.nbytes
+
+
+class _Heap:
+    """`holes` are (offset, bytes) by offset, none next to another; the last may end where the heap does."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.holes: list[tuple[int, int]] = []
+
+    def put(self, nbytes: int) -> int:
+        """Takes the smallest hole that is large enough, or makes the heap larger; returns the offset."""
+        found = min((i for i, hole in enumerate(self.holes) if hole[1] >= nbytes), default=None, key=self._size)
+        if found is not None:
+            offset, size = self.holes.pop(found)
+            if size > nbytes:
+                self.holes.insert(found, (offset + nbytes, size - nbytes))
+            return offset
+        offset = self.nbytes
+        if self.holes and sum(self.holes[-1]) == self.nbytes:
+            offset, _ = self.holes.pop()
+        self.nbytes = offset + nbytes
+        return offset
+
+    def free(self, offset: int, nbytes: int) -> None:
+        at = bisect.bisect(self.holes, (offset, 0))
+        if at < len(self.holes) and self.holes[at][0] == offset + nbytes:
+            nbytes += self.holes.pop(at)[1]
+        if at and sum(self.holes[at - 1]) == offset:
+            offset, before = self.holes.pop(at - 1)
+            nbytes += before
+            at -= 1
+        self.holes.insert(at, (offset, nbytes))
+
+    def _size(self, i: int) -> int:
+        return self.holes[i][1]
+
+
+# What XLA's TPU compiler makes of a program's operations before it fuses them, as far as memory shows it.
+
+
+def with_sunk_broadcasts(
+    steps: Sequence[MemoryStep], results: Sequence[int], nbytes: Mapping[int, int], like: dict[int, int]
+) -> tuple[MemoryStep, ...]:
+    """Constants of loops that are made of broadcasts stand in the loops' bodies; outside is left what is read there.
+
+    New values get ids below zero; `like` gains for each the value whose size it has.
+    """
+    cheap: dict[int, MemoryStep] = {}
+    done: list[MemoryStep] = []
+    for step in steps:
+        if _is_cheap(step, cheap, nbytes, like):
+            cheap[step.outputs[0]] = step
+        if step.kind == "cond":
+            bodies = (with_sunk_broadcasts(b.body, b.body_outputs, nbytes, like) for b in step.body)
+            branches = zip(step.body, bodies, strict=True)
+            step = dataclasses.replace(step, body=tuple(dataclasses.replace(b, body=body) for b, body in branches))
+        elif step.body:
+            step = _with_constants_inside(step, cheap, nbytes, like)
+        done.append(step)
+    read = set(results)
+    kept: list[MemoryStep] = []
+    for step in reversed(done):
+        if step.outputs and step.outputs[0] in cheap and step.outputs[0] not in read:
+            continue
+        read.update(step.inputs)
+        kept.append(step)
+    return tuple(reversed(kept))
+
+
+def _is_cheap(
+    step: MemoryStep, cheap: Mapping[int, MemoryStep], nbytes: Mapping[int, int], like: Mapping[int, int]
+) -> bool:
+    """Whether a value is made of what is much smaller, and of such values."""
+    if len(step.outputs) != 1 or step.kind == BARRIER or not (step.fusible or step.kind in ALIASES):
+        return False
+    made = step.outputs[0]
+    most = nbytes[like.get(made, made)] // BROADCAST_RATIO
+    return all(v in cheap or nbytes[like.get(v, v)] <= most for v in step.inputs)
+
+
+def _with_constants_inside(
+    loop: MemoryStep, cheap: Mapping[int, MemoryStep], nbytes: Mapping[int, int], like: dict[int, int]
+) -> MemoryStep:
+    known: dict[int, int] = {}  # by the names outside, the names inside
+    constants: dict[int, int] = {}
+    sunk: list[MemoryStep] = []
+
+    def new(value: int) -> int:
+        name = -1 - len(like)
+        like[name] = like.get(value, value)
+        return name
+
+    def inside(value: int) -> int:
+        if value in known:
+            return known[value]
+        inputs = tuple(map(inside, cheap[value].inputs)) if value in cheap else ()
+        known[value] = new(value)
+        if value in cheap:
+            sunk.append(dataclasses.replace(cheap[value], inputs=inputs, outputs=(known[value],), key=None))
+        else:
+            constants[value] = known[value]
+        return known[value]
+
+    names = list(zip(loop.inputs, loop.body_inputs, strict=True))
+    for outer, inner in names[: loop.num_constants]:
+        if outer in cheap:
+            sunk.append(MemoryStep(inputs=(inside(outer),), outputs=(inner,), kind="reshape", fusible=True))
+    names = [pair for i, pair in enumerate(names) if i >= loop.num_constants or pair[0] not in cheap]
+    return dataclasses.replace(
+        loop,
+        inputs=(*constants, *(outer for outer, _ in names)),
+        body_inputs=(*constants.values(), *(inner for _, inner in names)),
+        num_constants=loop.num_constants + len(names) + len(constants) - len(loop.inputs),
+        body=with_sunk_broadcasts((*sunk, *loop.body), loop.body_outputs, nbytes, like),
+    )
+
+
+def shifted_scores(steps: Sequence[MemoryStep], results: Sequence[int], nbytes: Mapping[int, int]) -> dict[int, int]:
+    """For each product whose kernel takes in the shift of a softmax, the scores less their maximum, which it writes.
+
+    So it is where arithmetic in a wider type than the product's stands between them. A maximum of scores that are only
+    converted is that of the scores as they are, and those are what is written.
+    """
+    readers: dict[int, list[MemoryStep]] = {}
+    found: dict[int, int] = {}
+    for step in steps:
+        for v in step.inputs:
+            readers.setdefault(v, []).append(step)
+        if step.body:
+            found |= shifted_scores(step.body, step.body_outputs, nbytes)
+    for step in steps:
+        if step.kind in MATRIX_PRODUCTS:
+            shifted = _shifted(step.outputs[0], readers, frozenset(results), nbytes)
+            if shifted is not None:
+                found[step.outputs[0]] = shifted
+    return found
+
+
+def _shifted(
+    made: int, readers: Mapping[int, list[MemoryStep]], results: frozenset[int], nbytes: Mapping[int, int]
+) -> int | None:
+    value, widened = made, False
+    reading = readers.get(value, [])
+    while len(reading) == 1 and value not in results and (reading[0].fusible or reading[0].kind in ALIASES):
+        step = reading[0]
+        widened = widened or (nbytes[value] > nbytes[made] and step.kind not in ALIASES)
+        value = step.outputs[0]
+        if nbytes[value] < nbytes[made]:
+            return None
+        reading = readers.get(value, [])
+    if not widened or len(reading) != 2 or value in results:
+        return None
+    reduces = any(step.kind in REDUCTIONS and step.reduces_last for step in reading)
+    return next((step.outputs[0] for step in reading if reduces and step.kind == "sub"), None)
+
+
+# A model of the order in which XLA runs kernels.
+#
+# On TPU and GPU XLA schedules so as to need little memory: here kernels keep their program order, except that one which
+# frees at least as much as it takes runs as soon as it can, as the update of a parameter does once its gradient is
+# there. An elementwise kernel that only a collective reads runs with it: a gradient is converted when it is sent. On
+# TPU, which runs reductions by themselves, those of the gradients of a layer that is computed again stand at the end of
+# its backward pass. On CPU it runs breadth first, whatever is ready in the order in which it became ready, to keep many
+# threads busy.
+
+
+REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def breadth_first(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """The kernels of one block in the order in which what they read is there."""
+    users, missing = _dependencies(kernels)
+    order: list[Kernel] = []
+    ready = collections.deque(i for i, n in enumerate(missing) if n == 0)
+    while ready:
+        kernel = kernels[ready.popleft()]
+        order.append(kernel)
+        late: list[int] = []
+        for v in kernel.outputs:
+            for j in users.get(v, ()):
+                missing[j] -= 1
+                if missing[j] == 0:
+                    (late if kernels[j].behind_others else ready).append(j)
+        ready.extend(late)
+    assert len(order) == len(kernels), "the kernels depend on each other in a circle"
+    return tuple(order)
+
+
+def freeing_first(
+    kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], kept: frozenset[int], reduces_late: bool = False
+) -> tuple[Kernel, ...]:
+    """The kernels of one block in program order, those that free memory as soon as they can.
+
+    Args:
+        nbytes: Bytes of every value.
+        kept: Values that outlive the block, or were there before it.
+        reduces_late: As of `xla_program.Compiler`.
+    """
+    return _FreeingFirst(kernels, nbytes, kept, reduces_late).order()
+
+
+class _FreeingFirst:
+    """What has run, what could run next, and by kernel the bytes that it frees and takes.
+
+    `ready` by number; of `eager`, which free what they take, the one that was found last runs first. `late` wait until
+    what is computed again next begins, or until all else has run.
+    """
+
+    def __init__(
+        self, kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], kept: frozenset[int], reduces_late: bool
+    ) -> None:
+        self.kernels, self.nbytes, self.kept, self.reduces_late = kernels, nbytes, kept, reduces_late
+        self.users, self.missing = _dependencies(kernels)
+        self.uses = dict.fromkeys(self.users, 0)
+        for kernel in kernels:
+            for v in set(kernel.inputs):
+                if v in self.uses:
+                    self.uses[v] += 1
+        self.sent_by = _sent_by(kernels, self.users, self.missing, kept)
+        made = [sum(nbytes[v] for v in k.outputs if v not in kept) for k in kernels]
+        self.taken = [n if i not in self.sent_by else min(n, made[self.sent_by[i]]) for i, n in enumerate(made)]
+        self.freed = [0] * len(kernels)
+        self.done = [False] * len(kernels)
+        self.eager: list[int] = []
+        self.late: list[int] = []
+        self.in_layer = False  # that is computed again
+
+    def order(self) -> tuple[Kernel, ...]:
+        for v, n in self.uses.items():
+            if n == 1:
+                self.credit_last_reader(v)
+        self.eager.clear()  # these wait for what they read
+        order: list[Kernel] = []
+        ready = [i for i, n in enumerate(self.missing) if n == 0]
+        while ready or self.eager or self.late:
+            if self.eager:
+                i = self.eager.pop()
+                if self.in_layer and self.is_late(i):
+                    self.late.append(i)
+                    continue
+            elif self.late and (not ready or self.kernels[ready[0]].begins_again):
+                self.in_layer, self.eager, self.late = False, self.late[::-1], []
+                continue
+            else:
+                i = heapq.heappop(ready)
+            if not self.done[i]:
+                order.append(self.kernels[i])
+                self.run(i, ready)
+        assert len(order) == len(self.kernels), "the kernels depend on each other in a circle"
+        return tuple(order)
+
+    def is_late(self, i: int) -> bool:
+        return self.reduces_late and self.kernels[self.sent_by.get(i, i)].kind in REDUCING
+
+    def run(self, i: int, ready: list[int]) -> None:
+        self.done[i] = True
+        kernel = self.kernels[i]
+        self.in_layer = self.in_layer or kernel.begins_again
+        for v in kernel.inputs:
+            if v in self.uses:
+                self.uses[v] -= 1
+                if self.uses[v] == 1:
+                    self.credit_last_reader(v)
+        for v in kernel.outputs:
+            for j in self.users.get(v, ()):
+                self.missing[j] -= 1
+                if self.missing[j] == 0:
+                    heapq.heappush(ready, j)
+                    if self.freed[j] >= self.taken[j]:
+                        self.eager.append(j)
+
+    def credit_last_reader(self, v: int) -> None:
+        """Credits the only kernel left that reads a value with freeing it."""
+        if v in self.kept:
+            return
+        for i in self.users[v]:
+            if not self.done[i] and v in self.kernels[i].inputs:
+                self.freed[i] += self.nbytes[v]
+                if self.missing[i] == 0 and self.freed[i] >= self.taken[i]:
+                    self.eager.append(i)
+                return
+
+
+def _sent_by(
+    kernels: tuple[Kernel, ...], users: Mapping[int, list[int]], missing: Sequence[int], kept: frozenset[int]
+) -> dict[int, int]:
+    """For each elementwise kernel that a collective alone reads, and which reads nothing else, this collective."""
+    found: dict[int, int] = {}
+    for i, kernel in enumerate(kernels):
+        readers = [j for v in kernel.outputs for j in users.get(v, ())]
+        if kernel.in_place and len(readers) == 1 and kept.isdisjoint(kernel.outputs):
+            (j,) = readers
+            if kernels[j].kind in COLLECTIVES and missing[j] == 1:
+                found[i] = j
+    return found
+
+
+def _dependencies(kernels: tuple[Kernel, ...]) -> tuple[dict[int, list[int]], list[int]]:
+    """For each value the kernels that wait for it, and for each kernel how many values it waits for."""
+    made = {v for k in kernels for v in k.outputs}
+    users: dict[int, list[int]] = {}
+    missing = [0] * len(kernels)
+    for i, k in enumerate(kernels):
+        for v in dict.fromkeys(k.inputs + k.after):
+            if v in made:
+                users.setdefault(v, []).append(i)
+                missing[i] += 1
+    return users, missing
+
 
 __all__ = [
     "CPU",
@@ -155,7 +496,7 @@ def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere
     """
     size, lasting = program.nbytes, {*program.arguments, *program.results}
     away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
-    return buffer_places.heap_bytes(
+    return heap_bytes(
         (_bytes(r, size), r.start, r.stop)
         for r in ranges
         if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
@@ -260,10 +601,10 @@ def _kernels(
     steps = xla_program.without_recomputation(program.steps, program.results, compiler)
     like: dict[int, int] = {}
     if compiler.sinks_broadcasts:
-        steps = rewritten_steps.with_sunk_broadcasts(steps, program.results, program.nbytes, like)
+        steps = with_sunk_broadcasts(steps, program.results, program.nbytes, like)
     steps = xla_program.with_broadcasts(steps, {**program.nbytes, **_sizes(like, program)}, like)
     if compiler.products_shift:
-        like |= rewritten_steps.shifted_scores(steps, program.results, {**program.nbytes, **_sizes(like, program)})
+        like |= shifted_scores(steps, program.results, {**program.nbytes, **_sizes(like, program)})
     nbytes = {**program.nbytes, **_sizes(like, program)}
     return xla_fusion.kernels(steps, program.arguments, program.results, nbytes, compiler), nbytes, like
 
@@ -336,9 +677,9 @@ def _flatten(kernels: tuple[Kernel, ...], nbytes: Mapping[int, int], compiler: C
     """Kernels in XLA's order; a loop stands before its body, where its results are set aside, and after it."""
     flat: _Flat = []
     if compiler.breadth_first:
-        order = xla_schedule.breadth_first(kernels)
+        order = breadth_first(kernels)
     else:
-        order = xla_schedule.freeing_first(kernels, nbytes, kept, compiler.reduces_late)
+        order = freeing_first(kernels, nbytes, kept, compiler.reduces_late)
     for kernel in order:
         flat.append((kernel, True))
         for block in kernel.blocks:

@@ -2,22 +2,165 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import hashlib
+import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.data.alike import check_alike
 from autopar.data.libraries import grain_library
 from autopar.data.order import Order, Tail
-from autopar.data.placing import evenly, from_rows, own_rows
 from autopar.data.reading import HostRows, NumberedReader, Place, StreamReader
 from autopar.data.sources import StreamExamples, check_not_batched, is_stream, numbered
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, ProcessMismatchError
+from autopar.executables.multiprocess import with_process_lost_errors
+from autopar.executables.step_leaves import put
+from autopar.runtime.execution.cross_process import absent, is_here
+from autopar.runtime.execution.global_arrays import aval_of
+from autopar.runtime.processes.agreement import exchange_in_turn
+
+# All processes shard the same data in the same way. Before the first batch each says how, and all compare.
+#
+# A process reads only its own rows of a batch. With another seed, batch size or source than the others it would read
+# rows of another batch, and nothing later would notice: the shapes are the same.
+
+
+EXAMPLE, CONTENT = "type of an example", "content of some examples"
+_SHOWN = 3  # values of an option in an error
+_HINT = (
+    "pass the same source and the same options in every process, not a part of the data in each: shard lets each "
+    "process read its own rows of the whole batch"
+)
+_HINT_OF_CONTENT = _HINT + "; where the source changes examples at random, seed that alike in all processes"
+
+
+def check_alike(reader: NumberedReader | StreamReader, options: Mapping[str, Any]) -> None:
+    """Every process calls it before its first batch. Raises: ProcessMismatchError, in all alike; ProcessLostError."""
+    if jax.process_count() == 1:
+        return
+    own = json.dumps({**options, **seen_of(reader)})
+    said = with_process_lost_errors(
+        lambda: exchange_in_turn(
+            "autopar.data.shard", "autopar/data", own,
+            together="all processes to take the first batch of their data together",
+            hint="make the same data in every process, and take its batches in all of them, in the same order",
+        )
+    )  # fmt: skip
+    compare([json.loads(text) for text in said], jax.process_index())
+
+
+def seen_of(reader: NumberedReader | StreamReader) -> dict[str, str | None]:
+    """The type of an example, and a digest of some; None where the source gives others when it is asked again."""
+    sample = reader.sample()
+    digest: str | None = _digest(sample)
+    if isinstance(reader, NumberedReader) and _digest(reader.sample()) != digest:
+        digest = None
+    return {EXAMPLE: _type(sample), CONTENT: digest}
+
+
+def compare(said: Sequence[Mapping[str, Any]], process: int) -> None:
+    """Raises: ProcessMismatchError where processes differ in an option, or in what they read."""
+    differing = [name for name in said[0] if name != CONTENT and len({str(own[name]) for own in said}) > 1]
+    content = [own[CONTENT] for own in said]
+    if not differing and (None in content or len(set(content)) == 1):
+        return
+    if differing:
+        got, hint = "; ".join(_values(name, [own[name] for own in said]) for name in differing), _HINT
+    else:
+        others = ", ".join(str(p) for p, digest in enumerate(content) if digest != content[0])
+        got, hint = f"another {CONTENT} in process {others} than in process 0", _HINT_OF_CONTENT
+    raise ProcessMismatchError(
+        where=f"autopar.data.shard, process {process} of {len(said)}",
+        expected=f"the same {', '.join(differing or [CONTENT])} in all processes", got=got, hint=hint,
+    )  # fmt: skip
+
+
+def _values(name: str, values: Sequence[Any]) -> str:
+    """`seed 0 in process 0, 1 in process 1`."""
+    processes = collections.defaultdict(list)
+    for process, value in enumerate(values):
+        processes[str(value)].append(process)
+    shown = [f"{value} in process {', '.join(map(str, by[:8]))}" for value, by in processes.items()]
+    return f"{name} {', '.join(shown[:_SHOWN])}{', ...' if len(shown) > _SHOWN else ''}"
+
+
+def _type(sample: Any) -> str:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(sample)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape[1:])}".strip() for path, x in leaves)
+
+
+def _digest(sample: Any) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for leaf in jax.tree.leaves(sample):
+        array = np.asarray(leaf)
+        total.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
+
+
+# The rows of a batch that the devices of this process hold, and global arrays made of them: nothing is sent.
+#
+# The leaves of a batch may lie on different devices: of a pipeline each on the stages that read it. A process reads the
+# rows that any leaf has on its devices.
+
+
+Index = tuple[slice, ...]
+
+
+def rows_of(parts: Iterable[Index], num_rows: int) -> np.ndarray:
+    """The numbers of the rows in some parts of arrays with `num_rows` rows, in ascending order, each once."""
+    ranges = {index[0].indices(num_rows)[:2] for index in parts}
+    return np.unique(np.concatenate([np.arange(0), *(np.arange(*r) for r in ranges)]))
+
+
+def own_rows(shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding]) -> np.ndarray:
+    """The rows of the leaves' parts on the devices of this process."""
+    parts: list[Index] = []
+    for shape, sharding in zip(shapes, shardings, strict=True):
+        parts += _parts(sharding, tuple(shape)).values()
+    return rows_of(parts, shapes[0][0])
+
+
+def from_rows(
+    leaves: Sequence[np.ndarray], rows: np.ndarray, num_rows: int, shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """Global arrays of `num_rows` rows, of those that this process has: `rows` are their numbers, ascending."""
+    if jax.process_count() == 1 and len(rows) == num_rows:
+        return list(put(leaves, shardings))
+    return [_from_rows(x, rows, num_rows, s) for x, s in zip(leaves, shardings, strict=True)]
+
+
+def _from_rows(own: np.ndarray, rows: np.ndarray, num_rows: int, sharding: NamedSharding) -> Any:
+    shape, dtype = (num_rows, *own.shape[1:]), aval_of(own).dtype
+    if not is_here(sharding):
+        return absent(shape, dtype, sharding)
+    shards = []
+    for device, (whole, *rest) in _parts(sharding, shape).items():
+        start, stop, _ = whole.indices(num_rows)
+        first = int(np.searchsorted(rows, start))
+        part = np.asarray(own[(slice(first, first + stop - start), *rest)], dtype)
+        shards.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Mapping[Any, Index]:
+    return dict(sharding.addressable_devices_indices_map(shape))
+
+
+@functools.lru_cache(maxsize=64)
+def evenly(num_rows: int) -> NamedSharding:
+    """Rows over all devices, as many to each as divides; for batches that no plan has a layout for."""
+    devices = np.array(jax.devices())
+    groups = math.gcd(num_rows, devices.size)
+    mesh = Mesh(devices.reshape(groups, -1), ("rows", "copies"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, PartitionSpec("rows"))
+
 
 MASK = "mask"
 _HINTS = {

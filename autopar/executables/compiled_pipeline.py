@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, ClassVar
 
 import jax
@@ -15,10 +17,8 @@ from autopar.common.progress import Progress
 from autopar.compiler.materialize import make_staged
 from autopar.compiler.padding import stored_as_planned
 from autopar.errors import UnsupportedError
-from autopar.executables.compile_all import compile_all
 from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
-from autopar.executables.stage_shards import StageShardedLeaves, stage_sharded_leaves
 from autopar.executables.step_leaves import (
     LeafwiseStep,
     copied,
@@ -30,9 +30,10 @@ from autopar.executables.step_leaves import (
 )
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import layout_of
-from autopar.ir.jax_sharding import submesh
+from autopar.ir.jax_sharding import named_sharding, submesh
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
+from autopar.plan.schema import PlannedValue
 from autopar.runtime.execution.cross_process import crossing, is_here
 from autopar.runtime.execution.cut_shards import End
 from autopar.runtime.execution.dispatch import in_flight_on
@@ -40,6 +41,107 @@ from autopar.runtime.execution.execute import Executor, Way
 from autopar.runtime.execution.transfers import route
 from autopar.runtime.pipeline.verify import verify_program
 from autopar.sharding.rules import RuleBook
+
+# Compiles the programs of a pipeline beside one another: XLA's compilers hold no lock of Python's.
+
+
+# A compiler of a GPU or a TPU takes gigabytes for a large program.
+MOST_AT_ONCE = 8
+
+
+def compile_all(lowered: Sequence[Any | None], options: Sequence[Mapping[str, Any]], progress: Progress) -> list[Any]:
+    """The executables of lowered programs, each under its options of XLA; None where there is none.
+
+    Raises: the error of the first that cannot be compiled, when those that were begun are done.
+    """
+    at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
+    programs = {i: program for i, program in enumerate(lowered) if program is not None}
+    with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
+        compiling = {i: threads.submit(jax_compat.compiled, x, dict(options[i])) for i, x in programs.items()}
+        try:
+            for done, future in enumerate(as_completed(compiling.values()), start=1):
+                future.result()
+                progress.at(f"compiled {done} of {len(programs)} programs")
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+    return [compiling[i].result() if i in compiling else None for i in range(len(lowered))]
+
+
+# Leaves that are one array for the user and shards on the stages: split before a step, joined after it.
+#
+# Nothing is copied: the parts and the whole share the devices' buffers, and donation of a part deletes the whole.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StageShardedLeaf:
+    """One leaf: its shape and sharding over all its stages, and the sharding of the part on each of them."""
+
+    path: str
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+    parts: tuple[NamedSharding, ...]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] // len(self.parts), *self.shape[1:])
+
+    def split(self, array: Any) -> list[jax.Array]:
+        """The parts of an array. Raises: ValueError for another shape or sharding."""
+        if not isinstance(array, jax.Array) or array.shape != self.shape or not self._has_sharding(array):
+            raise ValueError(f"{self.path}: expected an array of shape {self.shape} on {self.sharding}")
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        return [
+            jax.make_array_from_single_device_arrays(
+                self.part_shape, part, [shards[device] for device in part.mesh.devices.flat]
+            )
+            for part in self.parts
+        ]
+
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The inverse of `split`."""
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+    def _has_sharding(self, array: jax.Array) -> bool:
+        return array.sharding == self.sharding or array.sharding.is_equivalent_to(self.sharding, len(self.shape))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageShardedLeaves:
+    """All leaves of the arguments, or of the results, in order; None for leaves on a single stage."""
+
+    leaves: tuple[StageShardedLeaf | None, ...]
+
+    def split(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves and slices in order. Raises: ValueError."""
+        out: list[Any] = []
+        for leaf, sharded in zip(leaves, self.leaves, strict=True):
+            out += [leaf] if sharded is None else sharded.split(leaf)
+        return out
+
+    def join(self, pieces: Sequence[Any]) -> list[Any]:
+        """The inverse of `split`."""
+        remaining = iter(pieces)
+        return [
+            next(remaining) if sharded is None else sharded.join([next(remaining) for _ in sharded.parts])
+            for sharded in self.leaves
+        ]
+
+
+def stage_sharded_leaves(values: Sequence[PlannedValue], plan: Plan) -> StageShardedLeaves:
+    """The leaves of a plan's arguments (without constants) or results."""
+    return StageShardedLeaves(tuple(_stage_sharded_leaf(value, plan) if value.stages else None for value in values))
+
+
+def _stage_sharded_leaf(value: PlannedValue, plan: Plan) -> StageShardedLeaf:
+    meshes = [submesh(*plan.stage_mesh(stage)) for stage in value.stages]
+    return StageShardedLeaf(
+        path=value.path,
+        shape=value.shape,
+        sharding=plan.sharding_of(value),
+        parts=tuple(named_sharding(value.layout, mesh, in_host=value.in_host) for mesh in meshes),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

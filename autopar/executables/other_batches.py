@@ -6,7 +6,7 @@ from autopar.compiler.materialize import recorded_stages, with_options_of
 from autopar.compiler.whole_graph import program_graph
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
-from autopar.executables.short_batches import on_other_sizes, stages_of, stages_on_other_sizes
+from autopar.executables.smaller_batch import on_other_sizes, stages_of, stages_on_other_sizes
 from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.traced_step import TracedStep

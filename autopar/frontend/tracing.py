@@ -12,10 +12,10 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.common.jax_symbolic import variables_of
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.batched_gathers import with_own_rows
 from autopar.frontend.callbacks import check_effects
 from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
-from autopar.frontend.own_rows import with_own_rows
 from autopar.frontend.static_leaves import is_of_another_library, set_apart
 from autopar.ir.traced_step import TracedStep
 

@@ -12,11 +12,10 @@ from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.microbatch_walk import BestStages
 from autopar.inter_op.one_stage import least_bytes
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
-from autopar.inter_op.posed_problems import Posed
-from autopar.inter_op.short_steps import ShortStep, estimate, short_step
-from autopar.inter_op.stage_answers import in_turn
 from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
+from autopar.inter_op.stage_problems import Posed, in_turn
+from autopar.inter_op.truncated_model import TruncatedModel, estimate, short_step
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
@@ -65,7 +64,7 @@ class PipelineEvaluator:
         self.best: PipelineCandidate | PipelineEstimate | None = None
         self.best_built: PipelineCandidate | None = None
         self.estimated: list[PipelineEstimate] = []
-        self.short_steps: dict[int, ShortStep | None] = {}  # by the number of micro-batches
+        self.short_steps: dict[int, TruncatedModel | None] = {}  # by the number of micro-batches
         self.least_bytes_of: dict[tuple[int, tuple[str, ...]], int] = {}  # by that, and what each layer recomputes
         self.kept: list[PipelineCandidate] = []
         self.refinements: list[PipelineEstimate] = []  # in short: plans take much memory
@@ -194,7 +193,7 @@ class PipelineEvaluator:
             least_s=found.least_s,
         )
 
-    def short(self, m: int) -> ShortStep | None:
+    def short(self, m: int) -> TruncatedModel | None:
         """The step in m micro-batches with fewer of its equal layers."""
         if m not in self.short_steps:
             with self.context.progress.pass_("estimate stages"):

@@ -9,10 +9,10 @@ from autopar.cost.cost_model import cost_model
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.short_steps import ShortStep, estimate
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.submeshes import part_of
+from autopar.inter_op.truncated_model import TruncatedModel, estimate
 from autopar.ir.graph import Section
 from autopar.ir.mesh import LogicalMesh
 
@@ -22,7 +22,7 @@ def least_bytes(
     choice: StageChoice,
     cluster: Cluster,
     time_limit_s: float,
-    short: ShortStep | None = None,
+    short: TruncatedModel | None = None,
 ) -> int:
     """Bytes that each device needs for a choice of one stage even if every value is split over all devices; 0 for a
     cluster of several kinds, whose devices do not hold equal parts. By an estimate, where the step has a shorter form.

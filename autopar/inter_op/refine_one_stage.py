@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.other_numbers import OtherNumbers, Refined
+from autopar.inter_op.microbatch_counts import MicrobatchCounts, Refined
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import own_meshes
 from autopar.inter_op.stage_choice import StageChoice
@@ -41,7 +41,7 @@ class Evaluated(Refined, Protocol):
     ) -> PipelineEstimate | PipelineCandidate | None: ...
 
 
-def refine_one_stage(evaluated: Evaluated, others: OtherNumbers, counts: Iterable[float]) -> None:
+def refine_one_stage(evaluated: Evaluated, others: MicrobatchCounts, counts: Iterable[float]) -> None:
     """Evaluates the best pipeline of one stage under other decisions, where it comes near the best of all: as it
     recomputes, and without any recomputation, in the first number of micro-batches from its own on in which that may
     fit.
@@ -90,7 +90,7 @@ def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
     return found if found.fits(evaluated.limit_bytes) and is_near else None
 
 
-def _first_that_may_fit(evaluated: Evaluated, others: OtherNumbers, m: int, choice: StageChoice) -> int | None:
+def _first_that_may_fit(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
     """The first number of micro-batches, from m on, in which a choice may fit; None where there is none.
 
     Twice as many micro-batches need half of the memory at least, so that some numbers are left out.
@@ -108,7 +108,7 @@ def _first_that_may_fit(evaluated: Evaluated, others: OtherNumbers, m: int, choi
     return None
 
 
-def _of_recipes(evaluated: Evaluated, others: OtherNumbers, m: int, choice: StageChoice) -> int | None:
+def _of_recipes(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
     """The number of micro-batches of recipes where other decisions have m: fewer, where more devices share the examples
     and that may fit. None where recipes take too long, since devices repeat the work of others.
     """
@@ -124,7 +124,7 @@ def _of_recipes(evaluated: Evaluated, others: OtherNumbers, m: int, choice: Stag
     return None if others.take_too_long(m, evaluated.best) else m
 
 
-def recompute_in_some_layers(evaluated: Evaluated, others: OtherNumbers) -> None:
+def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts) -> None:
     """Evaluates the best pipeline of one stage with recomputation in every second layer, third, and so on, where memory
     is short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
     """

@@ -10,9 +10,9 @@ from autopar.errors import SolverError
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.requested_step import check_binding, equal_choice, requested_step
-from autopar.inter_op.short_steps import ShortStep, estimate, short_step
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
+from autopar.inter_op.truncated_model import TruncatedModel, estimate, short_step
 from autopar.passes.remat_cheap import copied_bytes, copies_state
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
@@ -25,7 +25,7 @@ class _ShortRequest:
     the state, that each micro-batch could make instead.
     """
 
-    short: ShortStep | None
+    short: TruncatedModel | None
     choices: Sequence[StageChoice]
     copied_bytes: int
 

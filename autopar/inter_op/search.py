@@ -12,7 +12,6 @@ from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster_parts import WHOLE
-from autopar.inter_op.answered_problems import AnsweredProblems
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
@@ -20,11 +19,10 @@ from autopar.inter_op.held_memory import why_too_large
 from autopar.inter_op.least_pipeline import least_pipeline_s
 from autopar.inter_op.mesh_options import MeshOptions
 from autopar.inter_op.mesh_screen import MeshScreen
+from autopar.inter_op.microbatch_counts import MicrobatchCounts, refine_in_other_counts
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
-from autopar.inter_op.other_numbers import OtherNumbers, refine_in_other_numbers
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
-from autopar.inter_op.posed_problems import Posed, PosedProblems
 from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
 from autopar.inter_op.search_space import (
     FINEST_PARTS,
@@ -36,8 +34,8 @@ from autopar.inter_op.search_space import (
     uneven_stages,
 )
 from autopar.inter_op.split_steps import split_step, whole_batch
-from autopar.inter_op.stage_answers import by_tables, why_no_pipeline
 from autopar.inter_op.stage_costs import PricedOption
+from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.remat_cheap import copies_state
@@ -139,7 +137,7 @@ class _Search:
             hides = cluster.num_devices > 1 and cost_model(cluster, row).overlap.kinds
             others = self.other_numbers(step, cuts)
             refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
-            refine_in_other_numbers(builder, others)
+            refine_in_other_counts(builder, others)
             recompute_in_some_layers(builder, others)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out:
@@ -297,10 +295,10 @@ class _Search:
             least_pipeline_s(microbatched, context.cluster, context.request, too_long_s) < too_long_s
         )
 
-    def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> OtherNumbers:
+    def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> MicrobatchCounts:
         """The numbers of micro-batches of one stage."""
         num_examples_, requested = num_examples(self.context.traced), self.context.request.num_microbatches
-        return OtherNumbers(
+        return MicrobatchCounts(
             numbers=divisors(num_examples_) if requested is None else (requested,),
             cut=lambda m: self.cut_in(step, m, cuts),
             num_examples=num_examples_,

@@ -214,7 +214,7 @@ Atom = int | Constant
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OrderCost:
     """What an operation on scores costs more where results of products stay in the order of dimensions in which they
-    are made (`autopar.attention.score_orders`).
+    are made (`autopar.attention.score_kernels`).
 
     Attributes:
         copied_itemsize: Of a product whose result is copied in another order, the bytes of an element of the copy.

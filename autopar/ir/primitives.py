@@ -51,7 +51,7 @@ IN_EQUAL_PARTS = frozenset({"gather", "conv_general_dilated", *SCATTERS})
 # Primitives whose reduced factors are sums, so that each device's result is a summand of the whole.
 SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "gather"})
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
-# what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.split_tables`).
+# what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.emit`).
 LOCALLY_SUMMING = frozenset(
     {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT}
 )

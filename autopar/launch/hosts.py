@@ -3,13 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from autopar.launch.placement import Placement, on_one_host
 from autopar.launch.restart_policy import Outcome, Policy, next_start, why_not_again
-from autopar.launch.size_file import SizeFile
+
+# The size file of `--elastic`: how many processes are wanted, in a file that somebody writes at any time.
+
+
+_READ_BYTES = 100
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,9}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A number of processes within the limits. `why_not` says what was asked for where that is without."""
+
+    processes: int
+    why_not: str = ""
+
+
+class SizeFile:
+    """Reads the file at `path`. What is no number leaves the number as it is, and is told to `say`, once."""
+
+    def __init__(self, path: Path, policy: Policy, say: Callable[[str], object]) -> None:
+        assert policy.elastic is not None, "checked with the arguments"
+        self._path, self._policy, self._limits, self._say = path, policy, policy.elastic, say
+        self._last = self._said = ""
+
+    def wanted(self, processes: int) -> Wanted | None:
+        """The number that is asked for, as far as it is allowed; None where none is. `processes`: how many run."""
+        found = self._read()
+        if isinstance(found, str):
+            # Said at the second look: a file that is just being written is empty, or has a part of its text.
+            self._tell(f"{found}; expected a number of processes, such as {processes}: it stays at {processes}")
+            return None
+        if found is None:
+            self._last = self._said = ""
+            return None
+        allowed = self._policy.clamped(found)
+        if allowed == found:
+            self._last = self._said = ""
+            return Wanted(processes=found)
+        why_not = f"{found} are asked for, and --elastic allows {self._limits[0]} to {self._limits[1]}"
+        if allowed == processes:
+            self._tell(f"{why_not}: it stays at {processes}")
+        return Wanted(processes=allowed, why_not=why_not)
+
+    def _read(self) -> int | str | None:
+        """The number, what is wrong, or None where there is no file yet."""
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(_READ_BYTES)
+        except FileNotFoundError:
+            return None if self._path.parent.is_dir() else f"there is no folder {self._path.parent}"
+        except OSError as error:
+            return f"it cannot be read ({error.strerror})"
+        if _NUMBER.fullmatch(data.strip()):
+            return int(data)
+        return f"read {data[:40].decode(errors='backslashreplace')!r}"
+
+    def _tell(self, text: str) -> None:
+        if text == self._last and text != self._said:
+            self._say(f"--size-file {self._path}: {text}")
+            self._said = text
+        self._last = text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

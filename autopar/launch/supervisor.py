@@ -2,23 +2,374 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from autopar.common.launched import STUCK_AFTER_S
+from autopar.common.launched import STUCK_AFTER_S, Reached, has_reached, say_lost
 from autopar.launch.command_line import Options
-from autopar.launch.first_error import first_error, report
-from autopar.launch.hosts import Hosts, OneHost
-from autopar.launch.member import SeveralHosts
-from autopar.launch.one_start import STOPPED_AFTER_S, Limits, OneStart
+from autopar.launch.first_error import Ended, first_error, how_it_ended, is_follower, report
+from autopar.launch.hosts import Hosts, OneHost, Start
 from autopar.launch.placement import Placement, environments
-from autopar.launch.restart_policy import Outcome, Stop
-from autopar.launch.tagged_output import Tagger
+from autopar.launch.ports import host_and_port, own_address_towards
+from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, send
+from autopar.launch.restart_policy import Outcome, Policy, Stop
+from autopar.launch.tagged_output import OutputOfProcess, Tagger
+
+# One process that the launcher started: it ends when the launcher does, whatever ends that.
+
+
+_OUTPUT_S = 2.0  # for the last lines of a process that has ended, where others of its group still hold its output
+# Asks Linux to kill this process with its parent, and becomes the program. In a Python of its own, and not between fork
+# and exec of the launcher, where other threads may hold locks for ever.
+_BECOME = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+
+
+class ChildProcess:
+    """A running process, in a process group of its own, so that it gets the signals of a terminal once."""
+
+    def __init__(self, process: int, command: Sequence[str], environment: Mapping[str, str], tagger: Tagger) -> None:
+        self.process = process
+        self._by_launcher, self._why = False, ""
+        self._stopped_since_s: float | None = None
+        # Started from the main thread: the signal comes with the end of the thread that started the process.
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        streams = self._popen.stdout, self._popen.stderr
+        assert streams[0] is not None, "a pipe"
+        assert streams[1] is not None, "a pipe"
+        self._output = OutputOfProcess(process, streams[0], streams[1], tagger)
+        self._ended: Ended | None = None
+
+    def poll(self) -> Ended | None:
+        """How it ended; None while it runs."""
+        if self._ended is None and (code := self._popen.poll()) is not None:
+            ended_s = time.monotonic()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)  # what it has started and left
+            self._output.join(_OUTPUT_S)
+            self._ended = Ended(
+                process=self.process,
+                code=code,
+                time_s=ended_s,
+                why=self._why,
+                by_launcher=self._by_launcher and not self._why and -code in (signal.SIGTERM, signal.SIGKILL),
+                stderr=self._output.last_of_stderr,
+            )
+        return self._ended
+
+    def stopped_s(self) -> float:
+        """How long it has been seen to be stopped, as SIGSTOP does: then SIGTERM does not reach it."""
+        try:
+            state = Path(f"/proc/{self._popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            state = ""
+        now = time.monotonic()
+        if state != "T":  # under a debugger it is another one
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = now
+        return now - self._stopped_since_s if self._stopped_since_s is not None else 0.0
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal that somebody else sent the launcher."""
+        if self.poll() is None:
+            self._popen.send_signal(number)
+
+    def end(self, number: signal.Signals, why: str = "") -> None:
+        """Sends a signal of the launcher's own, to the whole group where it is SIGKILL.
+
+        `why` is what the process itself has done; without it another one has failed, or somebody ends them all.
+        """
+        if self.poll() is not None:
+            return
+        self._by_launcher, self._why = True, why
+        if number is signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.send_signal(number)
+
+
+# One start of the processes of this host, from its beginning until all of them have ended.
+
+
+_POLL_S = 0.05
+_LOOK_S = 1.0  # how often it is looked whether another number of processes is asked for
+# After a failure the others end by themselves, with an error that names who failed (runtime/processes/heartbeat.py);
+# SIGTERM comes to those that have not.
+SETTLE_S = 10.0
+STOPPED_AFTER_S = 15.0  # before the others find it silent: they may not have joined yet, and would wait for minutes
+# Those that have not joined yet are told by nothing. What fails at its beginning mostly does in all of them: so long
+# they may end by themselves, with an error of their own.
+OWN_ERROR_S = 1.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What the launcher still does to end the processes, by the clock of `time.monotonic`.
+
+    SIGTERM comes at `terminate_s`, to those that have not joined the others at `terminate_unjoined_s`.
+    """
+
+    stop: Stop
+    terminate_s: float | None
+    terminate_unjoined_s: float | None = None
+    kill_s: float
+    number: int = 0  # of the signal that somebody sent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """From SIGTERM to SIGKILL, and how long a process may be stopped; 0: for ever."""
+
+    grace_s: float
+    stopped_after_s: float
+
+
+class OneStart:
+    """The processes of one start. `signals` are those that the launcher has got, oldest first."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        first_process: int,
+        folder: Path,
+        limits: Limits,
+        tagger: Tagger,
+    ) -> None:
+        self._folder, self._tagger = folder, tagger
+        self._grace_s, self._stopped_after_s = limits.grace_s, limits.stopped_after_s
+        self._ending: Ending | None = None
+        self._running = [
+            ChildProcess(first_process + i, command, environment, tagger) for i, environment in enumerate(environments)
+        ]
+        self.ended: dict[int, Ended] = {}
+
+    def run(self, signals: deque[signal.Signals], asked_to_end: Callable[[], str | None]) -> Outcome:
+        """Returns when all processes have ended. `asked_to_end` says why they should, and start in another number."""
+        count, looked_s = len(self._running), time.monotonic()
+        while self._running:
+            now = time.monotonic()
+            while signals:
+                self._pass_on(signals.popleft(), now)
+            self._collect(now)
+            if self._ending is None and now > looked_s + _LOOK_S:
+                looked_s = now
+                self._end_stopped()
+                if (why := asked_to_end()) is not None:
+                    self._tagger.say(f"{why}: ends these with SIGTERM")
+                    self._begin_ending(Stop.RESIZE, now, signal.SIGTERM)
+            self._carry_out(now)
+            time.sleep(_POLL_S)
+        return self._outcome(count)
+
+    def _collect(self, now: float) -> None:
+        for child in list(self._running):
+            ended = child.poll()
+            if ended is None:
+                continue
+            self._running.remove(child)
+            self.ended[child.process] = ended
+            if (
+                ended.code == 0
+                or ended.by_launcher
+                or (self._ending is not None and self._ending.stop is not Stop.FAILED)
+            ):
+                continue
+            if not is_follower(ended):
+                say_lost(self._folder, child.process, f"has ended: {ended.why or how_it_ended(ended.code)}")
+            if self._ending is not None:
+                continue
+            self._ending = Ending(
+                stop=Stop.FAILED,
+                terminate_unjoined_s=now + OWN_ERROR_S,
+                terminate_s=now + SETTLE_S,
+                kill_s=now + SETTLE_S + self._grace_s,
+            )
+
+    def _end_stopped(self) -> None:
+        for child in self._running:
+            if self._stopped_after_s and child.stopped_s() > self._stopped_after_s:
+                child.end(signal.SIGKILL, f"stopped (SIGSTOP) for {self._stopped_after_s:.0f} s")
+
+    def _pass_on(self, number: signal.Signals, now: float) -> None:
+        again = self._ending is not None and self._ending.stop is Stop.SIGNAL and number is signal.SIGINT
+        for child in self._running:
+            child.send(number)
+        if again:  # as a user who presses Ctrl-C twice means it
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now, number=number)
+        elif number in _ENDING:
+            self._ending = Ending(stop=Stop.SIGNAL, terminate_s=None, kill_s=now + self._grace_s, number=number)
+
+    def _begin_ending(self, stop: Stop, now: float, number: signal.Signals) -> None:
+        for child in self._running:
+            child.end(number)
+        self._ending = Ending(stop=stop, terminate_s=None, kill_s=now + self._grace_s)
+
+    def _carry_out(self, now: float) -> None:
+        ending = self._ending
+        if ending is None:
+            return
+        if ending.terminate_unjoined_s is not None and now > ending.terminate_unjoined_s:
+            for child in self._running:
+                if not has_reached(self._folder, child.process, Reached.JOINED):
+                    child.end(signal.SIGTERM)
+            self._ending = ending = dataclasses.replace(ending, terminate_unjoined_s=None)
+        if ending.terminate_s is not None and now > ending.terminate_s:
+            for child in self._running:
+                child.end(signal.SIGKILL if child.stopped_s() else signal.SIGTERM)
+            self._ending = dataclasses.replace(ending, terminate_s=None)
+        elif now > ending.kill_s:
+            for child in self._running:
+                child.end(signal.SIGKILL)
+
+    def _outcome(self, count: int) -> Outcome:
+        ended = list(self.ended.values())
+        error = first_error(ended)
+        stop = self._ending.stop if self._ending is not None else Stop.DONE
+        failed = [e for e in ended if e.code != 0 and not e.by_launcher and not is_follower(e)]
+        code = error.code if error is not None else 0
+        if code == 0 and self._ending is not None and any(e.by_launcher for e in ended):
+            code = 128 + self._ending.number  # the signal came, and they did not end of it
+        stepped, joined, has_checkpoint = (
+            any(has_reached(self._folder, process, reached) for process in self.ended)
+            for reached in (Reached.STEPPED, Reached.JOINED, Reached.CHECKPOINT)
+        )
+        return Outcome(
+            stop=stop,
+            processes=count,
+            code=code,
+            stepped=stepped,
+            # A process that is alone does not say that a step has ended; until its number changed it made some.
+            is_lost=not has_checkpoint and (stepped or (joined and stop is Stop.RESIZE)),
+            is_cause=error is not None and error.printed_by == error.process,
+            not_started=sum(not has_reached(self._folder, e.process, Reached.JOINED) for e in failed),
+        )
+
+
+# One of several hosts: its launcher asks that of node rank 0 what comes next.
+
+
+_AGAIN_S = 0.2
+LEADER_IS_LOST = 1
+
+
+class SeveralHosts:
+    """This host among others; on node rank 0 with the leader of all. `say` tells the user."""
+
+    def __init__(
+        self, coordinator: str, nodes: int, node: int, processes: int, policy: Policy, say: Callable[[str], object]
+    ) -> None:
+        self._coordinator, self._node, self._policy, self._say = coordinator, node, policy, say
+        self._offer = processes
+        self._leader = Leader(coordinator, nodes, policy) if node == 0 else None
+        self._connection: socket.socket | None = None
+        self._unread = b""
+        self._end: str | None = None
+
+    def next(self, outcome: Outcome | None, is_interrupted: Callable[[], bool]) -> Start | int | None:
+        self._end = None
+        if outcome is not None and self._policy.elastic is not None:
+            # Process 0 runs on node rank 0, at whose address the others meet.
+            self._offer = max(int(self._node == 0), self._offer - outcome.not_started)
+        try:
+            if self._connection is None and not self._connect(is_interrupted):
+                return None
+            assert self._connection is not None, "connected"
+            host = own_address_towards(*host_and_port(self._coordinator))
+            said = None if outcome is None else outcome_text(outcome)
+            send(self._connection, {"node": self._node, "host": host, "offer": self._offer, "outcome": said})
+            while not is_interrupted():
+                for message in self._messages(_AGAIN_S):
+                    if (found := self._read(message)) is not None:
+                        return found
+        except OSError as error:
+            self._say(f"the launcher of node 0 is not there at {self._coordinator} ({error.strerror or error})")
+            return LEADER_IS_LOST
+        return None
+
+    def asked_to_end(self) -> str | None:
+        with contextlib.suppress(OSError):  # its loss is found at the next start
+            for message in self._messages(0.0):
+                self._read(message)
+        return self._end
+
+    def close(self) -> None:
+        if self._leader is not None:
+            time.sleep(_AGAIN_S)  # what it has said may still be on its way
+            self._leader.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connect(self, is_interrupted: Callable[[], bool]) -> bool:
+        """False where `is_interrupted` came first. Raises: OSError."""
+        deadline = time.monotonic() + JOIN_S
+        while not is_interrupted():
+            try:
+                self._connection = socket.create_connection(host_and_port(self._coordinator), timeout=_AGAIN_S * 10)
+                keep_alive(self._connection)
+                return True
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_AGAIN_S)
+        return False
+
+    def _messages(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What has come from the leader. Raises: OSError where it is gone."""
+        assert self._connection is not None, "connected"
+        self._connection.settimeout(timeout_s)
+        try:
+            data = self._connection.recv(1 << 16)
+        except (TimeoutError, BlockingIOError):
+            return []
+        if not data:
+            raise ConnectionResetError("it has closed its connection")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _read(self, message: dict[str, Any]) -> Start | int | None:
+        if "start" in message:
+            return Start(placement=Placement(**message["start"]), delay_s=float(message["delay_s"]))
+        if "stop" in message:
+            if "why" in message:
+                self._say(str(message["why"]))
+            return int(message["stop"])
+        if "refused" in message:
+            raise OSError(f"it refuses this host: {message['refused']}")
+        self._end = str(message["end"])
+        return None
+
 
 WRONG_ARGUMENTS = 2
 WITHOUT_CHECKPOINT = (

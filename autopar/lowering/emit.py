@@ -7,12 +7,14 @@ else is left to the partitioner between constraints that leave it nothing to dec
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from autopar.attention import execute, ring
@@ -20,16 +22,14 @@ from autopar.attention.form import letters
 from autopar.attention.kernels import library_on
 from autopar.common import jax_compat
 from autopar.common.while_any import while_any
+from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import Constant, OpGraph, OpKind
 from autopar.ir.jax_sharding import named_sharding, partition_spec
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.primitives import IN_EQUAL_PARTS
+from autopar.ir.primitives import IN_EQUAL_PARTS, looked_up_dim
 from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.kernels.local import runs_locally
-from autopar.lowering import split_tables
-from autopar.lowering.dynamic_slices import with_starts_in_range
-from autopar.lowering.fourier_transforms import fourier_transform
 from autopar.lowering.gradient_rows import gradients_in_rows, in_rows, in_whole_tiles
 from autopar.lowering.instructions import (
     Accumulate,
@@ -47,13 +47,148 @@ from autopar.lowering.instructions import (
     Stack,
 )
 from autopar.lowering.local_parts import run_on_parts
-from autopar.lowering.module_names import named
-from autopar.lowering.partial_arrays import as_sum, reduced
 from autopar.lowering.ring_products import gathered_product, scattered_product
 from autopar.lowering.uneven_parts import cut_to, filled_up, params_of_filled
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
+
+# Dynamic slices with clamped starts: XLA drops the clamp of a slice that a plan splits.
+#
+# A start that is out of range counts as the nearest start in range. A plan that splits the result slices it once more,
+# and XLA's algebraic simplifier merges the two slices without the clamp of the first (openxla/xla, issue 49121): it
+# reads the wrong rows. With starts in range both programs are equal.
+
+
+def with_starts_in_range(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an equation, with clamped starts where it slices an array or updates a slice of one."""
+    if eqn is None or eqn.primitive.name not in ("dynamic_slice", "dynamic_update_slice"):
+        return list(operands)
+    is_update = eqn.primitive.name == "dynamic_update_slice"
+    sizes = eqn.invars[1].aval.shape if is_update else eqn.params["slice_sizes"]
+    arrays, starts = (list(operands[:2]), operands[2:]) if is_update else (list(operands[:1]), operands[1:])
+    whole = eqn.invars[0].aval.shape
+    return arrays + [_clamped(start, n - size) for start, n, size in zip(starts, whole, sizes, strict=True)]
+
+
+def _clamped(start: Any, largest: int) -> jax.Array:
+    dtype = jax.numpy.result_type(start)
+    # A type too small for the largest start cannot hold one beyond it either.
+    largest = min(largest, int(jax.numpy.iinfo(dtype).max))
+    return jax.lax.clamp(np.asarray(0, dtype), jax.numpy.asarray(start, dtype), np.asarray(largest, dtype))
+
+
+# Runs Fourier transforms on each device's part.
+
+
+def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Runs an fft on each device's part, row by row; it takes any number of dimensions before those it transforms.
+
+    XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
+    """
+    (place,), (result,), names = instruction.reads, instruction.results, mesh.axis_names
+    assert place is not None, "an array is transformed, no number"
+
+    def local(part: Any) -> Any:
+        (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
+        return jax_compat.in_rows(out)
+
+    specs = partition_spec(place[0], names), partition_spec(result, names)
+    return [jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
+
+
+# Names for profilers: the operations of a compiled program, and its collectives, bear the user's modules.
+
+
+def named(instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+    """The name scope of an instruction's module, as `jax.grad` names it; none around a loop, whose body has its own."""
+    if isinstance(instruction, Move):
+        stack = stack_of_module(instruction.module, instruction.role)
+    elif isinstance(instruction, HostCopy):
+        stack = instruction.module
+    elif isinstance(instruction, Loop):
+        return contextlib.nullcontext()
+    else:
+        stack = stack_of_module(instruction.op.place, instruction.op.role)
+    return jax.named_scope(stack) if stack else contextlib.nullcontext()
+
+
+# Partial values as arrays, with one leading dimension over the devices that hold summands: made, and reduced.
+
+
+def as_sum(array: Any, before: Layout, after: Layout, mesh: Mesh) -> Any:
+    """A whole value, or one that is partial over fewer axes, as a sum: the first device along the new axes holds it,
+    the others hold zeros.
+    """
+    sizes = [mesh.shape[mesh.axis_names[a]] for a in before.partial]
+    rest = array.shape[1:] if before.partial else array.shape
+    array = array.reshape((*sizes, *rest))
+    for position, axis in enumerate(after.partial):
+        if axis not in before.partial:
+            n = mesh.shape[mesh.axis_names[axis]]
+            array = jnp.expand_dims(array, position)
+            first = jax.lax.broadcasted_iota(
+                jnp.int32, (*array.shape[:position], n, *array.shape[position + 1 :]), position
+            )
+            array = jnp.where(first == 0, array, jnp.zeros((), array.dtype))
+    return jax.lax.with_sharding_constraint(array.reshape((-1, *rest)), named_sharding(after, mesh))
+
+
+def reduced(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
+    """The sum of a partial value, on all devices or scattered along the dimension that the step splits."""
+    names = tuple(mesh.axis_names[a] for a in step.axes)
+    grown = [d for d, (b, a) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
+
+    def local(part: Any) -> Any:
+        summand = part[0]
+        if step.kind is StepKind.ALL_REDUCE:
+            out = jax.lax.psum(summand, names)
+        else:
+            (d,) = grown
+            out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
+        return out[None] if step.after.partial else out
+
+    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
+    summed = run(filled_up(array, step.before, mesh, step.after))
+    summed = cut_to(summed, (*summed.shape[: len(step.after.partial) and 1], *array.shape[1:]))
+    return jax.lax.with_sharding_constraint(summed, named_sharding(step.after, mesh))
+
+
+# Rows looked up in a table whose rows are split: each device finds those that it has, and zeros in place of others.
+#
+# So each has a summand of the result, which may be reduced in parts, over positions say. The partitioner does the same
+# and reduces at once.
+
+
+def local_rows(eqn: Any, table: Any, indices: Any, names: Sequence[str]) -> Any:
+    """A device's summand of a gather. `table` are its rows; `names` the mesh axes that split them, major first."""
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    dim, out = looked_up_dim(eqn), eqn.outvars[0].aval
+    assert dim is not None, "another gather is no lookup in a table"
+    size, on_each = eqn.invars[0].aval.shape[dim], table.shape[dim]
+    # As int32, unsigned indices of 2^31 and more are negative: on CPUs plain jax.jit takes them for that too.
+    at = indices.astype(jnp.int64 if indices.dtype.itemsize > jnp.dtype(jnp.int32).itemsize else jnp.int32)
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        at = jnp.clip(at, 0, size - 1)
+    here = at - jax.lax.axis_index(tuple(names)) * on_each
+
+    def as_result_mask(mask: Any) -> Any:
+        """A mask of indices, on the dimensions of the result that the indices have."""
+        rest = iter(mask.shape[:-1])
+        return mask.reshape([1 if d in numbers.offset_dims else next(rest) for d in range(len(out.shape))])
+
+    rows = jax.lax.gather(
+        table, jnp.clip(here, 0, on_each - 1), numbers, eqn.params["slice_sizes"], mode=jax.lax.GatherScatterMode.CLIP
+    )
+    rows = jnp.where(as_result_mask((here >= 0) & (here < on_each)), rows, jnp.zeros((), rows.dtype))
+    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        given = eqn.params["fill_value"]
+        fill = jnp.asarray(jnp.nan if given is None else given, rows.dtype)
+        is_out_of_range = ((at < 0) | (at >= size)) & (jax.lax.axis_index(tuple(names)) == 0)
+        rows = jnp.where(as_result_mask(is_out_of_range), fill, rows)
+    return rows
+
 
 Environment = dict[tuple[int, Place], Any]
 
@@ -243,7 +378,7 @@ class Emitter:
         def local(*parts: Any) -> Any:
             parts = tuple(p[0] if masked else p for p, masked in zip(parts, whole, strict=True))
             if op.primitive == "gather":
-                return split_tables.local_rows(op.eqn, parts[0], parts[1], by_rows)[None]
+                return local_rows(op.eqn, parts[0], parts[1], by_rows)[None]
             (out,) = jax_compat.bind(op.eqn, parts, **changed)
             return out[None]
 

@@ -1,7 +1,7 @@
 """What settings of a recipe come to by bounds, and by estimates on fewer of their equal layers, before a plan is made.
 
-The rules of `autopar.inter_op.short_steps` and `autopar.inter_op.evaluate`: an estimate may be off by `ESTIMATE_ERROR`
-and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
+The rules of `autopar.inter_op.truncated_model` and `autopar.inter_op.evaluate`: an estimate may be off by
+`ESTIMATE_ERROR` and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
 """
 
 from __future__ import annotations

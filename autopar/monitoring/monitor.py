@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import operator
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,17 +16,311 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from rich.console import Console
 
+from autopar.common import jax_distributed
 from autopar.common.progress import Progress
-from autopar.errors import InvalidArgumentError
+from autopar.common.units import text_of_bytes, text_of_count, text_of_s
+from autopar.errors import InvalidArgumentError, MissingPackageError
 from autopar.monitoring.completions import Completion, Completions, StepCall
 from autopar.monitoring.goodput import Goodput, RunRecord, RunsFile, goodput, now_s
-from autopar.monitoring.other_process import OtherProcess, say_there_is_one
 from autopar.monitoring.row import MonitorRow
-from autopar.monitoring.sinks import Callback, Guard, Sink, TensorBoard, Terminal
-from autopar.monitoring.slow_steps import StepTimes, slow_lane, warning_text
-from autopar.monitoring.step_timer import SeenSteps, StepTimer
 from autopar.plan.plan import Plan
+
+# A monitor in a process that does not report.
+
+
+_MONITORS = "autopar/monitors/"
+_REPORTS = "0"
+
+
+def say_there_is_one() -> None:
+    """Process 0 says to the others that it has a monitor."""
+    store = jax_distributed.shared_store()
+    if store is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            store.set(_MONITORS + _REPORTS, "")
+
+
+class OtherProcess:
+    """Says once that process 0 reports, where process 0 has no monitor; else nobody would."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+        self._first: Any = None  # an array
+
+    def called(self, metrics: Any) -> None:
+        """Looks as soon as the first step has ended: before, process 0 may be on its way to its monitor."""
+        if self._has_looked:
+            return
+        if self._first is None:
+            arrays = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+            self._first = min(arrays, key=lambda array: array.size, default=None)
+        elif self._first.is_deleted() or self._first.is_ready():
+            self.look()
+
+    def look(self) -> None:
+        if self._has_looked:
+            return
+        self._has_looked, self._first = True, None
+        store = jax_distributed.shared_store()
+        if store is None:
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone: others say so
+            if _REPORTS not in store.below(_MONITORS):
+                logger.warning(
+                    "Monitor in process %d: process 0 alone writes rows, its log and its callback, and it has no "
+                    "Monitor; make one in every process, or in process 0",
+                    jax.process_index(),
+                )
+
+
+# Where the rows of a monitor go: the terminal, TensorBoard, a function of the user's.
+
+
+class Guard:
+    """Lets a log fail without the training run: says its first error, once, and tries again with the next row."""
+
+    def __init__(self, what: str, *, is_users_code: bool = False) -> None:
+        self.what, self._is_users_code, self._has_said = what, is_users_code, False
+
+    def __call__(self, write: Callable[..., object], *args: Any) -> None:
+        try:
+            write(*args)
+        except Exception as error:
+            if not self._has_said:
+                self._has_said = True
+                text = "%s has failed: %s: %s; training goes on, each row tries it again, and this is said once"
+                logger.warning(text, self.what, type(error).__name__, error, exc_info=self._is_users_code)
+
+
+class Sink(Protocol):
+    @property
+    def guard(self) -> Guard: ...
+
+    def write(self, row: MonitorRow) -> None: ...
+
+    def close(self, goodput: Goodput) -> None: ...
+
+
+class Terminal:
+    """A line for each row, on stderr."""
+
+    def __init__(self) -> None:
+        self.guard = Guard("Monitor(terminal=True)")
+        self._console = Console(stderr=True, highlight=False)
+
+    def write(self, row: MonitorRow) -> None:
+        self._console.print(line_of(row), soft_wrap=True)
+
+    def close(self, goodput: Goodput) -> None:
+        self._console.print(summary_of(goodput), soft_wrap=True)
+
+
+class TensorBoard:
+    """Event files for TensorBoard in a folder. Raises: MissingPackageError, OSError.
+
+    Written at once, in the thread of the caller: the queue of tensorboardX's `SummaryWriter` fills for ever once its
+    own thread has died of an error.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.summary import scalar
+        except ImportError as error:
+            raise MissingPackageError(
+                where="autopar.Monitor(log=...)",
+                expected="tensorboardX, which writes files for TensorBoard",
+                got=str(error),
+                hint="pip install tensorboardX",
+            ) from error
+        self.guard = Guard(f"Monitor(log={str(folder)!r})")
+        self._open = lambda: EventsWriter(str(folder / "events"))
+        self._event, self._scalar = Event, scalar
+        self._file: Any = self._open()
+
+    def write(self, row: MonitorRow) -> None:
+        if self._file is None:  # the last one may end in a part of an event, behind which nothing is read
+            self._file = self._open()
+        file, self._file = self._file, None
+        for name, value in row.scalars().items():
+            file.write_event(self._event(wall_time=time.time(), step=row.step, summary=self._scalar(name, value)))
+        file.flush()
+        self._file = file
+
+    def close(self, goodput: Goodput) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Callback:
+    """Calls a function with the step and its scalars: `lambda step, values: wandb.log(values, step=step)`."""
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
+        self.guard = Guard("Monitor(callback=...)", is_users_code=True)
+        self._function = function
+
+    def write(self, row: MonitorRow) -> None:
+        self._function(row.step, row.scalars())
+
+    def close(self, goodput: Goodput) -> None:
+        pass
+
+
+def line_of(row: MonitorRow) -> str:
+    """A row as one line of text."""
+    parts = [f"step {row.step}"]
+    parts += [f"{name} {value:.5g}" for name, value in row.metrics.items()]
+    if row.step_time_s is not None:
+        predicted = "" if row.predicted_s is None else f" (predicted {text_of_s(row.predicted_s)})"
+        parts.append(f"{text_of_s(row.step_time_s)}{predicted}")
+    if row.tokens_per_s is not None:
+        parts.append(f"{row.tokens_per_s:,.0f} tokens/s")
+    elif row.examples_per_s is not None:
+        parts.append(f"{row.examples_per_s:,.1f} examples/s")
+    if row.mfu is not None:
+        parts.append(f"MFU {row.mfu:.1%}")
+    if row.memory_bytes is not None:
+        parts.append(f"memory {text_of_bytes(row.memory_bytes)}")
+    parts.append(f"goodput {row.goodput.fraction:.1%}")
+    return "  ".join(parts)
+
+
+def summary_of(goodput: Goodput) -> str:
+    """`goodput 71.2% of 246 s; lost: planning 31 s, compiling 22 s`, of what is at least a hundredth."""
+    causes = [f"{name} {text_of_s(s)}" for name, s in goodput.lost_s.items() if s >= 0.01 * goodput.total_s]
+    lost = f"; lost: {', '.join(causes)}" if causes else ""
+    return f"goodput {goodput.fraction:.1%} of {text_of_s(goodput.total_s)}{lost}"
+
+
+# Steps that take longer than predicted: how much, and where the time goes.
+
+
+# From this ratio of measured to predicted on, a step is called slow: predictions hold within 10 % on calibrated devices
+# (benchmarks/results/published_steps.md), so that twice this is no error of the model's.
+SLOW = 1.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a usual step: from end to end, predicted, waiting for its batch, devices without work before it.
+
+    `idle_s` includes `data_s`; None where nobody said when steps were called.
+    """
+
+    step_s: float
+    predicted_s: float
+    data_s: float
+    idle_s: float | None
+
+
+def slow_lane(times: StepTimes) -> str | None:
+    """The lane in which a slow step loses most: "data", "host" or "devices"; None for a step as fast as predicted."""
+    if times.step_s < SLOW * times.predicted_s:
+        return None
+    excess_s = times.step_s - times.predicted_s
+    if times.idle_s is not None and times.idle_s >= excess_s / 2:
+        return "data" if times.data_s >= times.idle_s / 2 else "host"
+    return "devices"
+
+
+def warning_text(times: StepTimes, lane: str) -> str:
+    """One sentence for the lane."""
+    ratio = times.step_s / times.predicted_s
+    idle = "" if times.idle_s is None else text_of_s(times.idle_s)
+    causes = {
+        "data": f"the devices wait {idle} a step for the next batch; prefetch more, or make batches faster",
+        "host": f"the devices wait {idle} a step for the loop; read the metrics of an earlier step, and less often, "
+        "and take batches from monitor.batches(data), which tells the wait for them apart",
+        "devices": "the programs on the devices take longer than predicted; step.profile(state, batch) says which "
+        "modules and collectives do, and python -m autopar measure calibrates the predictions",
+    }
+    step, predicted = text_of_s(times.step_s), text_of_s(times.predicted_s)
+    times_slower = text_of_count(float(f"{ratio:.2g}"))
+    return f"a step takes {step}, {times_slower} times the predicted {predicted}: {causes[lane]}"
+
+
+# Step times from the ends of steps: medians, and the time that devices wait between two steps.
+
+
+# From this share of the time between two steps on, something else that the loop did makes it no step's time. A call
+# that does nothing, as that of a checkpointer in most steps, takes less.
+INTERRUPTION = 0.01
+# The steps whose median is the time of a step of the run.
+KEPT_STEPS = 1000
+WAITING_FOR_DATA, WAITING_FOR_PYTHON = "waiting for data", "waiting for Python"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SeenSteps:
+    """What was seen of some steps. `step_s`, from end to end, and `idle_s` are medians, `data_s` is a mean.
+
+    None: no step followed another one without interruption; nobody said when steps were called.
+    """
+
+    last: Completion
+    step_s: float | None
+    data_s: float
+    idle_s: float | None
+
+
+class StepTimer:
+    """Collects the ends of steps."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.waited_s: dict[str, float] = {}
+        self._since: list[Completion] = []
+        self._intervals_s: list[float] = []
+        self._idle_s: list[float] = []
+        self._busy_s: collections.deque[float] = collections.deque(maxlen=KEPT_STEPS)
+        self._last: Completion | None = None
+
+    @property
+    def num_since_row(self) -> int:
+        return len(self._since)
+
+    @property
+    def productive_s(self) -> float:
+        """The median of the time that devices work on a step, over the latest steps; 0 before there is one."""
+        return statistics.median(self._busy_s) if self._busy_s else 0.0
+
+    def add(self, ended: Completion) -> None:
+        last, self._last = self._last, ended
+        self.num_steps += 1
+        self._since.append(ended)
+        if last is None:
+            return
+        interval_s = ended.ended_s - last.ended_s
+        if ended.call.other_s > INTERRUPTION * interval_s:
+            return
+        self._intervals_s.append(interval_s)
+        idle_s = 0.0
+        if ended.call.called_s is not None:
+            idle_s = max(0.0, ended.call.called_s - last.ended_s)
+            self._idle_s.append(idle_s)
+            for_data_s = min(idle_s, ended.call.data_s)
+            self._wait(WAITING_FOR_DATA, for_data_s)
+            self._wait(WAITING_FOR_PYTHON, idle_s - for_data_s)
+        self._busy_s.append(interval_s - idle_s)
+
+    def take(self) -> SeenSteps:
+        """The steps since the last call of this."""
+        assert self._since, "there is no row without a step"
+        seen = SeenSteps(
+            last=self._since[-1],
+            step_s=statistics.median(self._intervals_s) if self._intervals_s else None,
+            data_s=statistics.fmean(c.call.data_s for c in self._since),
+            idle_s=statistics.median(self._idle_s) if self._idle_s else None,
+        )
+        self._since, self._intervals_s, self._idle_s = [], [], []
+        return seen
+
+    def _wait(self, cause: str, seconds: float) -> None:
+        self.waited_s[cause] = self.waited_s.get(cause, 0.0) + seconds
+
 
 logger = logging.getLogger("autopar")
 

@@ -36,7 +36,6 @@ from autopar.common.jax_distributed import SharedStore
 from autopar.common.launched import Reached, lost_by_launcher, say_reached
 from autopar.errors import AutoparError
 from autopar.runtime.processes.coordinator_relay import CoordinatorLink, when_service_goes
-from autopar.runtime.processes.leaving import GRACE_S, leave, lost_error, mismatch_error, wait_until_stuck
 from autopar.runtime.processes.progress import (
     ALIVE,
     Sign,
@@ -48,6 +47,7 @@ from autopar.runtime.processes.progress import (
     stuck,
     stuck_after_s,
 )
+from autopar.runtime.processes.shutdown import GRACE_S, leave, lost_error, mismatch_error, wait_until_stuck
 
 logger = logging.getLogger("autopar")
 

@@ -7,20 +7,23 @@ programme is run with what is in flight at every place. The best plan over all p
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from autopar.solver.stages.dynamic_program import DynamicProgram
-from autopar.solver.stages.interleaved import interleaved_stages
 from autopar.solver.stages.layer_ranges import Moves, RangeSums, SharedSums, moves_under, why_no_layer_fits
 from autopar.solver.stages.problem import (
     PUTS_OFF_WEIGHT_GRADIENTS,
     NoStages,
     Schedule,
     Stage,
+    StageOption,
     StagePlan,
     StageProblem,
     fullness,
@@ -31,6 +34,270 @@ from autopar.solver.stages.problem import (
     step_time_s,
 )
 from autopar.solver.stages.validation import validate
+
+# The dynamic programme under a bound on the slowest stage, and the search over that bound.
+#
+# The model (`problem`) is a sum over the stages, plus a maximum, plus the update that shows at the end. As in Alpa
+# (OSDI 2022, section 5.2) the maximum is enumerated, and for each of its values a programme minimises the rest:
+#
+# 1. sum(k, a, d) = min over moves (a, b, n): fill + drain + sum(k - 1, b, d - n)
+# 2. end(k, a, d) = min over moves: max(sum(k - 1, b, d - n) + fill + drain + once, end(k - 1, b, d - n) + fill)
+#
+# for the layers from a on in k stages on d devices. k is the place from the end, which says what is in flight, so that
+# memory only allows or forbids a move. (2) takes both minima apart and so may promise too much: where no plan keeps the
+# promise, the programme is run again on pairs (sum, end) of which none is as good as another, which is exact.
+#
+# Not every maximum is tried. The rest falls as the maximum grows: of an interval of maxima, the rest at its upper end
+# and the maximum at its lower end bound every plan within. Intervals are halved, the most promising first, until none
+# promises less than the best plan. A state is dropped when it promises no less either, with a bound on the layers
+# before it.
+
+
+EQUAL = 1e-9  # plans that differ by less than this part of their time are as good as another
+FIRST_LABELS = 1 << 14  # room for pairs at first; more as needed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DynamicProgramResult:
+    """path: moves of the best plan found, empty if none; step_time_s: its, inf if none."""
+
+    path: tuple[int, ...]
+    step_time_s: float
+
+
+class DynamicProgram:
+    """Moves, levels and device units bound to the compiled loops.
+
+    unit: devices of a unit; total: units of all stages.
+    flight: (levels + 1,) in flight at each level. open_end: the last level stands for its number of stages or more.
+    exact: only plans of as many stages as there are levels count.
+    """
+
+    def __init__(
+        self, moves: Moves, layers: int, unit: int, total: int, flight: np.ndarray, open_end: bool, exact: bool
+    ):
+        from autopar.solver.stages import compiled_loops
+
+        self.loops: Any = compiled_loops
+        self.moves, self.layers, self.total = moves, layers, total
+        self.flight, self.open_end, self.exact = flight, open_end, exact
+        begin = np.searchsorted(moves.first, np.arange(layers + 1))
+        units = moves.devices // unit
+        least, most = -(-moves.least_behind // unit), moves.most_behind // unit
+        self.graph = (begin, moves.to, units, least, most, moves.add_s, moves.last_s)
+        self.rest = (moves.fill_s, moves.steady_s, moves.allowed, flight, open_end)
+        levels = len(flight) - 1
+        self.sums = np.empty((levels + 1, layers + 1, total + 1))
+        self.ends = np.empty((levels + 1, layers + 1, total + 1))
+        self.low = np.empty((levels + 1, layers + 1), dtype=np.int64)
+        self.high = np.empty((levels + 1, layers + 1), dtype=np.int64)
+        self.prefix_s = self._prefix(moves.last_s, moves.add_s)
+        self.prefix_fill_s = self._prefix(moves.fill_s, moves.fill_s)
+        self.prefix_hidden_s: np.ndarray | None = None
+        self.room = FIRST_LABELS
+
+    def _prefix(self, first_s: np.ndarray, other_s: np.ndarray) -> np.ndarray:
+        prefix_s = np.empty((self.layers + 1, self.total + 1))
+        self.loops.prefixes(*self.graph[:5], first_s, other_s, prefix_s)
+        return prefix_s
+
+    def promise_s(self, steady_most_s: float, room_s: float) -> float:
+        """The rest (sum, update) that no plan of stages within steady_most_s undercuts; inf if none is below room_s."""
+        state = (self.sums, self.ends, self.low, self.high)
+        self.loops.suffixes(*self.graph, *self.rest, steady_most_s, self.prefix_s, self.prefix_fill_s, room_s, *state)
+        return min((self.ends[k, 0, self.total] for k in self._full_levels()), default=math.inf)
+
+    def _full_levels(self) -> list[int]:
+        levels = len(self.flight) - 1
+        return [k for k in ([levels] if self.exact else range(1, levels + 1)) if self.high[k, 0] == self.total]
+
+    def best_path(self, steady_most_s: float) -> tuple[int, ...]:
+        """The better of two plans behind the promise last made."""
+        level = min(self._full_levels(), key=lambda k: float(self.ends[k, 0, self.total]))
+        found: list[tuple[int, ...]] = []
+        for turn in (False, True):
+            path = np.empty(self.layers, dtype=np.int64)
+            state = (self.sums, self.ends, self.low, self.high, level, turn, path)
+            count = self.loops.follow(*self.graph, *self.rest, steady_most_s, *state)
+            found.append(tuple(path[:count].tolist()))
+        return min((path for path in found if path), key=self.moves.step_time_s)
+
+    def best_label(self, steady_most_s: float, room_s: float) -> tuple[float, tuple[int, ...]]:
+        """The least rest itself, and a plan that has it; call `promise_s` with the same arguments before."""
+        if self.prefix_hidden_s is None:
+            drain_s = self.moves.add_s - self.moves.fill_s
+            self.prefix_hidden_s = self._prefix(drain_s + self.moves.once_s, drain_s)
+        prefixes = (self.prefix_s, self.prefix_fill_s, self.prefix_hidden_s)
+        head = np.empty(self.sums.shape, dtype=np.int64)
+        while True:
+            pool, link = np.empty((self.room, 2)), np.empty((self.room, 3), dtype=np.int64)
+            state = (*prefixes, room_s, self.low, self.high, head, pool, link)
+            if self.loops.labels(*self.graph, *self.rest, steady_most_s, *state) >= 0:
+                break
+            self.room *= 4
+        ends: list[tuple[float, int]] = []
+        for level in self._full_levels():
+            label = int(head[level, 0, self.total])
+            while label >= 0:
+                ends.append((float(pool[label, 1]), label))
+                label = int(link[label, 0])
+        if not ends:
+            return math.inf, ()
+        rest, label = min(ends)
+        path = []
+        while link[label, 1] >= 0:
+            path.append(int(link[label, 1]))
+            label = int(link[label, 2])
+        return rest, tuple(path)
+
+    def search(self, under_s: float) -> DynamicProgramResult:
+        """The best plan below under_s, if any."""
+        slowest, fastest = clusters(self.moves.steady_s)
+        best_s = under_s
+        best: tuple[int, ...] = ()
+        intervals = [(-math.inf, 0, len(slowest) - 1)] if len(slowest) else []
+        while intervals:
+            promised, start, stop = heapq.heappop(intervals)
+            if promised >= best_s * (1 - EQUAL):
+                break
+            room = best_s * (1 - EQUAL) - fastest[start]
+            rest = self.promise_s(slowest[stop], room)
+            if rest >= room:
+                continue
+            path = self.best_path(slowest[stop])
+            time_s = self.moves.step_time_s(path)
+            if time_s < best_s:
+                best_s, best = time_s, path
+            top = int(np.searchsorted(slowest, self.moves.steady_s[list(path)].max()))
+            if rest + fastest[top] < best_s * (1 - EQUAL):
+                rest, path = self.best_label(slowest[stop], room)
+                if not path:
+                    continue
+                time_s = self.moves.step_time_s(path)
+                if time_s < best_s:
+                    best_s, best = time_s, path
+                top = int(np.searchsorted(slowest, self.moves.steady_s[list(path)].max()))
+            if start < top:  # slower than this plan's slowest stage has no smaller rest: only faster ones are left
+                self._halve(intervals, fastest, rest, start, top - 1)
+        return DynamicProgramResult(path=best, step_time_s=best_s if best else math.inf)
+
+    @staticmethod
+    def _halve(intervals: list, fastest: np.ndarray, rest: float, start: int, stop: int) -> None:
+        """Adds both halves of the maxima from start to stop, of which none has a smaller rest."""
+        middle = (start + stop + 1) // 2
+        for begin, end in ((start, middle - 1), (middle, stop)):
+            if begin <= end:
+                heapq.heappush(intervals, (rest + fastest[begin], begin, end))
+
+
+def clusters(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different values, rising, those within rounding of one another as one: its largest and its smallest."""
+    ordered = np.unique(values)
+    if not len(ordered):
+        return ordered, ordered
+    new = np.concatenate([[True], np.diff(ordered) > 1e-12 * np.abs(ordered[1:])])
+    starts = np.flatnonzero(new)
+    return ordered[np.append(starts[1:], len(ordered)) - 1], ordered[starts]
+
+
+# Interleaved stages: chunks of layers, all under one option, that keep the groups of devices busy.
+#
+# Round r of the groups is made of their r-th chunks, which follow one another in the model: a step takes mostly the sum
+# over rounds of the largest chunk. Of few layers all cuts are tried. Of more, a programme over rounds finds the least
+# such sum (`compiled_loops.least_rounds`), sends and memory left out, and the least such sum of bytes where that does
+# not fit. What all layers take on the mean group is a bound of what is possible.
+
+
+FEW_CUTS = 20  # that are tried all
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InterleavedStages:
+    """The best stages found below a time, none if empty; no others take less than `bound_s`. `tried`: some option has
+    groups for which there are layers and micro-batches; `none_fits`: no cut that was tried fits into the memory.
+    """
+
+    stages: tuple[Stage, ...]
+    step_time_s: float
+    bound_s: float
+    tried: bool
+    none_fits: bool
+
+
+def interleaved_stages(problem: StageProblem, under_s: float) -> InterleavedStages:
+    """Chunks of all layers under one option, that fit and take less than `under_s`."""
+    options = [(_least_s(problem, option, groups), number, groups) for number, option, groups in _possible(problem)]
+    best: tuple[Stage, ...] = ()
+    best_s, bound_s, tried_fits = under_s, under_s, list[bool]()
+    for least_s, number, groups in sorted(options):
+        if least_s >= best_s:
+            break
+        few = math.comb(problem.num_layers - 1, groups * problem.chunks - 1) <= FEW_CUTS
+        option = problem.options[number]
+        option_s = math.inf
+        for ends in _all_cuts(problem, option, groups) if few else _even_cuts(problem, option, groups):
+            if not few and _least_of_cut_s(problem, option, groups, ends) >= best_s:
+                break
+            stages = tuple(Stage(first=a, last=b, option=number) for a, b in itertools.pairwise((0, *ends)))
+            time_s = step_time_s(problem, stages)
+            fits = fullness(problem, stages) <= 1
+            tried_fits.append(fits)
+            if fits and time_s < option_s:
+                option_s = time_s
+                best, best_s = (stages, time_s) if time_s < best_s else (best, best_s)
+            if fits and not few:
+                break
+        bound_s = min(bound_s, option_s if few else least_s)
+    none_fits = bool(tried_fits) and not any(tried_fits)
+    return InterleavedStages(stages=best, step_time_s=best_s, bound_s=bound_s, tried=bool(options), none_fits=none_fits)
+
+
+def _possible(problem: StageProblem) -> list[tuple[int, StageOption, int]]:
+    """The options, by number, with the groups that they make, for which there are layers and micro-batches."""
+    found = []
+    for number, option in enumerate(problem.options):
+        groups, odd = divmod(problem.num_devices, option.num_devices)
+        runs = not odd and groups <= most_stages(problem) and problem.num_microbatches % groups == 0
+        if runs and problem.fixed_num_stages in (None, groups):
+            found.append((number, option, groups))
+    return found
+
+
+def _least_s(problem: StageProblem, option: StageOption, groups: int) -> float:
+    """What a step takes at least: the passes of the mean group, and all layers once to fill and drain the pipeline."""
+    m, v = problem.num_microbatches, problem.chunks
+    alone_s = float((option.forward_s + option.backward_s).sum())
+    return alone_s / v + (m - 1 / v) * alone_s / groups
+
+
+def _least_of_cut_s(problem: StageProblem, option: StageOption, groups: int, ends: Sequence[int]) -> float:
+    """What a step takes at least, sends left out, with chunks that end there."""
+    m, v = problem.num_microbatches, problem.chunks
+    before_s = np.concatenate([[0.0], np.cumsum(option.forward_s + option.backward_s)])
+    rounds_s = np.diff(before_s[[0, *ends]]).reshape(v, groups).max(axis=1).sum()
+    return float(before_s[-1] / v + (m - 1 / v) * rounds_s)
+
+
+def _all_cuts(problem: StageProblem, option: StageOption, groups: int) -> list[tuple[int, ...]]:
+    """The ends of the chunks for every cut of the layers, those of the smallest largest chunk first: of equal ones the
+    first is taken.
+    """
+    before_s = [0.0, *np.cumsum(option.forward_s + option.backward_s).tolist()]
+    between = itertools.combinations(range(1, problem.num_layers), groups * problem.chunks - 1)
+    cuts = [(*ends, problem.num_layers) for ends in between]
+    return sorted(cuts, key=lambda ends: max(before_s[b] - before_s[a] for a, b in itertools.pairwise((0, *ends))))
+
+
+def _even_cuts(problem: StageProblem, option: StageOption, groups: int) -> Iterator[tuple[int, ...]]:
+    """The ends of the chunks of the cut whose rounds take least, sends left out; then of that whose rounds hold least,
+    for where the first does not fit.
+    """
+    from autopar.solver.stages import compiled_loops
+
+    loops: Any = compiled_loops
+    passes = in_flight(problem, 0, groups * problem.chunks) / problem.chunks
+    for cost in (option.forward_s + option.backward_s, option.state_bytes + passes * option.saved_bytes):
+        yield tuple(int(end) for end in loops.least_rounds(np.asarray(cost, dtype=np.float64), groups, problem.chunks))
 
 
 def solve_stages(problem: StageProblem) -> StagePlan | NoStages:

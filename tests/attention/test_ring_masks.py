@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import recipes
-from autopar.attention.ring_order import RingOrder, ring_order
-from autopar.attention.visibility import visibility
+from autopar.attention.ring_order import RingOrder, ring_order, visibility
 from tests.attention.test_kernels import FORM, POSITIONS, SCALED
 
 LENGTH, HEADS, KEY_HEADS, WIDTH, FEATURES = 32, 4, 2, 8, 16

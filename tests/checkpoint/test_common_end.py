@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.checkpoint import common_end
-from autopar.checkpoint.common_end import CommonEnd
+from autopar.checkpoint import preemption
+from autopar.checkpoint.preemption import CommonEnd
 
 STEPS = 400
 
@@ -72,8 +72,8 @@ class Loops:
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr(common_end, "POLL_S", 0.003)
-    monkeypatch.setattr(common_end, "_AGREEING_S", 0.001)
+    monkeypatch.setattr(preemption, "POLL_S", 0.003)
+    monkeypatch.setattr(preemption, "_AGREEING_S", 0.001)
 
 
 @settings(max_examples=15, deadline=None)

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from autopar.checkpoint import Checkpointer, folder_owner
+from autopar.checkpoint.checkpointer import compare
 from autopar.checkpoint.folder_owner import FolderOwner, Owner, begun, this_process
-from autopar.checkpoint.together import compare
 from autopar.errors import CheckpointFolderInUseError, ProcessMismatchError
 
 STATE = {"n": 1}

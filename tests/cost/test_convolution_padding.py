@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cost.convolution_padding import written_padding
+from autopar.cost.memory_program import written_padding
 from autopar.verification import compile_for_target
 from autopar.xla import aot_gpu
 

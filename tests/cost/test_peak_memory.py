@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost import peak_memory
-from autopar.cost.buffer_places import heap_bytes
-from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
+from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep, heap_bytes
 from autopar.cost.xla_program import Tile
 from autopar.hardware.kinds import Platform
 from benchmarks import memory_study

@@ -12,8 +12,16 @@ import autopar
 from autopar import recipes
 from autopar.common import jax_compat
 from autopar.cost.memory_facts import puts_one_in_each_row
-from autopar.cost.peak_memory import GPU, TPU, MemoryProgram, MemoryStep, allocated_bytes, live_ranges
-from autopar.cost.rewritten_steps import shifted_scores, with_sunk_broadcasts
+from autopar.cost.peak_memory import (
+    GPU,
+    TPU,
+    MemoryProgram,
+    MemoryStep,
+    allocated_bytes,
+    live_ranges,
+    shifted_scores,
+    with_sunk_broadcasts,
+)
 from autopar.verification import compile_for_target
 from tests.cost.test_peak_memory import BIG, Builder, peak
 

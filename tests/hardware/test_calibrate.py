@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import calibrate, discovery, host_cpu, measured_constants, measurement, presets
+from autopar.hardware import calibrate, discovery, host_cpu, measurement, presets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link, time_s
 from autopar.hardware.measurement import MeasuredOn
@@ -102,9 +102,7 @@ def test_known_constants_are_found_again():
     assert found.device.memory_bytes_per_s == pytest.approx(MEMORY_BYTES_PER_S, rel=1e-3)
     assert found.device.launch_overhead_s == pytest.approx(LAUNCH_S, rel=1e-3)
     assert found.device.float32_fill_s == pytest.approx(0.0, abs=1e-9)
-    assert host_cpu.page_fault_s(found.device, 40e6) == pytest.approx(
-        0.04 / measured_constants.FRESH_IN_A_STEP, rel=1e-3
-    )
+    assert host_cpu.page_fault_s(found.device, 40e6) == pytest.approx(0.04 / calibrate.FRESH_IN_A_STEP, rel=1e-3)
     assert found.device.call_s == pytest.approx(CALL_S)
     assert found.device.convolution_share == pytest.approx(CONVOLUTION_SHARE, rel=1e-3)
     assert found.device.transposing_s(2e6, 1000.0) == pytest.approx(4e-3, rel=1e-3)
@@ -132,7 +130,7 @@ def test_hosts_are_measured_apart_from_what_is_inside_of_them():
     )
     clock = KnownClock()
     times = {run: clock._seconds(run) for series in calibrate.runs(found, calibrate.CPU_SIZES) for run in series}
-    result = measured_constants.fitted(found, on, times, "made up")
+    result = calibrate.fitted(found, on, times, "made up")
     assert {t.n for t in result.timings} == {2, 6}
     assert {t.n for t in result.timings_between} == {2, 4}
     assert result.inside_host.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-3)
@@ -147,7 +145,7 @@ def test_measured_accelerators_keep_their_peaks():
     )
     series = calibrate.runs(found, calibrate.ACCELERATOR_SIZES)
     times = {run: KnownClock(slow_after=10**6)._seconds(run) for runs in series for run in runs}
-    device = measured_constants.fitted(found, on, times, "made up").device
+    device = calibrate.fitted(found, on, times, "made up").device
     assert device.peak_flops == presets.H200.peak_flops
     assert device.peak_memory_bytes_per_s == presets.H200.peak_memory_bytes_per_s
     assert device.flops_per_s("float16") == pytest.approx(20e9, rel=1e-3)
@@ -193,9 +191,7 @@ def test_fresh_memory_is_measured_however_slow_it_is():
     clock = KnownClock()
     known = clock._seconds
     clock._seconds = lambda run: 100.0 * run.nbytes / 2**22 if isinstance(run, FreshRun) else known(run)
-    assert measured(clock=clock).device.fresh_bytes_per_s == pytest.approx(
-        measured_constants.FRESH_IN_A_STEP * 2**22 / 100.0
-    )
+    assert measured(clock=clock).device.fresh_bytes_per_s == pytest.approx(calibrate.FRESH_IN_A_STEP * 2**22 / 100.0)
 
 
 def test_a_short_budget_ends_the_rounds():

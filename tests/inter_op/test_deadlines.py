@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.common.deadline import LEAST_SOLVE_S, Deadline
 from autopar.errors import InvalidArgumentError, MemoryLimitError
-from autopar.inter_op.stage_answers import why_no_pipeline
+from autopar.inter_op.stage_problems import why_no_pipeline
 from autopar.solver import NoStages
 from tests.small_steps import chain_step, slow_cluster
 

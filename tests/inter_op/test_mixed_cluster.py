@@ -14,7 +14,7 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.device_parts import orders
 from autopar.inter_op.submeshes import Submesh, link_between, place
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.check_record import first_fault
+from autopar.plan.file import first_fault
 from tests.small_steps import chain_step
 
 NETWORK = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")

@@ -18,9 +18,9 @@ from autopar.inter_op import search
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
-from autopar.inter_op.posed_problems import PosedProblems
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import PricedOption
+from autopar.inter_op.stage_problems import PosedProblems
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from autopar import Cluster
-from autopar.inter_op.other_numbers import OtherNumbers
+from autopar.inter_op.microbatch_counts import MicrobatchCounts
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.refine_one_stage import BY_ITSELF, REFINED_WITHIN, refine_one_stage
 from autopar.inter_op.stage_choice import StageChoice
@@ -49,7 +49,7 @@ def refined(
         may_gain=lambda m, choice: not bounded(seen, choice.policies == RECOMPUTES.policies),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
     )  # fmt: skip
-    others = OtherNumbers(
+    others = MicrobatchCounts(
         numbers=(1, 2, 4, 8, 16, 32, 64), cut=lambda _: SimpleNamespace(layers=(0, 1)), num_examples=EXAMPLES,
         num_devices=ON.num_devices, least_s=least_s,
     )  # fmt: skip

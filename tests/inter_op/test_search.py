@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentErro
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import answered_problems, evaluate, option_tables, posed_problems, search, search_space
+from autopar.inter_op import evaluate, option_tables, search, search_space, stage_problems
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
@@ -24,7 +24,7 @@ from autopar.inter_op.search_space import (
     sizes_for,
     submesh_sizes,
 )
-from autopar.inter_op.stage_answers import in_turn
+from autopar.inter_op.stage_problems import in_turn
 from autopar.intra_op import spmd_search
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
@@ -85,7 +85,7 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
         return build(microbatched, choice, *given, **named)
 
     monkeypatch.setattr(evaluate, "build", noted)
-    for module in (search, search_space, posed_problems):
+    for module in (search, search_space, stage_problems):
         monkeypatch.setattr(module, "is_long", lambda _: True)
     found = plan(cluster(), *arguments()).record
     assert found.pipeline is not None
@@ -101,7 +101,7 @@ def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
         in_flight.extend(o.terms.in_flight for o in options)
         return options
 
-    monkeypatch.setattr(posed_problems, "tables", noted)
+    monkeypatch.setattr(stage_problems, "tables", noted)
     monkeypatch.setattr(search_space, "LONG_STEP", 0)
     plan(cluster(memory_bytes=20 * 10**9), *arguments())
     assert max(in_flight) > 0
@@ -230,7 +230,7 @@ def test_every_schedule_that_came_out_too_large_has_less_memory_the_next_time(mo
         return solve(problems, *within)
 
     monkeypatch.setattr(evaluate, "build", as_if_larger)
-    monkeypatch.setattr(answered_problems, "best_stages", noted)
+    monkeypatch.setattr(stage_problems, "best_stages", noted)
     monkeypatch.setattr(evaluate, "best_stages", noted)
     with pytest.raises(MemoryLimitError, match=r"got 1 TB(.|\n)*the pipeline nearest to fitting needs 1 TB"):
         plan(cluster(), *arguments(), num_microbatches=4)

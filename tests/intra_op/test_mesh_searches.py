@@ -16,7 +16,7 @@ from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.intra_op import mesh_choice, mesh_searches
-from autopar.intra_op.mesh_candidates import mesh_candidates
+from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.kernels import known
 from autopar.plan.context import Rejection

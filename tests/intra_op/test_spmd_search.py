@@ -15,8 +15,8 @@ from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
 from autopar.intra_op import shared_tables
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
-from autopar.intra_op.mesh_candidates import mesh_candidates
 from autopar.intra_op.mesh_choice import longest_s, worth_trying
+from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import Rejection

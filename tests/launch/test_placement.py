@@ -5,8 +5,7 @@ import socket
 import pytest
 
 from autopar.common.launched import Launched, Reached, has_reached, lost_by_launcher, say_lost, say_reached
-from autopar.launch.gpus import count_gpus, gpus_of
-from autopar.launch.placement import Placement, environments
+from autopar.launch.placement import Placement, count_gpus, environments, gpus_of
 from autopar.launch.ports import address, free_ports, host_and_port, is_loopback, own_address_towards
 
 TWO_OF_FOUR = Placement(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from autopar.launch.hosts import OneHost
+from autopar.launch.hosts import OneHost, SizeFile, Wanted
 from autopar.launch.restart_policy import Policy
-from autopar.launch.size_file import SizeFile, Wanted
 
 POLICY = Policy(elastic=(1, 3))
 STAYS = "; expected a number of processes, such as 2: it stays at 2"

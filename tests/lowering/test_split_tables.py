@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import autopar
 from autopar import recipes
 from autopar.ir.primitives import looked_up_dim
-from autopar.lowering.split_tables import local_rows
+from autopar.lowering.emit import local_rows
 from tests.small_steps import assert_close, transformer
 
 TABLE = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)

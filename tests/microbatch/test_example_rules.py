@@ -14,10 +14,10 @@ import autopar
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
 from autopar.kernels.cudnn import NAMES
-from autopar.microbatch.example_blocks import reshaped
 from autopar.microbatch.example_rules import APART, SUMS
 from autopar.microbatch.forms import Form, State
 from autopar.microbatch.microbatch import micro_batched
+from autopar.microbatch.microbatch_analysis import reshaped
 from tests.microbatch.test_microbatch import RULES, check, traced, training
 from tests.small_steps import assert_close
 

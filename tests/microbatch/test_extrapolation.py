@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
-from autopar.microbatch.extrapolation import extrapolated
+from autopar.microbatch.smaller_step import extrapolated
 from benchmarks.zoo import CASES
 
 

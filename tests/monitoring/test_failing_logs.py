@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.errors import InvalidArgumentError
 from autopar.monitoring.goodput import RUNS_FILE, RunRecord, RunsFile
-from autopar.monitoring.other_process import OtherProcess
+from autopar.monitoring.monitor import OtherProcess
 
 
 def monitor_of(**options):

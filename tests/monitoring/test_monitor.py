@@ -13,8 +13,7 @@ import autopar
 from autopar.errors import InvalidArgumentError
 from autopar.monitoring.completions import Completion, StepCall, numbers_of
 from autopar.monitoring.goodput import RUNS_FILE, RunRecord, RunsFile, goodput
-from autopar.monitoring.slow_steps import StepTimes, slow_lane, warning_text
-from autopar.monitoring.step_timer import StepTimer
+from autopar.monitoring.monitor import StepTimer, StepTimes, slow_lane, warning_text
 
 
 def step(params, batch):

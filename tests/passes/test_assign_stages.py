@@ -18,7 +18,7 @@ from autopar.ir.graph import OpKind, Section, read_by
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign, balanced, more_layers
-from autopar.passes.layer_equivalence import layer_kinds, members_of
+from autopar.passes.fold_layers import layer_kinds, members_of
 from autopar.passes.layers import Layers, find_layers
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo.encoder_decoder import encoder_decoder

@@ -9,8 +9,7 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Section, read_by
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
-from autopar.passes.fold_layers import fold_layers
-from autopar.passes.layer_equivalence import layer_kinds, members_of
+from autopar.passes.fold_layers import fold_layers, layer_kinds, members_of
 from autopar.passes.layers import find_layers
 from benchmarks.zoo import CASES
 from tests.sections import BOOK

@@ -12,7 +12,7 @@ import pytest
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind
 from autopar.microbatch.plain_loop import read
-from autopar.passes import layer_labels
+from autopar.passes import layers
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.layers import find_layers, layer_ops, portable_ops
 from benchmarks.zoo.gpt import gpt, gpt_odd, gpt_remat
@@ -112,7 +112,7 @@ def test_least_cuts_are_those_of_trying_all():
         n, clusters = 7, 3
         before = np.concatenate(([0.0], np.cumsum(random.integers(1, 9, n)))).astype(float)
         gaps = random.integers(0, 9, n).astype(float)
-        bound = (1 + layer_labels.SLACK) * before[-1] / clusters
+        bound = (1 + layers.SLACK) * before[-1] / clusters
 
         def cost(cuts, before=before, gaps=gaps, n=n):
             sizes = np.diff(before[[0, *cuts, n]])
@@ -120,7 +120,7 @@ def test_least_cuts_are_those_of_trying_all():
 
         costs = [cost(cuts) for cuts in itertools.combinations(range(1, n), clusters - 1)]
         allowed = [value for value, largest in costs if largest <= bound]
-        ends = layer_labels._least_cuts(before, gaps, clusters, bound)
+        ends = layers._least_cuts(before, gaps, clusters, bound)
         if not allowed:
             assert ends is None
         else:
@@ -145,7 +145,7 @@ def test_parts_of_a_scan_are_layers_whatever_numbers_the_modules_around_them_hav
     """As the numbers of a sequence of modules, of which one scans."""
     paths = ["0", "0", "2/layers[0:2]", "2/layers[2:3]", "3"]
     ops = [SimpleNamespace(id=i, module=path) for i, path in enumerate(paths)]
-    labels = layer_labels.module_labels(ops, [1, 1, 9, 9, 1], [2, 3], frozenset())
+    labels = layers.module_labels(ops, [1, 1, 9, 9, 1], [2, 3], frozenset())
     assert labels == paths
 
 

@@ -14,8 +14,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.executables.padded_arrays import PaddedArray, store_on_host
 from autopar.frontend.pad_state import padded_step, store, unstore
 from autopar.ir.padded import PaddedForm
-from autopar.passes.scan_in_parts import ranges
-from autopar.passes.split_scan import LeafSlice, split_scans, uneven_forms
+from autopar.passes.split_scan import LeafSlice, ranges, split_scans, uneven_forms
 from tests.passes.test_split_scan import traced
 from tests.sections import BOOK
 from tests.small_steps import assert_close, slow_cluster

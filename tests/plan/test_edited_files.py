@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors
-from autopar.plan.check_record import first_fault
+from autopar.plan.file import first_fault
 from autopar.plan.report.data import report_data
 from autopar.plan.why_not import WhyNot
 from tests.plan import records

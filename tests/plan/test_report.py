@@ -17,10 +17,9 @@ from autopar.plan import summary
 from autopar.plan.bench_row import sent
 from autopar.plan.memory_use import MemoryKind, MemoryUse
 from autopar.plan.report import data, page
+from autopar.plan.report.data import in_parts, memory_panel, module_tree
 from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
 from autopar.plan.report.layout_tokens import Token, tokens_of
-from autopar.plan.report.memory_panel import in_parts, memory_panel
-from autopar.plan.report.module_tree import module_tree
 from autopar.plan.report.timeline_data import PARTS, timeline_data
 from autopar.plan.schema import MeasuredRecord, PlanRecord
 from tests.plan.records import module, pipeline, program, value

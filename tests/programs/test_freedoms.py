@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.inter_op import answered_problems, evaluate, posed_problems
+from autopar.inter_op import evaluate, stage_problems
 from benchmarks.freedoms import (
     FREEDOMS,
     WORKLOADS,
@@ -69,7 +69,7 @@ def test_with_one_policy_for_all_stages_a_step_is_no_faster_and_recomputes_alike
         made = autopar.parallelize(gated_step, cluster=cluster, cache_dir=None, show_progress=False, **options)
         return made.plan(params, batch)
 
-    before = answered_problems.best_stages, evaluate.best_stages, posed_problems.undominated
+    before = stage_problems.best_stages, evaluate.best_stages, stage_problems.undominated
     limit_bytes = int(0.4 * max(planned().predicted.peak_bytes))
     free = planned(memory_limit_bytes=limit_bytes)
     assert len(set(free.record.pipeline.recomputed)) > 1
@@ -79,7 +79,7 @@ def test_with_one_policy_for_all_stages_a_step_is_no_faster_and_recomputes_alike
     assert uniform.predicted.step_time_s >= free.predicted.step_time_s * (1 - 1e-9)
     with one_stage():
         assert len(planned().record.pipeline.stages) == 1
-    assert (answered_problems.best_stages, evaluate.best_stages, posed_problems.undominated) == before
+    assert (stage_problems.best_stages, evaluate.best_stages, stage_problems.undominated) == before
 
 
 def test_every_workload_names_a_cluster_and_a_step():

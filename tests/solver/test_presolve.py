@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
-from autopar.solver.presolve import dominance, elimination, presolve
-from autopar.solver.presolve.followers import merge_followers
+from autopar.solver.presolve import elimination, presolve
 from autopar.solver.presolve.presolve import (
     drop_dominated,
     drop_forbidden,
     eliminate,
     fold_forced,
+    merge_followers,
     merge_parallel,
     neighbours,
     reduce_all,
@@ -57,8 +57,8 @@ def test_arrays_and_compiled_loops_drop_the_same_strategies(most_work: int) -> N
         problem = merge_parallel(random_problem(seed, limited=True, nodes=8, most=6)).problem
         near = neighbours(problem)
         by_arrays, by_loops = (
-            dominance.by_arrays(problem, near, most_work),
-            dominance.by_loops(problem, near, most_work),
+            presolve.by_arrays(problem, near, most_work),
+            presolve.by_loops(problem, near, most_work),
         )
         assert [kept.tolist() for kept in by_arrays] == [kept.tolist() for kept in by_loops]
         dropped += sum(len(cost) - len(kept) for cost, kept in zip(problem.node_cost, by_arrays, strict=True))
@@ -77,7 +77,7 @@ def test_dominance_is_looked_at_until_a_pass_drops_nothing(
     dropped: list[int] = []
 
     def noted(problem: Problem, *arguments: Any) -> list[np.ndarray]:
-        kept = dominance.undominated(problem, *arguments)
+        kept = presolve.undominated(problem, *arguments)
         dropped.append(sum(map(len, problem.node_cost)) - sum(map(len, kept)))
         return kept
 

@@ -4,8 +4,7 @@ import numpy as np
 
 from autopar.solver import tie
 from autopar.solver.ilp.problem import Edge, Problem
-from autopar.solver.presolve.followers import merge_followers
-from autopar.solver.presolve.presolve import keep_strategies, merge_parallel
+from autopar.solver.presolve.presolve import keep_strategies, merge_followers, merge_parallel
 
 A = np.array([[0.0, 1.0, 4.0], [2.0, 0.0, 5.0], [3.0, 7.0, 0.0]])
 B = np.array([[1.0, 0.0, 2.0], [6.0, 1.0, 0.0], [0.0, 8.0, 1.0]])

@@ -11,13 +11,208 @@ from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.collective_rows import CollectiveRow
 from autopar.plan.device_limits import fullest
+from autopar.plan.memory_use import MemoryHolder, MemoryKind
+from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
 from autopar.plan.report.layout_tokens import Token, tokens_of
-from autopar.plan.report.memory_panel import MemoryPanel, memory_panel
-from autopar.plan.report.module_tree import ModuleNode, module_tree
 from autopar.plan.report.timeline_data import TimelineData, timeline_data
-from autopar.plan.schema import MeasuredRecord, PlanRecord
+from autopar.plan.schema import MeasuredRecord, ModuleRow, PlanRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
+
+# The memory of a plan as its page shows it: who holds the peak, and how the bytes of a device change over the step.
+
+
+CURVE_POINTS = 240
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemory:
+    """A group of devices: bytes by purpose at its peak, largest first, and the most bytes in each part of the step."""
+
+    name: str
+    peak_bytes: int
+    at_peak: tuple[tuple[MemoryKind, int], ...]
+    curve: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPanel:
+    """`highest` is the number of the group with the highest peak, whose `holders` are named.
+
+    The curves are over the seconds of the step where it has stages, else over the program in its order.
+    """
+
+    groups: tuple[GroupMemory, ...]
+    highest: int
+    holders: tuple[MemoryHolder, ...]
+    is_over_seconds: bool
+
+
+def memory_panel(record: PlanRecord) -> MemoryPanel:
+    """The memory of each group of devices."""
+    predicted = record.predicted
+    tracks = timeline_of(record).tracks.get("bytes", ())
+    step_s = predicted.step_time_s
+    groups = []
+    uses = zip(summary.group_names(record), predicted.peak_bytes, predicted.memory, strict=True)
+    for number, (name, peak_bytes, use) in enumerate(uses):
+        curve = in_parts(tracks[number], step_s, CURVE_POINTS) if number < len(tracks) else use.course
+        kinds = tuple((kind, use.at_peak[kind]) for kind in MemoryKind if use.at_peak.get(kind))
+        groups.append(GroupMemory(name=name, peak_bytes=peak_bytes, at_peak=kinds, curve=curve))
+    highest = fullest(record).number
+    return MemoryPanel(
+        groups=tuple(groups),
+        highest=highest,
+        holders=predicted.memory[highest].largest,
+        is_over_seconds=record.pipeline is not None,
+    )
+
+
+def in_parts(steps: Sequence[tuple[float, int]], end_s: float, parts: int) -> tuple[int, ...]:
+    """The most of a quantity in each of equal parts of a time, from (second, value from then on)."""
+    if not steps or end_s <= 0:
+        return ()
+    most = [0] * parts
+    for number, (start_s, value) in enumerate(steps):
+        stop_s = steps[number + 1][0] if number + 1 < len(steps) else end_s
+        begin = min(int(start_s / end_s * parts), parts - 1)
+        for part in range(begin, min(int(stop_s / end_s * parts), parts - 1) + 1):
+            most[part] = max(most[part], value)
+    return tuple(most)
+
+
+# The modules of a step as a tree, layers that are alike as one, with what each costs on one device.
+
+
+NO_MODULE = "(no module)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One of the modules of a row, in one stage."""
+
+    name: str
+    stage: int
+    compute_s: float
+    send_s: float
+    exposed_s: float | None
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNode:
+    """A module, or layers that are alike, in the order of a walk through the tree.
+
+    Attributes:
+        path: The name without numbers, unique among the rows.
+        name: Its last part.
+        depth: Modules around it.
+        has_children: Whether the next row is inside of it.
+        compute_s, send_s: Of it and of all inside, on one device in a step; of a pipeline, means over the devices.
+        exposed_s: Of the sending, what the step waits for; None where that is not recorded, and all of it counts.
+        share: Of the computing and waiting of the whole step.
+        own_s: Its own seconds, without those of the modules inside.
+        saved_bytes: What its backward pass reads, of one micro-batch, with all inside.
+        splits: Layouts of its matrix products: one list, or several where layers or stages differ.
+        axes: The mesh axes that split them.
+        collectives: Its own.
+        instances: The modules that the row stands for.
+    """
+
+    path: str
+    name: str
+    depth: int
+    has_children: bool
+    compute_s: float
+    send_s: float
+    exposed_s: float | None
+    share: float
+    own_s: float
+    saved_bytes: float
+    splits: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
+    collectives: tuple[CollectiveRow, ...]
+    instances: tuple[Instance, ...]
+
+    @property
+    def waited_s(self) -> float:
+        return self.send_s if self.exposed_s is None else self.exposed_s
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Building:
+    """A node while its rows are added."""
+
+    children: dict[str, _Building] = dataclasses.field(default_factory=dict)
+    rows: list[ModuleRow] = dataclasses.field(default_factory=list)
+
+
+def module_tree(record: PlanRecord) -> tuple[ModuleNode, ...]:
+    """The modules in the order of the step, each followed by those inside of it."""
+    root = _Building()
+    for row in record.modules:
+        at = root
+        for part in (summary.folded(row.module) or NO_MODULE).split("/"):
+            at = at.children.setdefault(part, _Building())
+        at.rows.append(row)
+    total_s = sum(_seconds(record, row) for row in record.modules)
+    return tuple(_nodes(record, root, (), total_s))
+
+
+def _nodes(record: PlanRecord, building: _Building, path: tuple[str, ...], total_s: float) -> list[ModuleNode]:
+    out: list[ModuleNode] = []
+    for name, child in building.children.items():
+        inside = _nodes(record, child, (*path, name), total_s)
+        out += [_node(record, child, (*path, name), total_s), *inside]
+    return out
+
+
+def _rows_within(building: _Building) -> list[ModuleRow]:
+    return [*building.rows, *(row for child in building.children.values() for row in _rows_within(child))]
+
+
+def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_s: float) -> ModuleNode:
+    within = _rows_within(building)
+    compute_s = sum(summary.stage_share(record, row.stage) * row.compute_time_s for row in within)
+    send_s = sum(summary.stage_share(record, row.stage) * row.send_s for row in within)
+    exposed_s = summary.exposed_s(record, within)
+    splits = tuple(dict.fromkeys(row.splits for row in building.rows if row.splits))
+    pieces = (token.axis for split in splits for line in split for token in tokens_of(line))
+    return ModuleNode(
+        path="/".join(path),
+        name=path[-1],
+        depth=len(path) - 1,
+        has_children=bool(building.children),
+        compute_s=compute_s,
+        send_s=send_s,
+        exposed_s=exposed_s,
+        share=(compute_s + (send_s if exposed_s is None else exposed_s)) / total_s if total_s else 0.0,
+        own_s=sum(_seconds(record, row) for row in building.rows),
+        saved_bytes=sum(row.saved_bytes for row in within),
+        splits=splits,
+        axes=tuple(sorted({axis for axis in pieces if axis})),
+        collectives=collective_rows.collectives_of(record, building.rows),
+        instances=tuple(
+            Instance(
+                name=row.module or NO_MODULE,
+                stage=row.stage,
+                compute_s=row.compute_time_s,
+                send_s=row.send_s,
+                exposed_s=row.exposed_s,
+                saved_bytes=row.saved_bytes,
+            )
+            for row in building.rows
+        ),
+    )
+
+
+def _seconds(record: PlanRecord, row: ModuleRow) -> float:
+    return summary.stage_share(record, row.stage) * (row.compute_time_s + _waited_s(row))
+
+
+def _waited_s(row: ModuleRow) -> float:
+    return row.send_s if row.exposed_s is None else row.exposed_s
+
 
 # Candidates in the chart near the top of the page; the table behind it has all.
 BARS_SHOWN = 8

@@ -1,0 +1,238 @@
+"""What meets scores of attention, as expressions of positions, numbers and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
+
+from autopar.attention.form import ELEMENTWISE, Expression
+from autopar.attention.polynomial import ONE, Sum
+from autopar.attention.score_consumers import Around, Label, Labels
+from autopar.common import jax_compat
+from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind
+
+MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy"})
+
+
+class ArrayReader:
+    """Reads arrays of one block by what made them. Dimensions have labels: those of the scores that they meet."""
+
+    def __init__(self, block: Block, named: OpGraph, around: Around) -> None:
+        self.named, self.outside = named, around.outside
+        self.makers = {**around.makers, **{v: op for op in block.ops for v in op.outputs}}
+        self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
+        self.constants = dict(zip(named.block.inputs, named.constants, strict=False))
+        self.equals = around.equals.within(block, around.outside)
+        self.first_here: dict[int, int] = {}
+        for v in (*block.inputs, *(v for op in block.ops for v in op.outputs)):
+            self.first_here.setdefault(self.equals.number(v), v)
+        self._labels = DisjointSet()
+        self._representative: list[Label] = []  # of the set that a root leads: the oldest of its labels
+        self._steady: dict[int, bool] = {}
+
+    # Labels
+
+    def label(self) -> Label:
+        label = len(self._representative)
+        self._labels.add(label)
+        self._representative.append(label)
+        return label
+
+    def of(self, label: Label) -> Label:
+        return self._representative[self._labels[label]]
+
+    def all(self, labels: Labels) -> Labels:
+        return tuple(map(self.of, labels))
+
+    def join(self, one: Labels, other: Labels) -> Labels:
+        for a, b in zip(one, other, strict=True):
+            oldest = min(self.of(a), self.of(b))
+            self._labels.merge(a, b)
+            self._representative[self._labels[a]] = oldest
+        return one
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.named.values[atom].shape if isinstance(atom, int) else atom.shape
+
+    # Arrays
+
+    def sum_of(self, atom: Atom, labels: Labels) -> Sum | None:
+        number = self.number(atom)
+        if number is not None:
+            return {ONE: number} if number else {}
+        tree = self.tree_of(atom, labels)
+        return {((("other", self.settled(tree)), 1),): 1.0} if tree is not None else None
+
+    def number(self, atom: Atom) -> float | None:
+        """The number that a value is everywhere."""
+        number = _number(atom)
+        return self.filled(atom) if number is None and isinstance(atom, int) else number
+
+    def filled(self, value: int) -> float | None:
+        """The number that an array is filled with."""
+        op = self.maker(value)
+        if op is None or op.kind is not OpKind.EQUATION:
+            return None
+        if op.primitive in ("broadcast_in_dim", "reshape", "convert_element_type", "copy"):
+            (source,) = op.inputs[:1]
+            return self.number(source)
+        aval = op.eqn.outvars[0].aval
+        if op.primitive not in ("sqrt", "rsqrt") or np.dtype(aval.dtype).kind != "f":
+            return None
+        number = self.number(op.inputs[0])  # of a head's width, say
+        if number is None or number <= 0:
+            return None
+        root = np.sqrt(np.asarray(number, aval.dtype))
+        return float(root if op.primitive == "sqrt" else 1 / root)
+
+    def tree_of(self, atom: Atom, labels: Labels) -> Expression | None:
+        """An array that meets scores as an expression of positions, numbers and arrays that lack rows or keys."""
+        if not isinstance(atom, int):
+            number = _number(atom)
+            return None if number is None else ("const", number, str(atom.literal.aval.dtype))
+        atom = self.first(atom)
+        value = self.named.values[atom]
+        labels = labels if value.shape else ()
+        if (number := self.filled(atom)) is not None:
+            return ("const", number, value.dtype)
+        if atom in self.outside:
+            found = self.tree_of(self.outside[atom], labels)
+            if found is not None and all(node[1] in self.own for node in nodes_of(found) if node[0] == "array"):
+                return found
+        op = self.makers.get(atom)
+        large = sum(n != 1 for n in value.shape)
+        positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
+        if op is None or op.kind is not OpKind.EQUATION or (positions < 2 and large and not self.is_steady(atom)):
+            return self.array(atom, labels)
+        found = self.expanded(op, labels)
+        return found if found is not None else self.array(atom, labels)
+
+    def array(self, value: int, labels: Labels) -> Expression:
+        """An array as it was before its dimensions were moved: one of segments, say, that meets scores twice."""
+        value = self.first(value)
+        op = self.makers.get(value)
+        if op is not None and op.kind is OpKind.EQUATION and op.primitive in MOVES:
+            source, before = op.inputs[0], self.moved_back(op, labels)
+            if isinstance(source, int) and before is not None:
+                return self.array(source, before)
+        return self.counted_out(value, labels) or ("array", value, labels)
+
+    def first(self, value: int) -> int:
+        """The first array of the block that is computed as one of its values is."""
+        return self.first_here[self.equals.number(value)] if value in self.own else value
+
+    def maker(self, value: int) -> Op | None:
+        """The operation that computes a value first, of this block or of one around it."""
+        value = self.first(value)
+        return self.makers.get(self.outside.get(value, value))
+
+    def counted_out(self, value: int, labels: Labels) -> Expression | None:
+        """A constant of the step that counts positions, or says of each two by their distance whether one sees the
+        other, as an expression; None for others.
+        """
+        while value in self.outside:
+            value = self.outside[value]
+        if value not in self.constants:
+            return None
+        numbers = np.asarray(self.constants[value])
+        large = [labels[d] for d, n in enumerate(numbers.shape) if n != 1]
+        numbers = numbers.squeeze()
+        if numbers.ndim == 1 and numbers.dtype == np.int32 and np.all(np.diff(numbers) == 1):
+            return ("add", (), ("iota", large[0], "int32"), ("const", int(numbers[0]), "int32"))
+        if numbers.ndim != 2 or numbers.dtype != bool or not np.array_equal(numbers[1:, 1:], numbers[:-1, :-1]):
+            return None
+        by_distance = np.concatenate([numbers[0, :0:-1], numbers[:, 0]])
+        seen = np.flatnonzero(by_distance) - (numbers.shape[1] - 1)
+        if seen.size == 0 or seen[-1] - seen[0] != seen.size - 1:
+            return None
+        distance = ("sub", (), *(("iota", label, "int32") for label in large))
+        ends = (("ge", seen[0]), ("le", seen[-1]))
+        return ("and", (), *((name, (), distance, ("const", int(end), "int32")) for name, end in ends))
+
+    def expanded(self, op: Op, labels: Labels) -> Expression | None:
+        """An operation as an expression of what it reads; None where it is none of the simple ones."""
+        name, params = op.primitive, op.eqn.params
+        if name == "iota":
+            d = params["dimension"]
+            return ("iota", labels[d], str(op.eqn.outvars[0].aval.dtype)) if self.shape(op.outputs[0])[d] != 1 else None
+        if name in MOVES:
+            (source,) = op.inputs[:1]
+            before = self.moved_back(op, labels)
+            return self.tree_of(source, before) if before is not None else None
+        simple = name in ELEMENTWISE or name in ("convert_element_type", "integer_pow")
+        if name == "div" and np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "fV":
+            simple = False
+        if not simple or any(len(self.shape(a)) not in (0, len(labels)) for a in op.inputs):
+            return None
+        operands = [self.tree_of(a, labels if self.shape(a) else ()) for a in op.inputs]
+        if any(o is None for o in operands):
+            return None
+        own = {"convert_element_type": "new_dtype", "integer_pow": "y"}.get(name)
+        return (name, (_plain(params[own]),) if own else (), *operands)
+
+    def moved_back(self, op: Op, labels: Labels) -> Labels | None:
+        shape, out = self.shape(op.inputs[0]), self.shape(op.outputs[0])
+        if op.primitive == "copy":
+            return labels
+        if op.primitive == "transpose":
+            made = [0] * len(shape)
+            for at, d in enumerate(op.eqn.params["permutation"]):
+                made[d] = labels[at]
+            return tuple(made)
+        if op.primitive == "broadcast_in_dim":
+            return tuple(
+                labels[at] if shape[d] == out[at] else self.label()
+                for d, at in enumerate(op.eqn.params["broadcast_dimensions"])
+            )
+        if [n for n in shape if n != 1] != [n for n in out if n != 1]:
+            return None
+        large = iter(x for x, n in zip(labels, out, strict=True) if n != 1)
+        return tuple(next(large) if n != 1 else self.label() for n in shape)
+
+    def is_steady(self, value: int) -> bool:
+        """Whether an array is made of positions and numbers alone."""
+        if value not in self._steady:
+            op = self.maker(value)
+            counts = self.counted_out(value, tuple(range(len(self.shape(value))))) is not None
+            simple = op is not None and op.kind is OpKind.EQUATION and not op.blocks
+            self._steady[value] = counts or (
+                op is not None and simple and all(self.is_steady(a) for a in op.inputs if isinstance(a, int))
+            )
+        return self._steady[value]
+
+    def settled(self, tree: Expression) -> Expression:
+        """An expression with labels as they are joined by now."""
+        match tree:
+            case ("iota", label, dtype):
+                return ("iota", self.of(label), dtype)
+            case ("array", value, labels):
+                shape = self.named.values[value].shape
+                return ("array", value, tuple(self.of(x) if n != 1 else -1 for x, n in zip(labels, shape, strict=True)))
+            case ("score", _) | ("const", _, _):
+                return tree
+            case (name, params, *operands):
+                return (name, params, *map(self.settled, operands))
+        raise AssertionError(f"no expression: {tree}")
+
+
+def nodes_of(tree: Expression) -> Iterator[Expression]:
+    yield tree
+    if tree[0] not in ("score", "iota", "array", "const"):
+        for operand in tree[2:]:
+            yield from nodes_of(operand)
+
+
+def _number(atom: Atom) -> float | None:
+    """The number that a literal is."""
+    if not isinstance(atom, Constant) or atom.shape:
+        return None
+    dtype = atom.literal.aval.dtype
+    return None if jax_compat.is_key_dtype(dtype) else _plain(np.asarray(atom.literal.val).item())
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as a number, or a type as its name."""
+    return value if isinstance(value, (bool, int, float)) else str(np.dtype(value))

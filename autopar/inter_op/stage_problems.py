@@ -1,0 +1,254 @@
+"""The problems of the search over stages: for each number of micro-batches, schedule and number of equal parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Hashable, Iterable, Sequence
+
+from autopar.common.progress import Progress
+from autopar.hardware.cluster_parts import WHOLE
+from autopar.inter_op.build_stages import MicrobatchedStep
+from autopar.inter_op.device_parts import on_part, orders, placements
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.mesh_screen import MeshScreen
+from autopar.inter_op.microbatch_walk import BestStages, Tried
+from autopar.inter_op.option_tables import DecidedOptions, tables
+from autopar.inter_op.search_space import chunk_numbers, is_long, schedules_of, sizes_for, stage_numbers
+from autopar.inter_op.stage_choice import choice_of
+from autopar.inter_op.stage_costs import PricedOption, undominated
+from autopar.passes.split_scan import SplitStep
+from autopar.plan.context import PlanningContext
+from autopar.solver import NoStages, StagePlan, StageProblem, best_stages, fullness
+from autopar.solver import Schedule as SearchedSchedule
+
+# Answers of the search over stages: the order in which they are built, what they come to, and why there are none.
+
+
+_NUMBER = re.compile(r"\d+(?:,\d+)*")
+
+
+def in_turn(plans: Iterable[tuple[Hashable, float, int]]) -> list[int]:
+    """The numbers of plans given as (kind, seconds, number): the fastest of each kind, fastest first, then each second,
+    and so on.
+    """
+    turn: dict[Hashable, int] = {}
+    by_turn: list[tuple[int, int]] = []
+    for kind, _, number in sorted(plans, key=lambda plan: plan[1]):
+        turn[kind] = turn.get(kind, -1) + 1
+        by_turn.append((turn[kind], number))
+    return [number for _, number in sorted(by_turn, key=lambda entry: entry[0])]
+
+
+def why_no_pipeline(answers: Sequence[StagePlan | NoStages]) -> str:
+    """The reasons of the problems that have no plan."""
+    reasons: dict[str, tuple[list[int], str]] = {}
+    for answer in answers:
+        if isinstance(answer, NoStages):  # of reasons that differ in numbers alone that with the smallest
+            numbers = [int(n.replace(",", "")) for n in _NUMBER.findall(answer.reason)]
+            kind = _NUMBER.sub("", answer.reason)
+            reasons[kind] = min(reasons.get(kind, (numbers, answer.reason)), (numbers, answer.reason))
+    return "; ".join(reason for _, reason in reasons.values()) or "no pipeline was near the plan without stages"
+
+
+def by_tables(problem: StageProblem, answer: StagePlan, options: tuple[PricedOption, ...]) -> Tried:
+    """One stage that was not built."""
+    return Tried(
+        step_time_s=answer.step_time_s,
+        most_bytes=round(fullness(problem, answer.stages) * problem.limit_bytes),
+        policies=tuple(choice_of(problem, answer, options).policies),
+    )
+
+
+# A problem, with its number of micro-batches and its options.
+Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
+
+
+class PosedProblems:
+    """Makes the problems of a step, whose scans are in parts, from the tables of its layers.
+
+    `screen` leaves out meshes that no fast pipeline has; decisions are kept for other numbers of micro-batches.
+    """
+
+    def __init__(self, context: PlanningContext, step: SplitStep, screen: MeshScreen | None) -> None:
+        self.context, self.step, self.screen = context, step, screen
+        self.decided = DecidedOptions()
+
+    def screen_from(self, longest_s: float) -> None:
+        """From now on, pipelines that take so long or longer are of no use."""
+        if self.screen is not None:
+            self.screen.longest_s = longest_s
+
+    def of(
+        self,
+        microbatched: MicrobatchedStep,
+        *,
+        is_largest: bool = False,
+        sizes_between: tuple[float, float] = (0, math.inf),
+    ) -> list[Posed]:
+        """The problems for a number of micro-batches: each schedule and, for scans, each number of stages, on submeshes
+        of these sizes. `is_largest`: no micro-batches that are searched are larger.
+        """
+        posed: list[Posed] = []
+        least, most = sizes_between
+        with self.context.progress.pass_("layer costs"):
+            sizes = self.sizes(microbatched, is_largest)
+            sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
+            self.decided.read.clear()
+            priced = self.priced(microbatched, sizes, self.screen)
+            if is_long(self.context.traced):  # options dominated in small micro-batches are not priced for large ones
+                better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
+                for key in self.decided.read:
+                    kept = tuple(d for d in self.decided[key] if (key[0], key[-1], d.terms) in better)
+                    if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
+                        self.decided[key] = kept
+        for name in schedules_of(self.context.request, self.context.cluster):
+            problems = self.on_schedule(microbatched, name, priced)
+            m = microbatched.graph.num_microbatches
+            posed += [(problem, (m, options)) for problem, options in problems]
+        return posed
+
+    def sizes(self, microbatched: MicrobatchedStep, is_largest: bool) -> dict[int, Sequence[int]]:
+        """The sizes of submeshes to price, for each part of the cluster and for the whole of it."""
+        cluster, request = self.context.cluster, self.context.request
+        if not cluster.parts:
+            return {WHOLE: sizes_for(microbatched, cluster, request, is_largest)}
+        of_parts = {n: sizes_for(microbatched, at, request, is_largest) for n, at in enumerate(cluster.parts)}
+        return {**of_parts, WHOLE: [cluster.num_devices]}
+
+    def priced(
+        self, microbatched: MicrobatchedStep, sizes: dict[int, Sequence[int]], screen: MeshScreen | None = None
+    ) -> tuple[PricedOption, ...]:
+        """The undominated options of submeshes of these sizes."""
+        cluster, options = self.context.cluster, list[PricedOption]()
+        limit_bytes, solve_s = self.context.limit_bytes, self.context.deadline.solve_s()
+        for number, of_part in sizes.items():
+            found = tables(
+                microbatched,
+                cluster,
+                of_part,
+                BuildLimits(limit_bytes=limit_bytes, time_limit_s=solve_s),
+                self.decided,
+                is_long=is_long(self.context.traced),
+                number=number,
+                screen=screen,
+            )
+            options += found if number == WHOLE else on_part(found, number, cluster, microbatched.layers)
+        return undominated(options)
+
+    def on_schedule(
+        self,
+        microbatched: MicrobatchedStep,
+        name: str,
+        priced: tuple[PricedOption, ...],
+        numbers: Sequence[int] = (),
+    ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
+        """The problems of one schedule, one for each number of chunks of a group, and of groups of devices: `numbers`,
+        by default of scans those that divide them, else any.
+        """
+        request, cluster = self.context.request, self.context.cluster
+        chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
+        if cluster.parts and chunks_of_group[0] > 1:
+            return []  # all chunks have one option: none lies on two kinds of devices
+        problems = []
+        in_parts = self.step.parts > 1
+        pairs = [
+            (number, chunks)
+            for chunks in chunks_of_group
+            for number in numbers or (stage_numbers(self.step, cluster, chunks) if in_parts else (None,))
+        ]
+        for (num_stages, chunks), order in itertools.product(pairs, orders(cluster)):
+            options = priced if self.step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
+            if self.step.parts > 1 and not options:
+                continue  # more devices than examples
+            problem = StageProblem(
+                options=tuple(o.option for o in options),
+                num_devices=cluster.num_devices,
+                num_layers=len(microbatched.layers),
+                num_microbatches=microbatched.graph.num_microbatches,
+                schedule=SearchedSchedule(name),
+                limit_bytes=self.context.limit_bytes,
+                host_devices=cluster.domain_devices,
+                chunks=chunks,
+                fixed_num_stages=num_stages,
+                placements=placements(options, cluster, order),
+            )
+            problems.append((problem, options))
+        return problems
+
+
+def _on(options: Sequence[PricedOption], num_devices: int) -> tuple[PricedOption, ...]:
+    """The options of stages on this number of devices."""
+    return tuple(o for o in options if o.mesh.num_devices == num_devices)
+
+
+# The problems of the search over stages with their answers, which bound those of the next ones.
+
+
+Answer = StagePlan | NoStages
+
+
+class AnsweredProblems:
+    """Problems of several stages, then those of one stage, each with its answer by the tables.
+
+    What takes `within` times as long as the best so far, or longer, is not searched for; `tolerance` times that where
+    others than the best are wanted.
+    """
+
+    def __init__(self, progress: Progress, within: float, tolerance: float) -> None:
+        self.progress, self.within, self.tolerance = progress, within, tolerance
+        self.several: list[tuple[Posed, Answer]] = []
+        self.alone: list[tuple[Posed, Answer]] = []
+
+    def solve(self, posed: Sequence[Posed]) -> None:
+        """Problems of several stages in a number of micro-batches more."""
+        under_s = self.within * self.tolerance * self.fastest_s
+        with self.progress.pass_("stages"):
+            self.add(posed, best_stages([problem for problem, _ in posed], self.within, under_s))
+
+    def add(self, posed: Sequence[Posed], answers: Sequence[Answer]) -> None:
+        """Problems of several stages that are answered."""
+        self.several += zip(posed, answers, strict=True)
+
+    def solve_one_stage(self) -> None:
+        """Problems of one stage alone: one for each number of micro-batches and schedule that has others."""
+        free_of = {(p.num_microbatches, p.schedule): (p, of) for (p, of), _ in self.several if p.chunks == 1}
+        posed = [(dataclasses.replace(p, fixed_num_stages=1), of) for p, of in free_of.values()]
+        with self.progress.pass_("stages"):
+            self.alone += zip(posed, best_stages([problem for problem, _ in posed]), strict=True)
+
+    @property
+    def posed(self) -> list[Posed]:
+        return [posed for posed, _ in (*self.several, *self.alone)]
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for _, answer in (*self.several, *self.alone)]
+
+    @property
+    def fastest_s(self) -> float:
+        """Of several stages; inf: there is no plan."""
+        return min((a.step_time_s for _, a in self.several if isinstance(a, StagePlan)), default=math.inf)
+
+    def best_of_several_stages(self, within: float) -> BestStages | None:
+        """The fastest, where it takes at most `within` times as long as the best."""
+        plans = [(a, posed) for posed, a in (*self.several, *self.alone) if isinstance(a, StagePlan)]
+        found = [(a, posed) for a, posed in plans if len(a.stages) > posed[0].chunks]
+        if not found:
+            return None
+        answer, (problem, (m, options)) = min(found, key=lambda plan: plan[0].step_time_s)
+        if answer.step_time_s > within * min(a.step_time_s for a, _ in plans):
+            return None
+        groups = answer.stages[: len(answer.stages) // problem.chunks]
+        return BestStages(m, [options[stage.option].mesh.num_devices for stage in groups])
+
+    def of_one_stage(self) -> dict[int, Tried]:
+        """One stage, by the tables, in each number of micro-batches in which it fits."""
+        estimated: dict[int, Tried] = {}
+        for (problem, (m, options)), answer in (*self.several, *self.alone):
+            if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
+                found = by_tables(problem, answer, options)
+                estimated[m] = min(estimated.get(m, found), found, key=lambda tried: tried.step_time_s)
+        return estimated
