@@ -1,4 +1,6 @@
-"""Notes on arrays that a recipe left whole, or split where its source does not, and the dimension that prevented it."""
+"""Notes of a plan: batches that are whole or split unevenly, shard_map regions, the memory of the host, recomputation, and
+arrays that a recipe left whole.
+"""
 
 from __future__ import annotations
 
@@ -161,6 +163,8 @@ def recomputation_notes(
     peak = f"peak about {text_of_bytes(peak_bytes)} of the {text_of_bytes(limit_bytes)} available"
     return (f"without jax.checkpoint the step would fit in the same layouts, {peak}, and take about {part} less time",)
 
+
+# Arrays that a recipe left whole, or split where its source does not, and the dimension that prevented it.
 
 # Of the arrays of a note so many are named; those of repeated layers are one.
 NAMED = 4

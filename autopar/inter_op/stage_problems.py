@@ -1,4 +1,6 @@
-"""The problems of the search over stages: for each number of micro-batches, schedule and number of equal parts."""
+"""The problems of the search over stages, for each number of micro-batches, schedule and number of equal parts, and their
+answers.
+"""
 
 from __future__ import annotations
 
