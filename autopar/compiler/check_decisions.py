@@ -2,7 +2,7 @@
 layout is that in which the operation leaves the value, and partial sums reach only operations that accept them.
 
 Decisions of a search are valid; those of a file may not be. Without this check they would raise an error far from the
-cause or, for partial sums, give wrong numbers. `check_record` holds the checks that need no step.
+cause or, for partial sums, give wrong numbers. `plan.file` holds the checks that need no step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Notes of a plan: batches that are whole or split unevenly, shard_map regions, the memory of the host, recomputation, and
-arrays that a recipe left whole.
+"""Notes of a plan: batches that are whole or split unevenly, shard_map regions, the memory of the host, recomputation,
+and arrays that a recipe left whole.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ A `MemoryProgram` is what a compiler pass knows of a step after sharding: operat
 every value. The prediction follows what XLA does with it, in three passes, whose vocabulary is in `xla_program`:
 
 1. `xla_fusion`: which values are ever written to memory, and which live only inside a fused kernel;
-2. `xla_schedule`: the order in which XLA runs the kernels so as to need little memory;
+2. The order in which XLA runs the kernels so as to need little memory;
 3. here: from where to where each value is alive, and the most that is alive at once.
 
 `benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
 0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
 
 On TPU what a kernel makes or reads lies in vector memory as far as there is room, and the space that is lost between
-the buffers counts (`buffer_places`).
+the buffers counts.
 
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
 layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and

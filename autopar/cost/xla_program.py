@@ -94,7 +94,7 @@ class Compiler:
         copies_gathered_state: Copies state at the start of the step, and back at its end, where its new value comes
             out of a collective.
         pads_convolutions: Writes the padding of images and gradients that its library does not know
-            (`convolution_padding`).
+            (`memory_program`).
         keeps_product_order: Leaves what products make, and what is made of it element by element, in the order of
             dimensions in which the first of them makes it; what other products make in another is copied
             (`autopar.attention.score_kernels`).
@@ -102,7 +102,7 @@ class Compiler:
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
         reduces_late: Does not hurry the reductions of a layer that is computed again, though they would free memory:
             they run in program order or at the end of its backward pass (seen in programs for 8 and 256 chips of v5e).
-        loses_between: Puts buffers into memory as `buffer_places` says.
+        loses_between: Puts buffers into memory as `peak_memory` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
         vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that

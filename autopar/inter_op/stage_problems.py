@@ -1,5 +1,5 @@
-"""The problems of the search over stages, for each number of micro-batches, schedule and number of equal parts, and their
-answers.
+"""The problems of the search over stages, for each number of micro-batches, schedule and number of equal parts, and
+their answers.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _makes_examples(tail: Op, states: Mapping[int, State]) -> bool:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueStates:
     """`of[v]` is the state of a value of the whole batch's graph. In `whole` and `part`, the graphs of the whole batch
-    and of a micro-batch, a scan with a tail is two (`scan_tails`).
+    and of a micro-batch, a scan with a tail is two (see above).
 
     `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
     operands that an operation in the loop reads of the whole batch.

@@ -1,4 +1,4 @@
-"""The loops of `dominance`, compiled, for problems with so much to compare that compiling them pays."""
+"""The loops of `presolve.drop_dominated`, compiled, for problems with so much to compare that compiling them pays."""
 
 from __future__ import annotations
 

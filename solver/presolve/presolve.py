@@ -4,7 +4,7 @@
     merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
     drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
     fold_forced      a node with one strategy: its edges become costs of its neighbours
-    merge_followers  nodes that a neighbour settles (in followers.py)
+    merge_followers  nodes that a neighbour settles
     eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
     2002)
 
@@ -424,7 +424,7 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
 
 def drop_dominated(problem: Problem) -> Reduction:
     """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
-    (`dominance`).
+    (`undominated`).
     """
     return keep_strategies(problem, undominated(problem, neighbours(problem), DOMINANCE_WORK))
 

@@ -1,4 +1,4 @@
-"""The dynamic programme's loops, compiled. `dynamic_program` says what they compute.
+"""The dynamic programme's loops, compiled. `search` says what they compute.
 
 A move is a stage that could be: layers [first, to[i]) on units[i] device units, with least[i] to most[i] units behind
 it. Moves are sorted by their first

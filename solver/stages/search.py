@@ -1,6 +1,6 @@
 """Stages x submeshes x options at the least step time, over several numbers of micro-batches and schedules.
 
-A first plan comes from stages of one size, a first bound from the programme (`dynamic_program`) as if every stage
+A first plan comes from stages of one size, a first bound from the programme as if every stage
 were the last: then the place from the end falls away, and if that plan fits all the same it is the best. Else the
 programme is run with what is in flight at every place. The best plan over all problems prunes each of these.
 """

@@ -89,7 +89,7 @@ def test_on_gpus_scores_are_written_where_attention_is_as_written():
 
 @needs_gpu_compiler
 def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
-    """As `score_orders` has it: of (group, queries, keys) one copy in the order of the scores, (keys, queries, group),
+    """As `score_kernels` has it: of (group, queries, keys) one copy in the order of the scores, (keys, queries, group),
     and weights as (group, queries, keys) beside the gradients of scores.
     """
 
