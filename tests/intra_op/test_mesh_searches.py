@@ -49,7 +49,7 @@ def context(step=masked_step):
 
 
 def test_shared_searches_find_the_same(monkeypatch, worker):
-    monkeypatch.setattr("autopar.intra_op.mesh_candidates.worth_trying", lambda *_: True)
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.worth_trying", lambda *_: True)
     places = wait_for_workers(monkeypatch)
     monkeypatch.setattr(mesh_searches, "WORTH_PROCESSES", 0)
     made, found = context(), []

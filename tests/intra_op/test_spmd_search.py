@@ -64,9 +64,9 @@ def test_baselines_tell_whether_a_third_axis_may_pay(monkeypatch):
         searched.append(model.links.mesh.axis_sizes)
         return row if len(searched) == 1 else rejected(searched[-1], 0.9 * row.step_time_s)
 
-    monkeypatch.setattr("autopar.intra_op.mesh_candidates.search_mesh", search)
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.search_mesh", search)
     for baselines in ([], [rejected((8,), 0.9 * row.step_time_s)]):
-        monkeypatch.setattr("autopar.intra_op.mesh_candidates.baseline_candidates", lambda _, of=baselines: of)
+        monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _, of=baselines: of)
         searched.clear()
         *_, last = mesh_candidates(context)
         assert searched == [(8,), (2, 4), (2, 2, 2)][: 2 if baselines else 3]

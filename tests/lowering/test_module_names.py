@@ -23,6 +23,7 @@ def test_stacks_are_read_back(module, role):
 
 
 def test_products_are_named_as_in_the_plain_step():
+    """But for the subscripts of einsum, which jax takes into its names, and which are no module."""
     args = jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0)
     step = autopar.parallelize(
         GPT.step, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None, show_progress=False
@@ -31,5 +32,5 @@ def test_products_are_named_as_in_the_plain_step():
         set(re.findall(r' dot\(.*op_name="([^"]*/dot_general)"', compiled.as_text()))
         for compiled in (step.compile(*args), jax.jit(GPT.step).lower(*args).compile())
     )
-    assert {name.replace("shard_map/", "") for name in ours} == plain
+    assert {name.replace("shard_map/", "") for name in ours} == {re.sub("/[^/]*->[^/]*", "", name) for name in plain}
     assert "jit(step)/transpose(jvp(GPT))/layer0/feed_forward_in/dot_general" in plain

@@ -75,9 +75,10 @@ def test_dominance_is_looked_at_until_a_pass_drops_nothing(
     edges = tuple(Edge(source=a, target=b, cost=differs) for a, b in [*pairs, (4, 5)])
     costs = (np.array([0.0, dear]), *(np.zeros(2) for _ in range(5)))
     dropped: list[int] = []
+    undominated = presolve.undominated
 
     def noted(problem: Problem, *arguments: Any) -> list[np.ndarray]:
-        kept = presolve.undominated(problem, *arguments)
+        kept = undominated(problem, *arguments)
         dropped.append(sum(map(len, problem.node_cost)) - sum(map(len, kept)))
         return kept
 
