@@ -111,7 +111,7 @@ def parallelize(
         time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is
             taken (with 0 the first one that fits), and its notes list the untried rest. None: searches end by proof
             or by rounds.
-        show_progress: Whether a progress line is shown on a terminal.
+        show_progress: Whether a progress line is shown on a terminal; elsewhere the log has it now and then.
 
     Raises: InvalidArgumentError, UnsupportedError.
     """

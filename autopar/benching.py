@@ -127,10 +127,16 @@ def bench(
     rows: list[BenchRow] = []
     for cluster in named:
         placed = parallel if cluster is None else on_cluster(parallel, as_cluster(cluster))
-        found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "")
-        is_interrupted = any(row.why == INTERRUPTED for row in found)
-        if measure and not is_interrupted:
-            found = _measured(placed, args, found, seconds)
+        found: list[BenchRow] = []
+        try:
+            found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "")
+            is_interrupted = any(row.why == INTERRUPTED for row in found)
+            if measure and not is_interrupted:
+                found = _measured(placed, args, found, seconds)
+        except KeyboardInterrupt:
+            if not rows and not found:
+                raise
+            is_interrupted = True
         rows += ranked(found)
         if is_interrupted:
             break

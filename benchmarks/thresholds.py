@@ -258,10 +258,14 @@ THRESHOLDS = [
     ),
     *_of(
         "inter_op.truncated_model",
-        ("SHORT", "layers of a run with which a step in one stage is estimated", "tests/inter_op/test_short_steps.py"),
+        (
+            "SHORT",
+            "layers of a run with which a step in one stage is estimated",
+            "tests/inter_op/test_truncated_model.py",
+        ),
         ("UNEVEN_COLLECTIVES", "of a step, by what an estimate may be off", "ESTIMATE_ERROR, which it is a part of"),
         ("JOINED_FROM", "of the least gain of one program for two, from which short steps have it", "planning time"),
-        ("SHORTER", "layers of the step that it is compared with", "tests/inter_op/test_short_steps.py"),
+        ("SHORTER", "layers of the step that it is compared with", "tests/inter_op/test_truncated_model.py"),
         ("WHOLE_UP_TO", "layers of a run up to which such a step is built whole", "planning time"),
     ),
     *_of(

@@ -33,7 +33,7 @@ _NOISE = frozenset(
     ["", "while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "scan", "branch"]
 )
 # `jnp.einsum` names what it traces after its subscripts, which are no module.
-_SUBSCRIPTS = re.compile(r"[\w.,]*->[\w.]*")
+_SUBSCRIPTS = re.compile(r"[\w., ]*->[\w. ]*")
 _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 
 

@@ -45,7 +45,8 @@ def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanReq
     """Of each schedule, the problem with stages on fewer devices than all."""
     num_layers, num_devices = len(microbatched.layers), cluster.num_devices
     sizes = [size for size in submesh_sizes(cluster, request, num_layers) if size < num_devices]
-    options = tuple(_shared_option(microbatched, cluster, size) for size in sizes)
+    costs = NodeCosts(microbatched.graph, cost_model(cluster, LogicalMesh(axis_sizes=(num_devices,))))
+    options = tuple(_shared_option(microbatched, costs, size) for size in sizes)
     for name in schedules_of(request, cluster) if options else ():
         for chunks in chunk_numbers(request, name, num_layers):
             yield StageProblem(
@@ -61,12 +62,11 @@ def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanReq
             )
 
 
-def _shared_option(microbatched: MicrobatchedStep, cluster: Cluster, size: int) -> StageOption:
+def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) -> StageOption:
     """The layers on so many devices: the operations of each, shared by all of these. What runs wherever it is read, and
     what is done once in a step, is left out.
     """
     graph, num_layers = microbatched.graph, len(microbatched.layers)
-    costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
     seconds = {section: np.zeros(num_layers) for section in (Section.FORWARD, Section.BACKWARD)}
     for op, layer in zip(graph.block.ops, microbatched.assignment.layer_of, strict=True):
         if layer is not None and op.section in seconds:

@@ -420,8 +420,8 @@ class _Search:
         builder: PipelineEvaluator,
         within: float,
     ) -> None:
-        """Builds one stage in m micro-batches under each kind of recomputation, until one fits: the bytes of the tables
-        err by kind. First that of fewest bytes; where it does not fit none is expected to, else the faster ones.
+        """Builds one stage in m micro-batches under each kind of recomputation: the bytes of the tables err by kind.
+        First that of fewest bytes; where it does not fit none is expected to, else the faster ones too.
         """
         limit_bytes = int(OVERSTATED * self.context.limit_bytes)
         name = schedules_of(self.context.request, self.context.cluster)[0]

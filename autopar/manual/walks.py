@@ -159,7 +159,7 @@ def walk(
                 continue  # a leaner one did not fit
             if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
                 continue  # a richer one fits
-            if more_stages_are_slower(point, seen) or (point.pp > 1 and takes_too_long(point, m, seen)):
+            if more_stages_are_slower(point, seen) or (point.pp > 1 and takes_too_long(point, seen)):
                 continue
             outcome = yield attempt_of(problem, point, m, recipe_of)
             seen[point] = None if outcome is not None and outcome.too_slow else outcome
@@ -191,17 +191,16 @@ def least_bubbles(stages: int, m: int) -> float:
     return stages / (m * (1 - (1 - 1 / m) ** stages))
 
 
-def takes_too_long(point: Point, m: int, seen: Mapping[Point, Outcome | None]) -> bool:
+def takes_too_long(point: Point, seen: Mapping[Point, Outcome | None]) -> bool:
     """Whether a setting with stages, in m micro-batches, is slower than the best by what its devices have to do alone:
-    as much at least as in micro-batches that are no smaller, or on another schedule, and in 1F1B with bubbles.
+    as much at least as in micro-batches that are no smaller, or on another schedule.
     """
     best_s = min((o.step_time_s for o in seen.values() if o is not None and o.fits), default=math.inf)
-    bubbles = 1.0 if point.schedule else least_bubbles(point.pp, m)
     return any(
         outcome is not None
         and known.examples >= point.examples
         and dataclasses.replace(known, examples=point.examples, schedule=point.schedule) == point
-        and (1 - WORK_ERROR) * bubbles * outcome.work_s >= best_s
+        and (1 - WORK_ERROR) * outcome.work_s >= best_s
         for known, outcome in seen.items()
     )
 
