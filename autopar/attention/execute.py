@@ -175,7 +175,7 @@ class _BlockSteps:
 
 # A ring step by step: the queries of a device, and the keys and values that have come to it.
 #
-# `autopar.attention.ring_order` says whose keys come, and `autopar.attention.execute` what computes a step. What
+# `autopar.attention.ring_order` says whose keys come; what computes a step is above. What
 # comes next is on its way while a step is computed. In the backward pass a step takes the result and the sum of all
 # steps, and gives the part of the gradients that comes of one (Liu et al., "Ring Attention with Blockwise
 # Transformers", 2023).

@@ -34,7 +34,7 @@ from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
 
-# Replaces each pass of attention that a reader of a block has found (`autopar.attention.match`) by one operation.
+# Replaces each pass of attention that a reader of a block has found (below) by one operation.
 
 
 @dataclasses.dataclass(slots=True)

@@ -33,7 +33,7 @@ from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, computes, 
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
 
-# Collectives that XLA makes one of: gathers ahead of their readers, and reductions; rule (4) of `stream_simulator`.
+# Collectives that XLA makes one of: gathers ahead of their readers, and reductions; rule (4) above.
 
 
 def early_work(program: Sequence[StreamWork], makers: Sequence[Sequence[int]]) -> list[bool]:

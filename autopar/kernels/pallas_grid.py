@@ -3,9 +3,8 @@
 A cell of a grid dimension is independent of the others if each array's block index along one dimension is the cell's
 number (or the number of its run of cells, as heads that share a key head), every result has a block of its own for each
 cell or run, the body does not read the cell's number but for its place in the run, and no cell finds in scratch memory
-what others left (`autopar.kernels.pallas_grid`). Such a dimension may be split: each device runs its own cells, the
-same body on the same blocks. This is read from the index maps of the call, for
-any kernel; nothing is known of kernels by name here.
+what others left. Such a dimension may be split: each device runs its own cells, the same body on the same blocks. This
+is read from the index maps of the call, for any kernel; nothing is known of kernels by name here.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from autopar.passes.saved_arrays import offloaded_by_policy
 # soon as it had gone. What a policy of `jax.checkpoint` offloads goes even then.
 #
 # Where a step is not cut into sections, its passes are told apart by the roles of its operations. What scans stack up
-# is the matter of `autopar.lowering.host_copies`.
+# is told below.
 #
 # Source: Rhu et al., "vDNN: virtualized deep neural networks for scalable, memory-efficient neural network design",
 # MICRO 2016, arXiv:1602.08124 (offload in the forward pass, prefetch in the backward pass).

@@ -45,7 +45,7 @@ from autopar.microbatch.example_rules import places_of_results
 from autopar.passes.scan_stacks import COMBINE, LOOPS, StackedStep, Stacks, all_stacks, find_stacks, major, rules_of
 from autopar.sharding.rules import RuleBook, equation_key
 
-# The step with a scan over stacked layers in parts, as a jaxpr (`autopar.passes.split_scan`).
+# The step with a scan over stacked layers in parts, as a jaxpr.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
