@@ -10,7 +10,8 @@ exchange of gradients and the update stand behind it. `barrier`: what all micro-
 so that the compiler does not gather it once for all of them.
 
 Memory: what XLA allocates for a device; of tasks their buffers by the instruction list, with temporaries as compiled.
-Exposed: of the bytes that a device sends once a step, those whose transfer nothing runs beside in the compiled order.
+Sent: bytes of the results of all collectives of a step. Exposed: the part of them beside whose transfer nothing runs,
+in the order that is compiled.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ def one_program(staged: StagedStep, mesh: Mesh, *, barrier: bool = False) -> Any
         slices = {b: held.pop(b) for b in sorted(taken & repeats & set(held))}
 
         def body(carry: list[Any], i: Any) -> tuple[list[Any], list[Any]]:
-            whole, parts = {b: x for b, x in held.items() if b not in carried}, slices
+            whole = {b: x for b, x in held.items() if b not in carried}
             if barrier:
                 whole, carry = jax.lax.optimization_barrier((whole, carry))
-            inner = {**whole, **dict(zip(carried, carry, strict=True)), **{b: part(x, i) for b, x in parts.items()}}
+            inner = {**whole, **dict(zip(carried, carry, strict=True)), **{b: part(x, i) for b, x in slices.items()}}
             run(inside, inner)
             return [inner[b] for b in carried], [inner[b] for b in wanted]
 

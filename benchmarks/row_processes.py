@@ -67,7 +67,7 @@ class JobProcess:
     """A process `python -m module arguments` that reads `jobs` and gives each an `answer`; started where there is none.
 
     A job that it does not survive, that takes more than `timeout_s` of the processor, or none of it for so long, is
-    answered by {"failure": why}; the next one finds a new process.
+    answered by {"failure": why}; the next one finds a new process. Processes that it starts do not count.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], timeout_s: float) -> None:

@@ -8,7 +8,7 @@ from autopar.compiler.whole_graph import whole_graph
 from autopar.frontend.pad_state import padded_step
 from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.split_steps import uneven_parts
+from autopar.inter_op.split_steps import forms_of_stages
 from autopar.inter_op.staged import default_chunks
 from autopar.ir.graph import Purpose
 from autopar.ir.padded import PaddedForm
@@ -58,7 +58,7 @@ def _chosen_forms(
     binding, num_stages = request.binding, request.num_stages or 1
     schedule = request.schedule or "1f1b"
     groups = mesh_of_stages(schedule, num_stages, request.chunks or default_chunks(schedule))
-    if len(groups) > 1 and (forms := uneven_parts(traced, rules, graphs, groups)):
+    if len(groups) > 1 and (forms := forms_of_stages(traced, rules, graphs, groups)):
         return forms
     if binding is None or not traced.tied or cluster.num_devices % num_stages:
         return {}

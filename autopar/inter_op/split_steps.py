@@ -45,7 +45,7 @@ def whole_batch(step: SplitStep, rules: RuleBook, graphs: StepGraphs) -> OpGraph
     return graphs.of(step.traced, "in parts", lambda: build_graph(step.traced, rules))
 
 
-def uneven_parts(
+def forms_of_stages(
     traced: TracedStep, rules: RuleBook, graphs: StepGraphs, groups: Sequence[int]
 ) -> dict[int, PaddedForm]:
     """`uneven_forms` of a part for each stage, on these groups of devices."""

@@ -1,4 +1,7 @@
-"""Searches on several meshes that know nothing of one another, so that other processes may make them."""
+"""Source of candidates: one SPMD program over all devices on each logical mesh, and the manual plans of one.
+
+Searches on several meshes know nothing of one another, so that other processes may make them.
+"""
 
 from __future__ import annotations
 
@@ -132,9 +135,6 @@ def _without_program(best: SpmdCandidate) -> SpmdCandidate:
     ran = dataclasses.replace(best.ran, order=(), starts_s=())
     lowered = dataclasses.replace(best.lowered, instructions=())
     return dataclasses.replace(best, sharding=sharding, lowered=lowered, ran=ran, compute_s={})
-
-
-# Source of candidates: one SPMD program over all devices, on each logical mesh, and the manual plans of one.
 
 
 def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:

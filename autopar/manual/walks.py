@@ -192,8 +192,8 @@ def least_bubbles(stages: int, m: int) -> float:
 
 
 def takes_too_long(point: Point, seen: Mapping[Point, Outcome | None]) -> bool:
-    """Whether a setting with stages, in m micro-batches, is slower than the best by what its devices have to do alone:
-    as much at least as in micro-batches that are no smaller, or on another schedule.
+    """Whether a setting with stages is slower than the best by the work of its devices alone, which takes as long at
+    least as in micro-batches that are no smaller, and as on another schedule.
     """
     best_s = min((o.step_time_s for o in seen.values() if o is not None and o.fits), default=math.inf)
     return any(
