@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
-from autopar.attention.score_kernels import mark_score_kernels
+from autopar.attention import ring
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, read_by
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, read_by
 from autopar.kernels.local import runs_locally
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
@@ -50,17 +50,20 @@ def cut_graph(
     cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
     values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
-    return mark_score_kernels(dataclasses.replace(whole, values=values, block=with_rules(block, rules)))
+    return dataclasses.replace(whole, values=values, block=with_rules(block, rules))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _CutEquation:
-    """An equation on fewer examples: the types of its operands and results, its parameters and its key."""
+    """An equation on fewer examples: the types of its operands and results, its parameters, its key, and its rule where
+    that is not the rule book's.
+    """
 
     in_avals: tuple[Any, ...]
     out_avals: tuple[Any, ...]
     params: dict[str, Any]
     key: str
+    rule: Rule | None
 
 
 class _Cutter:
@@ -203,7 +206,7 @@ class _Cutter:
         ]
         outvars = [type(v)(aval) for v, aval in zip(op.eqn.outvars, cut.out_avals, strict=True)]
         eqn = op.eqn.replace(invars=invars, outvars=outvars, params=cut.params)
-        return replaced(op, eqn=eqn, key=cut.key, rule=None)
+        return replaced(op, eqn=eqn, key=cut.key, rule=cut.rule)
 
     def _evaluated(self, op: Op) -> _CutEquation:
         """An equation on the sizes of a micro-batch, evaluated abstractly. Raises: UnsupportedError."""
@@ -223,7 +226,8 @@ class _Cutter:
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
         in_avals, out_avals = tuple(v.aval for v in invars), tuple(v.aval for v in outvars)
-        return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn))
+        rule = ring.rule_of(eqn) if op.primitive in ring.PRIMITIVES else None
+        return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn), rule=rule)
 
     def _params(self, op: Op) -> dict[str, Any]:
         params, shape = dict(op.eqn.params), self.shape(op.outputs[-1])

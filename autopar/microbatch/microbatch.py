@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
+from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common.records import replaced
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
@@ -282,9 +283,6 @@ def micro_batched(
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
     if traced.per_microbatch:
         return _per_microbatch(traced, whole, num_microbatches, rules)
-    if traced.blockwise_attention:  # whose operations are put into the graph of a trace
-        _, part = _traced_part(traced, num_microbatches, rules, on_fewer)
-        return _of_both(traced, whole, part, num_microbatches, rules)
     cut_error: UnsupportedError
     try:
         part = _cut(traced, whole, num_microbatches, rules)
@@ -329,7 +327,8 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     """The graph of a micro-batch, cut out of that of the whole batch. Raises: UnsupportedError."""
     first = len(whole.block.inputs) - len(traced.in_avals)
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
-    return cut_graph(whole, inputs, num_microbatches, rules, traced.name)
+    part = cut_graph(whole, inputs, num_microbatches, rules, traced.name)
+    return part if traced.blockwise_attention else mark_score_kernels(part)
 
 
 def _traced_part(

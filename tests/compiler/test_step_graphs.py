@@ -10,9 +10,10 @@ from autopar import recipes
 from autopar.common.progress import Progress
 from autopar.compiler import whole_graph
 from autopar.compiler.planner import make_plan
+from autopar.errors import UnsupportedError
 from autopar.frontend.tracing import trace
 from autopar.inter_op import requested_step, split_steps
-from autopar.plan.options import Attention
+from autopar.microbatch import microbatch
 from autopar.plan.plan import Trees
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
@@ -66,10 +67,10 @@ def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monk
         batch=frozenset({1}),
     )
     traced = trace(step, (state, batch), names=("params", "batch"), donate=(0,), batch=(1,))
-    traced = dataclasses.replace(traced, blockwise_attention=True)  # whose micro-batches are traced
+    # As for a step with a kernel whose sizes are its own, of which a micro-batch has to be traced.
+    monkeypatch.setattr(microbatch, "cut_graph", refusing)
     options = [{"num_microbatches": 2}, {"num_microbatches": 4}, {"num_microbatches": 2, "schedule": "interleaved"}]
     requests = [recipes.pipeline(2, **each).request for each in options]
-    requests = [dataclasses.replace(each, attention=Attention.BLOCKWISE) for each in requests]
 
     def plan(request, shared=None):
         return make_plan(traced, trees, slow_cluster(2), request, RuleBook(), Progress("", show=False), shared).record
@@ -82,6 +83,10 @@ def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monk
     assert [plan(request, graphs) for request in requests] == alone
     assert calls == 2 * ["split_scans", "build_graph"]
     assert traces == [(4, 16), (2, 16)]
+
+
+def refusing(*_):
+    raise UnsupportedError(where="step", expected="sizes that can be cut", got="a kernel", hint="trace it")
 
 
 def counted(monkeypatch, module, name, calls):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.attention.score_kernels import mark_score_kernels
 from autopar.errors import MixedExamplesError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -28,13 +29,15 @@ def traced(step, state, batch):
     return trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
 
 
+@pytest.mark.parametrize("blockwise", [False, True])
 @pytest.mark.parametrize(
     "name",
     ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lstm", "dropout", "moe", "bert", "unet"))],
 )
-def test_a_graph_that_is_cut_is_the_one_that_is_traced(name):
+def test_a_graph_that_is_cut_is_the_one_that_is_traced(name, blockwise):
     case = CASES[name]()
     t = traced(case.step, jax.eval_shape(case.init, jax.random.key(0)), small_steps.shapes(case.batch(0)))
+    t = dataclasses.replace(t, blockwise_attention=blockwise)
     whole = build_graph(t, RULES)
     first = len(whole.block.inputs) - len(t.in_avals)
     cut = cut_graph(whole, {first + i: dim for i, dim in example_leaves(t).items()}, 2, RULES, t.name)
@@ -42,7 +45,8 @@ def test_a_graph_that_is_cut_is_the_one_that_is_traced(name):
     part = build_graph(dataclasses.replace(smaller, jaxpr=with_literals_of(t.jaxpr, smaller.jaxpr, t.name)), RULES)
     assert [op.key for op in walk(cut.block)] == [op.key for op in walk(part.block)]
     assert [op.rule for op in walk(cut.block)] == [op.rule for op in walk(part.block)]
-    assert [op.kernel_bytes for op in walk(cut.block)] == [op.kernel_bytes for op in walk(part.block)]
+    marked = cut if blockwise else mark_score_kernels(cut)
+    assert [op.kernel_bytes for op in walk(marked.block)] == [op.kernel_bytes for op in walk(part.block)]
     assert [op.key for op in walk(cut.block)] != [op.key for op in walk(whole.block)]
 
 
