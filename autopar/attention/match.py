@@ -27,7 +27,7 @@ from autopar.attention.score_consumers import Around, Label, Labels, Product, Us
 from autopar.attention.symbolic import Reader
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.common.units import text_of_bytes
+from autopar.common.units import text_of_bytes, text_of_part
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by, walk
 from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
@@ -355,9 +355,11 @@ def attention_left(graph: OpGraph) -> tuple[str, ...]:
     return (f"attention='blockwise': {len(left)} products of scores stay as they are written ({places})",)
 
 
-def attention_as_written(graph: OpGraph) -> tuple[str, ...]:
+def attention_as_written(graph: OpGraph, part: float = 0.0) -> tuple[str, ...]:
     """What a plan's notes say of attention in a described graph without `blockwise`: scores that are larger than the
     queries and keys that they are made of cost more to write and to read than these.
+
+    `part`: of the step that operations on scores take beside the products; zero where that is not known.
     """
 
     def nbytes(*ids: Any) -> int:
@@ -368,8 +370,9 @@ def attention_as_written(graph: OpGraph) -> tuple[str, ...]:
     if not large:
         return ()
     largest = text_of_bytes(max(nbytes(*op.outputs) for op in large))
+    takes = f", and operations on them take {text_of_part(part)} of the step beside the products" if part else ""
     return (
-        f"attention runs as it is written: its scores, up to {largest} over all devices, go through memory; "
+        f"attention runs as it is written: its scores, up to {largest} over all devices, go through memory{takes}; "
         "parallelize(attention='blockwise') keeps none where it finds attention",
     )
 

@@ -11,6 +11,7 @@ import jax
 from jax._src import ad_checkpoint
 from jax._src.interpreters import partial_eval
 
+RECOMPUTED = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
 NAME = "name"  # the primitive of `checkpoint_name`
 # Whether `jax_remat3` asks policies about names; before jax 0.12 it knows jax's own policies only.
 ASKS_POLICIES = hasattr(ad_checkpoint, "CheckpointNameFwd")

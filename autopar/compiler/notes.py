@@ -4,24 +4,24 @@ and arrays that a recipe left whole.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autopar.common import jax_compat, jax_remat
 from autopar.common.units import text_of_bytes, text_of_part
-from autopar.cost import peak_memory, xla_program
+from autopar.cost import peak_memory
 from autopar.cost.peak_memory import MemoryProgram
-from autopar.cost.xla_program import Compiler
 from autopar.hardware.kinds import Platform
 from autopar.inter_op.staged import PlannedStage
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by
-from autopar.ir.layout import Layout, replicated
+from autopar.ir.layout import Layout, local_bytes, replicated
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import is_island, island_of
 from autopar.lowering.decisions import ShardingPlan
-from autopar.lowering.instructions import LoweredBlock, Place, host_copies_in
+from autopar.lowering.instructions import LoweredBlock, host_copies_in
 from autopar.microbatch.example_axis import loops_over_first
 from autopar.microbatch.smaller_step import example_leaves
 from autopar.passes.saved_arrays import offloaded_on
@@ -136,32 +136,57 @@ LEAST_SPARED, MOST_FILLED = 0.02, 0.8
 
 
 def recomputation_notes(
-    block: Block,
-    best: SpmdCandidate,
-    program: MemoryProgram,
-    stands_for: Mapping[int, tuple[int, Place]],
-    limit_bytes: int | None,
+    graph: OpGraph, best: SpmdCandidate, program: MemoryProgram, limit_bytes: int | None
 ) -> tuple[str, ...]:
     """That the step fits without `jax.checkpoint` in the layouts of the plan, and the seconds that this spares; nothing
-    where it does not fit. What a scan over layers recomputes stays: its layers are one body.
+    where it does not fit.
+
+    Where nothing is recomputed in a loop, the peak is that of the same program with each value computed once. What a
+    loop recomputes it would keep for all its trips, at most each value that other operations read.
     """
-    compiler = dataclasses.replace(best.model.compiler, keeps_barriers=False)
-
-    def computed(at: Compiler) -> set[int]:
-        steps = xla_program.without_recomputation(program.steps, program.results, at)
-        return {v for step in steps if step.kind != xla_program.BARRIER for v in step.outputs}
-
-    # What is computed twice without `jax.checkpoint` too is none of its doing.
-    dropped = {stands_for[v][0] for v in computed(best.model.compiler) - computed(compiler) if v in stands_for}
-    spared_s = sum(best.compute_s.get(op.id, 0.0) for op in block.ops if dropped.issuperset(op.outputs) and op.outputs)
-    if limit_bytes is None or spared_s <= LEAST_SPARED * best.step_time_s:
+    if limit_bytes is None or not any(op.recomputes for op in graph.ops()):
         return ()
-    peak_bytes = peak_memory.estimate(program, compiler).peak_bytes
-    if peak_bytes > MOST_FILLED * limit_bytes:
+    spared_s, kept_bytes = _recomputing_s(graph, best), _kept_in_loops(graph, best.sharding)
+    if kept_bytes:
+        peak_bytes, about = best.peak_bytes + kept_bytes, "at most"
+        # Each slice is written into the stack of all trips, read from it, and written as the value of its own trip.
+        spared_s -= 3 * kept_bytes / best.model.device.memory_bytes_per_s
+    else:
+        compiler = dataclasses.replace(best.model.compiler, keeps_barriers=False)
+        peak_bytes, about = peak_memory.estimate(program, compiler).peak_bytes, "about"
+    if spared_s <= LEAST_SPARED * best.step_time_s or peak_bytes > MOST_FILLED * limit_bytes:
         return ()
     part = text_of_part(spared_s / best.step_time_s)
-    peak = f"peak about {text_of_bytes(peak_bytes)} of the {text_of_bytes(limit_bytes)} available"
+    peak = f"peak {about} {text_of_bytes(peak_bytes)} of the {text_of_bytes(limit_bytes)} available"
     return (f"without jax.checkpoint the step would fit in the same layouts, {peak}, and take about {part} less time",)
+
+
+def _recomputing_s(graph: OpGraph, best: SpmdCandidate) -> float:
+    """Seconds of what is computed again, each operation as in the forward pass: what more it takes the second time, as
+    it writes for the backward pass, the first one would.
+    """
+    first_s: dict[str, float] = collections.defaultdict(float)
+    again_s: dict[str, float] = collections.defaultdict(float)
+    for op in graph.ops():
+        of = again_s if op.recomputes else first_s
+        if op.recomputes or op.role is Role.FORWARD:
+            of[op.key] += best.compute_s.get(op.id, 0.0)
+    return sum(min(seconds, first_s[key]) for key, seconds in again_s.items())
+
+
+def _kept_in_loops(graph: OpGraph, sharding: ShardingPlan) -> int:
+    """Bytes on one device that loops would keep rather than compute again: what others read of it, for all trips."""
+    outside = {op.id for op in graph.block.ops}
+    again = [op for op in graph.ops() if op.recomputes and op.id not in outside]
+    read = {v for op in graph.ops() if not op.recomputes for v in read_by(op)} if again else set()
+    return sum(
+        int(op.count * _bytes_on_device(graph.values[v], sharding)) for op in again for v in op.outputs if v in read
+    )
+
+
+def _bytes_on_device(value: Value, sharding: ShardingPlan) -> int:
+    layout = sharding.reduced.get(value.id)
+    return value.nbytes if layout is None else local_bytes(value.shape, value.itemsize, layout, sharding.mesh)
 
 
 # Arrays that a recipe left whole, or split where its source does not, and the dimension that prevented it.

@@ -20,6 +20,7 @@ from autopar.compiler.notes import (
 from autopar.compiler.padding import padding_notes
 from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
+    flops_in,
     module_rows,
     pipeline_record,
     predicted,
@@ -31,11 +32,10 @@ from autopar.compiler.write_record import (
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
 from autopar.cost.memory_program import memory_program
-from autopar.cost.roofline import flops_of
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.graph import OpKind
+from autopar.ir.graph import OpGraph
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees
@@ -79,7 +79,6 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
     followed = context.request.followed_stages
     arguments, results = staged_values(traced, staged, dict(followed.leaves) if followed is not None else None)
     values = dimensions_of(staged.graph)
-    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     reports = [planned.sharding.report for planned in staged.stages]
     sends = sends_of_stages(staged)
     largest_axis = max(n for planned in staged.stages for n in planned.sharding.mesh.axis_sizes)
@@ -102,7 +101,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
-        predicted=staged_predicted(staged, sends, context.cluster, flops),
+        predicted=staged_predicted(staged, sends, context.cluster, flops_in(graph)),
         solver=together(reports),
         modules=tuple(
             row
@@ -127,11 +126,10 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
 def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequence[str]) -> PlanRecord:
     traced, graph = context.traced, context.graph
     arguments, results = planned_values(traced, graph, best.lowered)
-    flops = sum(flops_of(op) * op.count for op in graph.ops() if op.kind is OpKind.EQUATION)
     program, stands_for = memory_program(graph, best.lowered, best.model)
     use = memory_of_program(graph, best.lowered, program, best.estimate, stands_for, best.sharding.mesh)
     largest_axis = max(best.sharding.mesh.axis_sizes)
-    prediction, timeline = predicted(graph, best, context.cluster, use, flops)
+    prediction, timeline = predicted(graph, best, context.cluster, use)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -155,10 +153,10 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
         tried=_trials(context),
         notes=(
-            *_notes_of(context, largest_axis),
+            *_notes_of(context, largest_axis, _score_part(graph, best)),
             *island_notes(graph, best.sharding),
             *offload_notes([(graph, best.lowered)], context.cluster.device.platform),
-            *recomputation_notes(best.lowered.block, best, program, stands_for, context.limit_bytes),
+            *recomputation_notes(graph, best, program, context.limit_bytes),
             *notes,
         ),
         timeline=timeline,
@@ -186,8 +184,14 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
     return tuple(trials)
 
 
-def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
-    """Notes that apply to a step whatever its plan."""
+def _score_part(graph: OpGraph, best: SpmdCandidate) -> float:
+    """The part of the step that operations on scores of attention take, without the products among them."""
+    seconds = (best.compute_s.get(op.id, 0.0) for op in graph.ops() if op.kernel_bytes is not None)
+    return sum(seconds) / best.step_time_s if best.step_time_s else 0.0
+
+
+def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0.0) -> tuple[str, ...]:
+    """Notes that apply to a step whatever its plan. `score_part`: as of `_score_part`."""
     traced, graph = context.traced, context.graph
     unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
@@ -201,7 +205,9 @@ def _notes_of(context: PlanningContext, largest_axis: int) -> tuple[str, ...]:
     notes += [unlike] if unlike else []
     notes += padding_notes(traced)
     annotated = context.views.annotated
-    return (*notes, *(attention_left if traced.blockwise_attention else attention_as_written)(annotated))
+    if traced.blockwise_attention:
+        return (*notes, *attention_left(annotated))
+    return (*notes, *attention_as_written(annotated, score_part))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:

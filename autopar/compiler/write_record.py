@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.attention import ring
@@ -16,6 +17,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.host_usage import host_use
 from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.product_rate import main_dtype
+from autopar.cost.roofline import flops_of
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
@@ -23,7 +25,7 @@ from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.graph import Constant, Op, OpGraph
+from autopar.ir.graph import Constant, Op, OpGraph, OpKind
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -34,6 +36,29 @@ from autopar.plan.memory_use import MemoryUse
 from autopar.plan.schema import ModuleRow, PipelineRecord, Predicted, PredictedCollective, StageRecord
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.simulation.simulated_timeline import timeline_of as pipeline_timeline
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """The operations of a step on all devices, and those among them that `jax.checkpoint` has done again."""
+
+    done: float
+    recomputed: float
+
+    @property
+    def of_model(self) -> float:
+        return self.done - self.recomputed
+
+
+def flops_in(graph: OpGraph) -> Flops:
+    """The operations of a step as it is written, without what a plan recomputes of its own accord."""
+    done = recomputed = 0.0
+    for op in graph.ops():
+        if op.kind is OpKind.EQUATION:
+            flops = flops_of(op) * op.count
+            done += flops
+            recomputed += flops if op.recomputes else 0.0
+    return Flops(done=done, recomputed=recomputed)
 
 
 def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, hoist_casts: bool) -> PipelineRecord:
@@ -79,7 +104,7 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
     )
 
 
-def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluster, flops: float) -> Predicted:
+def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluster, flops: Flops) -> Predicted:
     """The prediction of a pipelined step. Seconds of computation and communication are means over the devices.
 
     `sends`: of each stage, its collectives (`sends_of_stages`).
@@ -122,8 +147,9 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         hidden_time_s=hidden_s / devices,
         allocation_time_s=allocation / devices + simulation.waiting_s,
         peak_bytes=tuple(simulation.peak_bytes),
-        flops=flops,
-        mfu=flops / (step_s * peak) if step_s else 0.0,
+        flops=flops.done,
+        recomputed_flops=flops.recomputed,
+        mfu=flops.of_model / (step_s * peak) if step_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
         memory=memory_of_stages(staged),
@@ -134,9 +160,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
     )
 
 
-def predicted(
-    graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse, flops: float
-) -> tuple[Predicted, Timeline]:
+def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse) -> tuple[Predicted, Timeline]:
     """The prediction of a program, and its timeline, from the simulation with which it was compared."""
     lowered, model, estimate, ran = best.lowered, best.model, best.estimate, best.ran
     collectives = grouped(predicted_collectives(graph, lowered, model), model.links.mesh, ran.sends())
@@ -145,7 +169,7 @@ def predicted(
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
     allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
-    step_s = ran.end_s + allocation
+    step_s, flops = ran.end_s + allocation, flops_in(graph)
     peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
     prediction = Predicted(
         step_time_s=step_s,
@@ -154,8 +178,9 @@ def predicted(
         hidden_time_s=ran.hidden_s,
         allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
-        flops=flops,
-        mfu=flops / (step_s * peak) if step_s else 0.0,
+        flops=flops.done,
+        recomputed_flops=flops.recomputed,
+        mfu=flops.of_model / (step_s * peak) if step_s else 0.0,
         bubble_fraction=0.0,
         collectives=collectives,
         memory=(use,),

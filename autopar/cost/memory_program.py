@@ -70,6 +70,7 @@ def attention_steps(
     """
     steps: list[MemoryStep] = []
     buffers: list[int] = []
+    same = op.key, strategy  # what another operation has that computes the same of the same operands
     split = 1 if strategy is None else strategy.split
     ring_size = 1 if strategy is None else mesh.size(strategy.ring)
     kernel = kernel_under(op, device, ring_size)
@@ -82,7 +83,7 @@ def attention_steps(
             buffers.append(new(local_bytes(shape, itemsize, strategy.operands[i], mesh)))
         sent = tuple(buffers)
         steps.append(
-            MemoryStep(inputs=inputs, outputs=sent, kind="collective_permute", fusible=False, key=("ring", op.id))
+            MemoryStep(inputs=inputs, outputs=sent, kind="collective_permute", fusible=False, key=("ring", *same))
         )
     for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
         sizes = sizes_of(op.eqn)
@@ -99,8 +100,9 @@ def attention_steps(
         block = block_bytes(op.eqn, split, ring_size)
         scores, weights = new(block), new(block)
         pairs = (((scores,), at), ((weights,), (*at, scores)), (outputs, (*at, weights)))
-    for made, read in pairs:
-        steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=(op.id, made)))
+    for part, (made, read) in enumerate(pairs):
+        key = part, *same
+        steps.append(MemoryStep(inputs=read, outputs=made, kind=op.primitive, fusible=False, key=key))
     return steps
 
 

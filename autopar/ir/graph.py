@@ -244,7 +244,8 @@ class Op:
     `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
     bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
     (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions. `parameters`:
-    of an operation in no module, that of the parameters it reads (`autopar.frontend.parameter_names`).
+    of an operation in no module, that of the parameters it reads (`autopar.frontend.parameter_names`). `recomputes`:
+    it is the backward pass's, and computes again what `jax.checkpoint` does not keep.
     """
 
     id: int
@@ -268,6 +269,7 @@ class Op:
     kernel_bytes: float | None = None
     order_cost: OrderCost | None = None
     parameters: str = ""
+    recomputes: bool = False
 
     @property
     def has_place(self) -> bool:

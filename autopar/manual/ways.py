@@ -123,14 +123,18 @@ def expert_and_data(problem: Problem) -> Walk:
 
 
 def sequence(problem: Problem, kind: str, zero: int = 0) -> Walk:
-    """The devices of a host share each sequence, hosts are copies; all share the state as ZeRO says."""
-    sp = inside_host(problem)
-    return frontier(
-        problem,
-        lambda p, m: recipes.combine(sp=sp, sequence=kind, zero=zero, num_microbatches=cut(m), recompute=p.recompute),
-        sp=sp,
-        zero=zero,
-    )
+    """Groups of each size inside of a host share a sequence, the largest first; the groups are copies, and all devices
+    share the state as ZeRO says.
+    """
+    for sp in groups(problem):
+        yield from frontier(
+            problem,
+            lambda p, m: recipes.combine(
+                sp=p.sp, sequence=kind, zero=zero, num_microbatches=cut(m), recompute=p.recompute
+            ),
+            sp=sp,
+            zero=zero,
+        )
 
 
 # In the order in which they are planned.

@@ -135,7 +135,7 @@ def parts(record: PlanRecord) -> dict[str, float]:
 def limits(record: PlanRecord) -> str:
     """What limits a step: its parts, and what it takes under any plan."""
     least_s = record.least_step_time_s
-    least = "" if not least_s else f" No plan takes less than {text_of_s(least_s)}, by the same model of costs."
+    least = "" if not least_s else f" No plan of the step as it is written takes less than {text_of_s(least_s)}."
     return f"{summary.lost(record)}{least}"
 
 

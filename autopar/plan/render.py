@@ -11,14 +11,14 @@ from rich.table import Table
 
 from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.collective_rows import CollectiveRow, by_axes, by_kind, collective_rows
 from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import common_name, folded, group_names, stage_mesh, stage_share
+from autopar.plan.summary import common_name, flops_text, folded, group_names, stage_mesh, stage_share
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -40,7 +40,7 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         + (f", new memory {text_of_s(predicted.allocation_time_s)}" if predicted.allocation_time_s else "")
         + "; "
         + (f"bubble {predicted.bubble_fraction:.1%}; " if record.pipeline is not None else "")
-        + f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}; "
+        + f"{flops_text(predicted)}; "
         f"peak {text_of_bytes(full.peak_bytes)} a device"
         + (f" of {text_of_bytes(full.limit_bytes)}" if full.limit_bytes else "")
     )

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.advice import advice
@@ -151,10 +151,7 @@ def _numbers(record: PlanRecord) -> str:
         of_limit = full.peak_bytes / full.limit_bytes
         memory += f", {of_limit:.0%} of the {text_of_bytes(full.limit_bytes)} available"
     host = f"; {text_of_bytes(max(predicted.host_bytes))} a device in host memory" if predicted.host_bytes else ""
-    return (
-        f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; "
-        f"{text_of_flops(predicted.flops)}, MFU {predicted.mfu:.1%}."
-    )
+    return f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; {summary.flops_text(predicted)}."
 
 
 def _advice(record: PlanRecord) -> str:

@@ -107,7 +107,8 @@ class Predicted:
     """The predicted times and memory of a step.
 
     `peak_bytes`: per device, one number for each group of devices of a pipeline, else one; `memory`: its purposes;
-    `flops`: of all devices; `allocation_time_s`: waiting for memory; `hidden_time_s`: computation that overlaps with
+    `flops`: of all devices, of which `jax.checkpoint` has `recomputed_flops` done again; `mfu`: without these, as they
+    are none of the model's. `allocation_time_s`: waiting for memory; `hidden_time_s`: computation that overlaps with
     communication within the mesh. A step in one program takes compute + collectives - hidden + allocation + host.
     `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory. None in
     files that were written before it was recorded.
@@ -132,6 +133,12 @@ class Predicted:
     host_copied_bytes: float = 0.0
     host_time_s: float = 0.0
     product_time_s: float | None = None
+    recomputed_flops: float = 0.0
+
+    @property
+    def model_flops(self) -> float:
+        """Without those that are done again."""
+        return self.flops - self.recomputed_flops
 
     @property
     def sent_bytes(self) -> float:

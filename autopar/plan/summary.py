@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.common.paths import parts_of
-from autopar.common.units import text_of_s
+from autopar.common.units import text_of_flops, text_of_s
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
 from autopar.plan.memory_use import MemoryKind
-from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
+from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, Predicted
 
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
@@ -294,6 +294,12 @@ def exposed_s(record: PlanRecord, modules: Sequence[ModuleRow]) -> float | None:
     return None if any(s is None for _, s in waits) else sum(share * s for share, s in waits if s is not None)
 
 
+def flops_text(predicted: Predicted) -> str:
+    """The model's operations, those that `jax.checkpoint` has done again, and the utilisation."""
+    again = f" and {text_of_flops(predicted.recomputed_flops)} recomputed" if predicted.recomputed_flops else ""
+    return f"{text_of_flops(predicted.model_flops)}{again}, MFU {predicted.mfu:.1%}"
+
+
 def shares(record: PlanRecord) -> tuple[Share, ...]:
     """The step time in parts, in order: arithmetic at the peak rate, then each loss. Parts of no length are left out.
 
@@ -302,7 +308,8 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     """
     predicted = record.predicted
     step_s, compute_s = predicted.step_time_s, predicted.compute_time_s
-    useful_s = min(predicted.mfu * step_s, compute_s)
+    done = predicted.flops / predicted.model_flops if predicted.model_flops else 1.0
+    useful_s = min(predicted.mfu * done * step_s, compute_s)
     bubble_s = predicted.bubble_fraction * step_s
     parts = [Share(name="arithmetic at the devices' peak rate", seconds=useful_s, is_loss=False)]
     if predicted.product_time_s is None:

@@ -317,7 +317,7 @@ def report_data(record: PlanRecord) -> ReportData:
         step_time_s=predicted.step_time_s,
         peak_bytes=full.peak_bytes,
         limit_bytes=full.limit_bytes,
-        flops=predicted.flops,
+        flops=predicted.model_flops,
         mfu=predicted.mfu,
         sent_bytes=sum(c.sent_bytes for c in collective_rows.collectives_of(record, record.modules)),
         host_bytes=max(predicted.host_bytes, default=0),
