@@ -104,8 +104,8 @@ def parallelize(
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
             platform (`plan.compiler_options`), or in their place; None in place of a value leaves one to XLA.
         cache_dir: Directory in which plans are kept between runs; None keeps nothing.
-        effort: How far the search goes on: "default", until no plan can be faster by more than costs are known (half a
-            percent); "quick", the best program on a mesh of one axis or two, and pipelines only where none fits;
+        effort: How far the search goes on: "default", until no plan can be faster by 0.005 %; "quick", by two percent,
+            on meshes of one axis or two, and with pipelines only where no program fits;
             "thorough", with every mesh and with pipelines, whatever they can still gain. `plan.gap` is what another
             plan could save at most, `step.replan()` searches on, and the plan's rejections list what was not tried.
         time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is

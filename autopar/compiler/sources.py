@@ -18,7 +18,6 @@ from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
-from autopar.intra_op.baselines import why_not_tried
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -157,9 +156,11 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
     # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
-    untried = why_not_tried(context) if best is not None and request.admits_one_program else ""
-    if untried:
-        return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
+    if best is not None and request.admits_one_program:
+        quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
+        if not context.may_gain or quick:
+            untried = "effort='quick' takes one program where one fits" if context.may_gain else context.why_no_gain
+            return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
     if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]

@@ -26,7 +26,7 @@ SOURCE = "baselines"
 # parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
 ZERO_STAGES = (0, 1, 3)
 MOST_AXES = 2  # of the meshes of these plans
-ALONG_LARGEST = "state split along its largest dimension"
+ALONG_LARGEST = "FSDP along the largest dimensions"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,8 @@ def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Re
     """Every manual plan, each as one constrained program that is priced like what the search finds by itself."""
     if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
         return
-    untried = why_not_tried(context)
-    if untried:
-        yield Rejection(source=SOURCE, text="data parallelism and ZeRO", why=f"not tried: {untried}")
+    if not context.may_gain:
+        yield Rejection(source=SOURCE, text="data parallelism and ZeRO", why=f"not tried: {context.why_no_gain}")
         return
     for baseline in _baselines(context):
         found = baseline if isinstance(baseline, Rejection) else _searched(context, baseline)
@@ -72,17 +71,20 @@ def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | R
 
 def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
     """The state split along its largest dimensions as FSDP does, data parallelism and ZeRO, on a mesh of one axis; ZeRO
-    inside of each host alone, on a mesh of two; and tensor parallelism.
+    inside of each host alone, on a mesh of two; and tensor parallelism. With little effort those on one axis alone.
     """
     cluster, request = context.cluster, context.request
+    most_axes = 1 if request.effort is Effort.QUICK else MOST_AXES
     row = LogicalMesh(axis_sizes=(cluster.num_devices,))
     if along_largest := state_along_largest(context.graph, row):
         fixed = dataclasses.replace(request, fixed=along_largest)
         yield Baseline(name=ALONG_LARGEST, mesh=row, request=fixed)
     for name, binding in baseline_bindings(cluster):
         mesh, _ = binding.on(cluster.num_devices)
-        yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
-    yield _tensor_parallelism(context)
+        if len(mesh.axis_sizes) <= most_axes:
+            yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
+    if most_axes > 1:
+        yield _tensor_parallelism(context)
 
 
 def _tensor_parallelism(context: PlanningContext) -> Baseline | Rejection:
@@ -99,14 +101,6 @@ def _tensor_parallelism(context: PlanningContext) -> Baseline | Rejection:
     mesh, _ = binding.on(cluster.num_devices)
     request = dataclasses.replace(context.request, binding=binding)
     return Baseline(name=name, mesh=mesh, request=request, is_told=True)
-
-
-def why_not_tried(context: PlanningContext) -> str:
-    """Why nothing but the best program on each mesh is looked for; empty where there is more to find."""
-    if not context.may_gain:
-        return context.why_no_gain
-    quick = context.request.effort is Effort.QUICK and context.fastest_s < math.inf
-    return "effort='quick' takes the best program on a mesh of one axis or two" if quick else ""
 
 
 def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:

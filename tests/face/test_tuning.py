@@ -30,7 +30,7 @@ from tests.small_steps import (
 )
 
 WITHIN = 2.5  # far enough for ZeRO and data parallelism of the small model
-SEARCHED = "search: mesh x=8, state split along its largest dimension"  # the search comes to that recipe
+SEARCHED = "search: mesh x=8, FSDP along the largest dimensions"  # the search comes to that recipe
 ZERO = {"zero(1)": autopar.recipes.zero(1), "zero(2)": autopar.recipes.zero(2)}
 
 

@@ -173,7 +173,7 @@ def test_manual_plans_are_weighed_whatever_the_search_finds():
     plan = autopar.plan(mlp_step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False)
     rejected = {r.text.rpartition(", ")[2] for r in plan.record.rejected if r.source == "baselines"}
     assert rejected == {
-        "data parallelism", "ZeRO-1", "ZeRO-3", "tensor parallelism over 8", "state split along its largest dimension",
+        "data parallelism", "ZeRO-1", "ZeRO-3", "tensor parallelism over 8", "FSDP along the largest dimensions",
     }  # fmt: skip
     assert all(r.step_time_s is not None or r.why for r in plan.record.rejected)
 
