@@ -64,11 +64,12 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
 def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     import jax.numpy as jnp
 
-    from benchmarks.memory_study import zoo
+    from benchmarks.zoo import CASES
 
     if "dtype" in sizes:
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
-    return *zoo(name, **sizes), {"attention": attention}
+    case = CASES[name](**sizes)
+    return case.step, case.shapes(), {"attention": attention}
 
 
 _SMALL = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 1024, "length": 256, "batch": 16}
@@ -317,7 +318,7 @@ Logits of a loss are held in 16 bits and once more in 32, as the gather of the l
 large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
 
 None of these plans runs products in pieces (collective matmul). A recipe that asks for them on TPU takes more memory
-than is predicted (`python -m benchmarks.collective_matmul`): a plan in pieces that fits by little may not fit.
+than is predicted: a plan in pieces that fits by little may not fit.
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes

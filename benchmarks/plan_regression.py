@@ -43,7 +43,7 @@ class Pair:
     """A model, a cluster and what is asked for.
 
     Attributes:
-        cluster: As `benchmarks.auto_vs_manual.planning.cluster_of` reads it.
+        cluster: As `benchmarks.auto_vs_manual.models.cluster_of` reads it.
         case: A case of the zoo with its sizes, or "" for the model of `benchmarks.auto_vs_manual` called `model`.
         plan: A recipe or pins as source text, "" for the free search.
         options: Further keywords of `autopar.parallelize`.
@@ -167,8 +167,7 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
     from autopar import recipes
     from autopar.errors import AutoparError
     from autopar.plan.render import in_short
-    from benchmarks.auto_vs_manual.models import models
-    from benchmarks.auto_vs_manual.planning import cluster_of
+    from benchmarks.auto_vs_manual.models import cluster_of, models
     from benchmarks.zoo import CASES
 
     if pair.model:

@@ -35,7 +35,7 @@ from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
 # Rounds of the solver: a time limit would make plans depend on the load of the machine. For whole steps on one mesh, 8
-# to 128 rounds prove the same optima (`benchmarks/solver_rounds.py`); for layers and stages, more than 16 rounds find
+# to 128 rounds prove the same optima (58 programs of 18 steps); for layers and stages, more than 16 rounds find
 # nothing better for GPT-3 on 28 meshes. On meshes of three axes, where no number of rounds gives a proof, 16 rounds
 # take a quarter of the time of 64.
 ROUNDS = 16

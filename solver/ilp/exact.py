@@ -22,7 +22,7 @@ WHOLE = 64  # a problem with no more rows than this gets all of them at once
 
 
 class Backend(enum.Enum):
-    """The solver behind MathOpt that takes what presolve leaves; benchmarks/results/solvers.md has the figures."""
+    """The solver behind MathOpt that takes what presolve leaves; docs/solver.md has their figures."""
 
     HIGHS = "highs"
     CP_SAT = "cp_sat"
