@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
@@ -30,7 +29,6 @@ from autopar.xla.aot_gpu import CARDS
 from benchmarks.machine import description, kept_rows, markdown, without_folders
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
 from benchmarks.zoo import CASES
-from benchmarks.zoo.case import Case
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
 TARGET = 0.10
@@ -61,7 +59,7 @@ def step_of(row: Row) -> tuple:
             layers=model.layers, base=model.width, width_factor=1, image=model.length, classes=model.vocabulary,
             batch=row.batch,
         )  # fmt: skip
-        return _shapes(case)
+        return case.step, *case.shapes()
     sizes: dict[str, Any] = {
         "layers": model.layers, "width": model.width, "heads": model.heads, "vocabulary": model.vocabulary,
         "length": model.length, "batch": row.batch, "dtype": jnp.dtype(row.dtype), "optimizer": optax.adamw(1e-4),
@@ -76,12 +74,8 @@ def step_of(row: Row) -> tuple:
         # did not use.
         dropout = row.dropout if row.num_microbatches == 1 else 0.0
         sizes |= {"remat_attention": row.recompute == "attention", "dropout": dropout}
-    return _shapes(CASES[model.family](**sizes))
-
-
-def _shapes(case: Case) -> tuple:
-    state = jax.eval_shape(case.init, jax.random.key(0))
-    return case.step, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
+    case = CASES[model.family](**sizes)
+    return case.step, *case.shapes()
 
 
 def recipe_of(row: Row) -> autopar.recipes.Recipe:
