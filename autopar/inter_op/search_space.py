@@ -26,6 +26,7 @@ SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
 MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
+MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
 FEW_MESHES = 4  # those of hosts of eight devices
 FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
@@ -165,7 +166,7 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
             break
         enough.insert(0, size)
     if total // enough[0] <= MOST_PARTS:
-        odd = next((d for d in divisors(cluster.num_domains) if d % 2 and d > 1), 0)
+        odd = next((d for d in divisors(cluster.num_domains) if d % 2 and 1 < d <= MOST_ODD), 0)
         of_odd = [n * d for d in divisors(cluster.num_domains) if odd and _odd(d) == odd]
         return sorted({*enough, *(size for size in of_odd if size * num_layers >= total)})
     chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_domains))]
