@@ -7,9 +7,9 @@
     python -m benchmarks.accelerator --again                also rows that are kept already
     python -m benchmarks.accelerator --predict dgx-h100:1   only the predictions of kept rows anew, on any machine
 
-Rows: `constants`, those that are measured beside those of the preset; `calls`, what a call costs beyond `jax.jit`; six
-models, those with attention as they are written and with blockwise attention: results against plain `jax.jit`, time
-and memory of a step, predicted and measured; `offload`, the optimiser's state in the memory of the host; `tune`.
+Rows: `constants`, those that are measured beside those of the preset; six models, those with attention as they are
+written and with blockwise attention: results against plain `jax.jit`, time and memory of a step, predicted and
+measured; `offload`, the optimiser's state in the memory of the host; `tune`.
 
 Every row runs in a process of its own, one after the other, so that one process at a time holds the device and a row
 that dies takes no other with it. It is kept at once, in accelerator.json, and the tables in accelerator.md beside it: a
@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 TUNED_KERNELS = "--xla_gpu_per_fusion_autotune_cache_dir="
 TIMEOUT_S, SMALL_TIMEOUT_S = 180.0, 900.0  # of one row: on a card, on a CPU that others use too
 BUDGET_S = 570.0  # a command on a lent card may take ten minutes
-ROUNDS, CALLS, LEAVES = 10, 200, (10, 100, 400)
+ROUNDS, STEPS_IN_A_ROW = 10, 2  # turns, and steps of each after one that does not count
 TUNE_S = 10.0
 UNROUNDED_STEPS = 3
 WARM_UP_S = 2.0  # of steps before any is timed: a card's power and clock are then those of a long run
@@ -133,11 +134,35 @@ MODELS = {
 BLOCKWISE, OFFLOAD = " blockwise", "offload"
 ROWS = (
     "constants",
-    "calls",
     *(row for name, model in MODELS.items() for row in (name, *([name + BLOCKWISE] * model.has_attention))),
     OFFLOAD,
     "tune",
 )
+
+
+class Running:
+    """A step that runs again and again, each time on the state that it returned."""
+
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
+        self.step, self.state, self.batch = step, state, batch
+        self.wall_s: list[float] = []
+
+    def run(self) -> None:
+        for number in range(1 + STEPS_IN_A_ROW):
+            begun_s = time.perf_counter()
+            self.state, metrics = self.step(self.state, self.batch)
+            jax.block_until_ready((self.state, metrics))
+            if number:
+                self.wall_s.append(time.perf_counter() - begun_s)
+
+
+def take_turns(running: Sequence[Running], rounds: int) -> None:
+    """What else the machine does falls on all of them. The first round, which compiles, does not count."""
+    for number in range(1 + rounds):
+        for one in running:
+            one.run()
+            if not number:
+                one.wall_s.clear()
 
 
 def preset() -> autopar.Cluster:
@@ -161,12 +186,6 @@ def constants_of(device: DeviceKind) -> dict[str, float]:
     if device.host_link_bytes_per_s is not None:
         found["link to the host, GB/s"] = device.host_link_bytes_per_s / 1e9
     return found
-
-
-def calls(small: bool) -> dict[str, Any]:
-    from benchmarks.rival_steps import call_us
-
-    return {"calls_us": {str(n): call_us(n, CALLS // 10 if small else CALLS, preset()) for n in LEAVES}}
 
 
 def _model_of(name: str) -> tuple[Model, dict[str, Any]]:
@@ -209,8 +228,6 @@ def _worst(case: Case, expected: tuple[Any, Any], results: tuple[Any, Any]) -> D
 
 def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, Any]:
     """A case under a plan beside plain `jax.jit`: results after two steps, memory, and time in turns."""
-    from benchmarks.predicted_time import Running, take_turns
-
     parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, show_progress=False, **options)
     shapes, key = jax.eval_shape(case.init, jax.random.key(0)), jax.random.key(0)
     step = parallelize(cluster=preset())
@@ -300,8 +317,6 @@ def run_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
     match name:
         case "constants":
             return constants(measured)
-        case "calls":
-            return calls(small)
         case "tune":
             return tune(small)
     return model_row(name, small, measured)

@@ -73,7 +73,7 @@ def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_OTHER = ("constants", "calls", "tune")
+_OTHER = ("constants", "tune")
 _LOAD = r" \(load [^)]*\)"
 
 
@@ -83,7 +83,4 @@ def _text(name: str, row: dict[str, Any]) -> str:
     if name == "constants":
         cells = [[what, "-" if a is None else f"{a:.4g}", f"{b:.4g}"] for what, (a, b) in row["constants"].items()]
         return markdown(("constant", "preset", "measured"), cells) + f"\n\n```text\n{row['report']}\n```"
-    if name == "calls":
-        cells = [[leaves, *(f"{us:.0f}" for us in times)] for leaves, times in row["calls_us"].items()]
-        return markdown(("leaves", "autopar, us", "compiled step, us", "jit by hand, us"), cells)
     return f"```text\n{row['tuning']}\n```\n\n{row['took_s']:.0f} s in all."

@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
@@ -94,9 +93,7 @@ def traced_step(model: Model):
         dtype=jnp.float16,
         optimizer=optax.adamw(1e-4),
     )
-    state = jax.eval_shape(case.init, jax.random.key(0))
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
-    return trace(case.step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    return trace(case.step, case.shapes(), names=("state", "batch"), donate=(0,), batch=(1,))
 
 
 def alpas_plan(

@@ -1,9 +1,7 @@
-"""Fits the few constants of a kind of device to published steps and to XLA's measured products; errors row by row.
+"""Fits the few constants of a kind of device to published steps; errors row by row.
 
     python -m benchmarks.calibrate                              each kind, from the rows that were evaluated before
     python -m benchmarks.calibrate H100 --evaluate --short      evaluates its rows (minutes each), then fits
-    python -m benchmarks.calibrate --products                   only matrix products, from benchmarks.hardware_model
-    python -m benchmarks.calibrate --products --matmuls M.csv   XLA's whole table, as benchmarks.hardware_model reads it
     python -m benchmarks.calibrate ... --keep                   also keeps results/calibration.md
 
 A row is planned with the constants of `autopar.hardware.presets`, and once more with each constant a tenth higher. Near
@@ -24,15 +22,11 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from scipy.optimize import least_squares, minimize
 
 from autopar.errors import AutoparError
-from autopar.hardware.kinds import DeviceKind
-from benchmarks import hardware_model
-from benchmarks.hardware_model import Product
 from benchmarks.machine import description, markdown
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
-from benchmarks.published_steps import cluster_of, options_of, predicted, with_constants
+from benchmarks.published_steps import cluster_of, options_of, predicted
 
 RESULTS = Path(__file__).parent / "results" / "calibration.md"
 EVALUATED = RESULTS.with_suffix(".json")
@@ -49,8 +43,6 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "A100 in TF32": ("convolution_share",),
 }
 ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
-FOLDS = 10
-PRODUCT_COLUMNS = ("architecture", "constants", "launch", "bfloat16", "float32", "fill", "median", "mean", "90 %")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,64 +159,6 @@ def kind_report(kind: str, known: dict[str, Evaluation]) -> list[str]:
     return [*lines, f"Not evaluated: {', '.join(missing)}.", ""] if missing else lines
 
 
-def product_ratios(products: Sequence[Product], device: DeviceKind) -> np.ndarray:
-    """Predicted over measured time of each, in runs as short as the table's."""
-    return np.array([product.predicted_s(device) / product.seconds for product in products])
-
-
-def fit_products(products: Sequence[Product], device: DeviceKind) -> DeviceKind:
-    """The device with the launch, shares of the peaks and fill that make the errors of its products small: their mean,
-    median and 90th percentile together, from the least squares of their logarithms on.
-
-    Raises: TooFewRowsError.
-    """
-    start = product_constants(device)
-    if len(products) < ROWS_PER_CONSTANT * len(start):
-        raise TooFewRowsError(f"{len(start)} constants of products: expected twice as many, got {len(products)}")
-
-    def of(logs: np.ndarray) -> DeviceKind:
-        return with_constants(device, dict(zip(start, np.exp(logs), strict=True)))
-
-    def error(logs: np.ndarray) -> float:
-        off = np.abs(product_ratios(products, of(logs)) - 1)
-        return float(off.mean() + np.median(off) + np.percentile(off, 90))
-
-    smooth = least_squares(lambda logs: np.log(product_ratios(products, of(logs))), np.log(list(start.values())))
-    return of(minimize(error, smooth.x, method="Nelder-Mead", options={"maxiter": 400}).x)
-
-
-def product_constants(device: DeviceKind) -> dict[str, float]:
-    return {
-        "launch_overhead_s": device.launch_overhead_s,
-        "dtype_efficiency.bfloat16": device.flops_per_s("bfloat16")
-        / device.sustained_share
-        / device.peak_flops_per_s("bfloat16"),
-        "flops_efficiency": device.flops_efficiency,
-        "float32_fill_s": max(device.float32_fill_s, 1e-7),
-    }
-
-
-def products_report(table: dict[str, list[Product]]) -> list[str]:
-    rows = []
-    for arch, products in table.items():
-        device = hardware_model.DEVICES[arch]
-        parts = [products[i::FOLDS] for i in range(FOLDS)]
-        left_out: list[float] = []
-        for i, part in enumerate(parts):
-            others = [product for j, other in enumerate(parts) if j != i for product in other]
-            left_out += list(product_ratios(part, fit_products(others, device)))
-        for what, kind, ratios in (
-            ("in the tables", device, None),
-            ("fitted", fit_products(products, device), None),
-            (f"each tenth by the others, {len(products)} rows", device, np.array(left_out)),
-        ):
-            constants = product_constants(kind).values() if ratios is None else ()
-            shown = [f"{1e6 * x:.1f} us" if x < 1e-3 else f"{x:.3f}" for x in constants] or [""] * 4
-            found = product_ratios(products, kind) if ratios is None else ratios
-            rows.append([arch, what, *shown, *hardware_model.errors(found)])
-    return ["## Matrix products", "", markdown(PRODUCT_COLUMNS, rows), ""]
-
-
 def load() -> dict[str, Evaluation]:
     kept = json.loads(EVALUATED.read_text()) if EVALUATED.exists() else {}
     return {key: Evaluation(**values) for key, values in kept.items() if key in ROWS}
@@ -253,30 +187,23 @@ def main() -> int:
     parser.add_argument("--evaluate", action="store_true", help="plan the rows that are not kept")
     parser.add_argument("--rows", nargs="+", default=(), help="evaluate only those whose names contain one of these")
     parser.add_argument("--short", action="store_true", help="as of benchmarks.published_steps")
-    parser.add_argument("--products", action="store_true", help="only matrix products")
-    parser.add_argument("--matmuls", type=Path, help="XLA's whole table of products")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.kinds) - set(CONSTANTS)):
         parser.error(f"no kinds: {', '.join(unknown)}; there are {', '.join(CONSTANTS)}")
-    kinds = [] if arguments.products else arguments.kinds or list(CONSTANTS)
+    kinds = arguments.kinds or list(CONSTANTS)
     if arguments.evaluate:
         evaluate(kinds, arguments.rows, short=arguments.short)
-    asked = report(kinds, arguments.products or not arguments.kinds, arguments.matmuls)
-    Console(width=170).print(asked, markup=False)
+    Console(width=170).print(report(kinds), markup=False)
     if arguments.keep:  # the page has all kinds, whichever were asked for
-        RESULTS.write_text(report(list(CONSTANTS), True, arguments.matmuls) + "\n")
+        RESULTS.write_text(report(list(CONSTANTS)) + "\n")
     return 0
 
 
-def report(kinds: Sequence[str], products: bool, matmuls: Path | None) -> str:
-    """The page for some kinds of device, and for matrix products; `matmuls` as on the command line."""
+def report(kinds: Sequence[str]) -> str:
+    """The page for some kinds of device."""
     known = load()
-    lines = ["# Calibration", "", description(), "", *(line for kind in kinds for line in kind_report(kind, known))]
-    if products:
-        table = hardware_model.read_products(matmuls) if matmuls else hardware_model.written_down()[1]
-        lines += products_report(table)
-    return "\n".join(lines)
+    return "\n".join(["# Calibration", "", description(), "", *(line for k in kinds for line in kind_report(k, known))])
 
 
 if __name__ == "__main__":

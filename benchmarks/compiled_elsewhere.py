@@ -1,9 +1,8 @@
 """Our predictions beside the programs that XLA's GPU and TPU compilers make, for hardware that is not here.
 
-    python -m benchmarks.compiled_elsewhere                             the 25 rows that judge; no GPU, no TPU needed
-    python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     only some targets, only some models
+    python -m benchmarks.compiled_elsewhere                             25 rows; no GPU, no TPU needed
+    python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     rows whose names have all these parts
     python -m benchmarks.compiled_elsewhere --again                     predicts anew what is kept already
-    python -m benchmarks.compiled_elsewhere --show                      the table as it stands
 
 Needs `autopar[gpu]` and `autopar[tpu]`; a row without its compiler says so. What is compared: the bytes that a device
 sends in a step, how many collectives send them, the memory of a device, the kernels that run attention, and XLA's own
@@ -31,11 +30,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import row_processes
-from benchmarks.machine import description, markdown
+from benchmarks.machine import description
 
 RESULTS = Path(__file__).parent / "results" / "compiled_elsewhere.json"
 TIMEOUT_S = 1200.0
@@ -48,10 +44,7 @@ TARGETS = {
     "tpu:v5e:2x4": "tpu-v5e:2x4",
     "tpu:v5p:2x2x2": "tpu-v5p:2x2x2",
     "tpu:v6e:2x4": "tpu-v6e:2x4",
-    "gpu:h100:2x8": "dgx-h100x2",
-    "gpu:a100-40g:8": "dgx-a100-40g",
 }
-JUDGED_TARGETS = tuple(TARGETS)[:5]
 
 
 def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
@@ -64,32 +57,27 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
 def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     import jax.numpy as jnp
 
-    from benchmarks.memory_study import zoo
+    from benchmarks.zoo import CASES
 
     if "dtype" in sizes:
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
-    return *zoo(name, **sizes), {"attention": attention}
+    case = CASES[name](**sizes)
+    return case.step, case.shapes(), {"attention": attention}
 
 
-_SMALL = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 1024, "length": 256, "batch": 16}
 _LARGE = {"layers": 4, "width": 2048, "heads": 16, "vocabulary": 32_768, "length": 1024, "batch": 32}
 _LONG = {
     "layers": 2, "width": 1024, "heads": 8, "kv_heads": 2, "feed_forward": 3584, "vocabulary": 32_768,
     "length": 8192, "batch": 8, "block": 1024, "dtype": "bfloat16",
 }  # fmt: skip
+# Dense in 32 and in 16 bits, a mixture of experts, a long context, and that with fused attention.
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "one-layer gpt": lambda: plain("one_layer_gpt"),
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
     "one-layer moe": lambda: plain("one_layer_moe"),
     "llama 8k": lambda: zoo("llama", **_LONG),
     "llama 8k blockwise": lambda: zoo("llama", "blockwise", **_LONG | {"block": _LONG["length"]}),
-    "mlp 4x4096": lambda: plain("mlp"),
-    "mlp 4x1024": lambda: zoo("mlp", layers=4, width=1024, features=512, classes=128, batch=4096),
-    "gpt 4x256": lambda: zoo("gpt", **_SMALL),
-    "gpt 4x2048": lambda: zoo("gpt", **_LARGE),
 }
-# Dense in 32 and in 16 bits, a mixture of experts, a long context, and that with fused attention.
-JUDGED_MODELS = tuple(MODELS)[:5]
 
 # A call of a kernel of attention, of jax's or cuDNN's. Where attention is as written, XLA's TPU compiler makes a kernel
 # of a softmax and the product behind it by itself, and calls it so.
@@ -258,13 +246,14 @@ def versions() -> list[tuple[str, str]]:
     return found
 
 
-def cells(target: str, model: str, row: Row) -> list[str]:
+def cells(name: str, rows: row_processes.Rows) -> list[str]:
+    row, named = Row(**rows[name]), name.split(" | ")
     if row.failure:
-        return [target, model, row.failure]
+        return [*named, row.failure]
     found = Compiled(**row.compiled)
     kinds = dict.fromkeys((*row.counts, *found.counts))
     return [
-        target, model, row.mesh,
+        *named, row.mesh,
         *_pair(sum(row.sent_bytes.values()), sum(found.sent_bytes.values()), SENT_TOLERANCE),
         ", ".join(f"{kind} {row.counts.get(kind, 0):g} -> {found.counts.get(kind, 0):g}" for kind in kinds),
         *_pair(row.peak_bytes, found.peak_bytes, PEAK_TOLERANCE),
@@ -278,22 +267,6 @@ def _pair(predicted: float, compiled: float, tolerance: float) -> tuple[str, str
     ratio = predicted / compiled if compiled else 1.0 if not predicted else float("inf")
     missed = "" if abs(ratio - 1) <= tolerance else " (missed)"
     return f"{predicted / 1e6:,.1f}", f"{compiled / 1e6:,.1f}", f"{ratio:.3f}{missed}"
-
-
-def table(rows: row_processes.Rows) -> list[list[str]]:
-    return [cells(*name.split(" | "), Row(**row)) for name, row in rows.items()]
-
-
-def keep(rows: row_processes.Rows) -> None:
-    order = [f"{t} | {m}" for t in TARGETS for m in MODELS]
-    rows = {name: rows[name] for name in order if name in rows}
-    row_processes.keep(RESULTS, rows)
-    compilers = " Compilers: " + ", ".join(f"{name} {version}" for name, version in versions()) + "."
-    RESULTS.with_suffix(".md").write_text(
-        "# Predictions beside programs compiled for hardware that is not here\n\n"
-        f"`python -m benchmarks.compiled_elsewhere`. {_NOTES}\n\n"
-        f"{description()}{compilers}\n\n{markdown(COLUMNS, table(rows))}\n"
-    )
 
 
 _NOTES = f"""Sent: by one device in a step, missed where it is more than {SENT_TOLERANCE:.0%} off. Peak:
@@ -317,7 +290,7 @@ Logits of a loss are held in 16 bits and once more in 32, as the gather of the l
 large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
 
 None of these plans runs products in pieces (collective matmul). A recipe that asks for them on TPU takes more memory
-than is predicted (`python -m benchmarks.collective_matmul`): a plan in pieces that fits by little may not fit.
+than is predicted: a plan in pieces that fits by little may not fit.
 
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes
@@ -325,33 +298,34 @@ all-reduces, which send twice as much: 4% of the bytes of Llama 8k for v5e and v
 blockwise attention."""
 
 
+def page() -> row_processes.Page:
+    compilers = " Compilers: " + ", ".join(f"{name} {version}" for name, version in versions()) + "."
+    head = (
+        "# Predictions beside programs compiled for hardware that is not here\n\n"
+        f"`python -m benchmarks.compiled_elsewhere`. {_NOTES}\n\n{description()}{compilers}"
+    )
+    order = [f"{target} | {model}" for target in TARGETS for model in MODELS]
+    return row_processes.Page(path=RESULTS, head=head, columns=COLUMNS, order=order, cells=cells)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help=f"targets ({', '.join(TARGETS)}) or models ({', '.join(MODELS)})")
+    parser.add_argument("only", nargs="*", help="parts of names, of targets and models")
     parser.add_argument("--again", action="store_true", help="also rows that are kept already")
-    parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--child", nargs=2, metavar=("TARGET", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    rows = row_processes.load(RESULTS)
     if arguments.child:
-        known = rows.get(" | ".join(arguments.child), {})
+        known = row_processes.load(RESULTS).get(" | ".join(arguments.child), {})
         print(json.dumps(dataclasses.asdict(compare(*arguments.child, known))))
         return 0
-    if unknown := [name for name in arguments.only if name not in TARGETS and name not in MODELS]:
-        parser.error(f"no target or model {unknown[0]!r}")
-    targets = [t for t in TARGETS if t in arguments.only] or JUDGED_TARGETS
-    models = [m for m in MODELS if m in arguments.only] or JUDGED_MODELS
-    for target, model in () if arguments.show else ((t, m) for t in targets for m in models):
-        name = f"{target} | {model}"
-        if arguments.again or not row_processes.is_done(rows.get(name)):
-            row = row_processes.in_fresh_process("benchmarks.compiled_elsewhere", ["--child", target, model], TIMEOUT_S)
-            rows = row_processes.load(RESULTS) | {name: row}
-            keep(rows)  # row by row: all of them take long
-            print(" | ".join(cells(target, model, Row(**row))), flush=True)
-    shown = Table(*COLUMNS)
-    for line in table(rows):
-        shown.add_row(*line)
-    Console(width=200).print(shown)
+
+    def made(name: str) -> dict[str, Any]:
+        command = ["--child", *name.split(" | ")]
+        return row_processes.in_fresh_process("benchmarks.compiled_elsewhere", command, TIMEOUT_S)
+
+    kept = page()
+    chosen = [name for name in kept.order if all(part in name for part in arguments.only)]
+    rows = kept.make(chosen, made, arguments.again)
     return int(any(row.get("failure") for row in rows.values()))
 
 

@@ -1,14 +1,18 @@
 """Solve instances of the ASPLOS / EuroSys 2025 contest: python -m benchmarks.iopddl FILE... --seconds N --out DIR
 
-FILE: .json or .json.gz in the contest's format. Each is solved within N seconds, reading included, and DIR/NAME.json
-(the list of strategy indices) and DIR/NAME.svg (cost over time) are written.
+FILE: .json or .json.gz in the contest's format (github.com/google/iopddl). Each is solved within N seconds, reading
+included, and DIR/NAME.json (the list of strategy indices) is written.
 
-    python -m benchmarks.iopddl --export gpt-192 unet-3d --out DIR     writes instances of `benchmarks.own_instances`
+Interval i, costs i and usages i belong to node i; edge costs are row by row, the first node's strategy choosing the
+row. Costs of 10^18 and more mean "not allowed". Nodes of an empty interval hold no memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
+import json
 import math
 import resource
 import sys
@@ -16,10 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.solver import Solution, Status, solve
-from benchmarks.contest_format import read_contest, write_choice, write_contest
-from benchmarks.own_instances import INSTANCES, made
+import numpy as np
 
+from autopar.solver import Solution, Status, solve
+from autopar.solver.ilp.problem import Edge, Problem, Use
+
+NOT_ALLOWED = 10**18
 # Best cost submitted to the contest, by file name: for the score printed, the solver never sees them.
 BEST_SUBMITTED = {
     "asplos-2025-iopddl-A": 6_548_641_531,
@@ -30,22 +36,68 @@ BEST_SUBMITTED = {
 WRITING_S = 1.0  # kept back for undoing the reductions, checking the answer and writing it
 
 
+def read_contest(path: str | Path) -> Problem:
+    """The problem of a .json or .json.gz file; equal edge matrices become one array.
+
+    Raises: ValueError when the file does not follow the contest's format.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        stored = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["problem"]
+        intervals, costs, usages = (stored["nodes"][key] for key in ("intervals", "costs", "usages"))
+        pairs, matrices = stored["edges"]["nodes"], stored["edges"]["costs"]
+        limit = stored.get("usage_limit")
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path.name}: not a contest problem: {type(error).__name__} {error}") from error
+    if not len(intervals) == len(costs) == len(usages) or len(pairs) != len(matrices):
+        raise ValueError(f"{path.name}: intervals, costs and usages differ in number, or edges from their costs")
+    node_cost = tuple(_costs(row) for row in costs)
+    pool: dict[tuple[int, bytes], np.ndarray] = {}
+    edges = []
+    for number, ((source, target), values) in enumerate(zip(pairs, matrices, strict=True)):
+        rows, columns = len(node_cost[source]), len(node_cost[target])
+        if len(values) != rows * columns:
+            raise ValueError(f"{path.name}: edge {number} has {len(values)} costs, expected {rows} x {columns}")
+        flat = _costs(values)
+        matrix = pool.setdefault((rows, flat.tobytes()), flat.reshape(rows, columns))
+        edges.append(Edge(source=source, target=target, cost=matrix))
+    uses = tuple(
+        Use(node=node, start=start, stop=stop, bytes=np.array(size, dtype=np.int64))
+        for node, ((start, stop), size) in enumerate(zip(intervals, usages, strict=True))
+        if start < stop and any(size)
+    )
+    return Problem(node_cost=node_cost, edges=tuple(edges), uses=uses, limit_bytes=limit)
+
+
+def write_choice(choice: Sequence[int], path: str | Path) -> None:
+    """Write the list of strategy indices, as the contest wants it."""
+    Path(path).write_text(json.dumps([int(strategy) for strategy in choice]))
+
+
+def _costs(values: list[int]) -> np.ndarray:
+    cost = np.array(values, dtype=np.float64)
+    cost[cost >= NOT_ALLOWED] = np.inf
+    return cost
+
+
+def _whole(costs: np.ndarray) -> list[int]:
+    finite = costs[np.isfinite(costs)]
+    if (finite < 0).any() or (finite != np.round(finite)).any():
+        raise ValueError("the contest's format has whole costs of zero or more")
+    return [int(cost) if np.isfinite(cost) else NOT_ALLOWED for cost in costs]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Solve the files named on the command line; 0 when every answer fits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.iopddl", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, help="time for each file, reading included")
-    parser.add_argument("--export", nargs="+", choices=sorted(INSTANCES), help="write these instances instead")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--seconds", type=float, required=True, help="time for each file, reading included")
     parser.add_argument("--out", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="print the solver's progress")
     options = parser.parse_args(arguments)
-    if bool(options.export) == bool(options.files) or bool(options.files) != (options.seconds is not None):
-        parser.error("give FILE... and --seconds, or --export")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.export or ():
-        write_contest(made(INSTANCES[name]), options.out / f"{name}.json", name=name)
-        print(options.out / f"{name}.json", flush=True)
     failures, total = 0, 0.0
     for number, file in enumerate(options.files):
         begun = time.perf_counter() - (_since_start() if number == 0 else 0.0)
@@ -58,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_summary(name, solution, score if best is not None else None, time.perf_counter() - begun)
         if solution.choice:
             write_choice(solution.choice, options.out / f"{name}.json")
-        (options.out / f"{name}.svg").write_text(plot(name, solution, options.seconds))
     if len(options.files) > 1:
         print(f"total score {total:.6f}")
     return 1 if failures else 0
@@ -73,17 +124,7 @@ def _solve_file(file: Path, options: argparse.Namespace, begun: float) -> Soluti
     )
     solution = solve(problem, time_limit_s=max(left_s, 0.1), seed=options.seed, log=log)
     shifted = tuple((seconds + reading_s, cost) for seconds, cost in solution.incumbents)
-    return Solution(
-        choice=solution.choice,
-        status=solution.status,
-        objective=solution.objective,
-        bound=solution.bound,
-        gap=solution.gap,
-        wall_s=solution.wall_s + reading_s,
-        peak_bytes=solution.peak_bytes,
-        incumbents=shifted,
-        infeasibility=solution.infeasibility,
-    )
+    return dataclasses.replace(solution, wall_s=solution.wall_s + reading_s, incumbents=shifted)
 
 
 def _since_start() -> float:
@@ -113,45 +154,6 @@ def _print_summary(name: str, solution: Solution, score: float | None, wall_s: f
     if score is not None:
         print(f"  score against the best submitted {score:.6f}")
     print(f"  peak memory of the solver so far {peak / 2**30:.2f} GiB", flush=True)
-
-
-def plot(name: str, solution: Solution, seconds: float) -> str:
-    """Cost over time as an SVG picture: steps of the cost on a logarithmic scale of its distance to the bound."""
-    width, height, edge = 720, 360, 56
-    points = [(s, c) for s, c in solution.incumbents if math.isfinite(c)]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/><text x="{edge}" y="20">{name}: cost above the bound</text>'
-    )
-    if not points or not math.isfinite(solution.bound):
-        return head + f'<text x="{edge}" y="60">no choice found</text></svg>'
-    floor = 1e-7
-    parts = [max((c - solution.bound) / max(abs(solution.bound), 1e-300), floor) for _, c in points]
-    top, bottom = math.ceil(math.log10(max(parts))), math.floor(math.log10(min(parts)))
-    top = max(top, bottom + 1)
-
-    def x(s: float) -> float:
-        return edge + (width - 2 * edge) * min(s / seconds, 1.0)
-
-    def y(part: float) -> float:
-        return edge + (height - 2 * edge) * (top - math.log10(part)) / (top - bottom)
-
-    lines = [f"M {x(points[0][0]):.1f} {y(parts[0]):.1f}"]
-    for (s, _), part in zip(points[1:], parts[1:], strict=True):
-        lines.append(f"H {x(s):.1f} V {y(part):.1f}")
-    lines.append(f"H {x(seconds):.1f}")
-    marks = "".join(
-        f'<line x1="{edge}" x2="{width - edge}" y1="{y(10.0**k):.1f}" y2="{y(10.0**k):.1f}" stroke="#ddd"/>'
-        f'<text x="4" y="{y(10.0**k) + 4:.1f}">{10.0 ** (k + 2):g}%</text>'
-        for k in range(bottom, top + 1)
-    )
-    clock = "".join(
-        f'<text x="{x(seconds * k / 4):.1f}" y="{height - 30}" text-anchor="middle">{seconds * k / 4:g} s</text>'
-        for k in range(5)
-    )
-    path = f'<path d="{" ".join(lines)}" fill="none" stroke="#1f6feb" stroke-width="2"/>'
-    return f"{head}{marks}{clock}{path}</svg>\n"
 
 
 if __name__ == "__main__":

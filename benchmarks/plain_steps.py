@@ -1,7 +1,7 @@
-"""Training steps in nothing but jax, for benchmarks that run them in environments which have no more than that.
+"""One-layer models in nothing but jax, for `benchmarks.compiled_elsewhere`.
 
-All are `step(params, moments, batch) -> (params, moments, loss)` with Adam, in float32. One-layer models, as large as a
-layer of a real one: what a planner decides shows, and programs compile in seconds.
+All are `step(params, moments, batch) -> (params, moments, loss)` with Adam, in float32, as large as a layer of a real
+model: what a planner decides shows, and programs compile in seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 8192, 1024, 16, 512, 16
 HEAD = WIDTH // HEADS
 EXPERTS, CAPACITY_FACTOR = 8, 1.25
-MLP_LAYERS, MLP_WIDTH, MLP_BATCH = 4, 4096, 8192
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +44,6 @@ def _case(loss: Callable, params: dict, batch: tuple) -> PlainStep:
         return with_adam(loss, params, moments, batch)
 
     return PlainStep(step=step, args=(params, {"mu": params, "nu": params}, batch))
-
-
-def mlp() -> PlainStep:
-    """Four layers of 4096 x 4096 with a GELU, batch 8192, squared error."""
-
-    def loss(p: dict, x: jax.Array, y: jax.Array) -> jax.Array:
-        for i in range(MLP_LAYERS):
-            x = jax.nn.gelu(x @ p[f"layer{i}"])
-        return jnp.mean((x - y) ** 2)
-
-    x = f32(MLP_BATCH, MLP_WIDTH)
-    return _case(loss, {f"layer{i}": f32(MLP_WIDTH, MLP_WIDTH) for i in range(MLP_LAYERS)}, (x, x))
 
 
 def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
@@ -129,4 +116,4 @@ def one_layer_moe() -> PlainStep:
     return _case(loss, params, (_TOKENS, _TOKENS))
 
 
-STEPS: dict[str, Callable[[], PlainStep]] = {"mlp": mlp, "one_layer_gpt": one_layer_gpt, "one_layer_moe": one_layer_moe}
+STEPS: dict[str, Callable[[], PlainStep]] = {"one_layer_gpt": one_layer_gpt, "one_layer_moe": one_layer_moe}

@@ -7,7 +7,7 @@
 
 Rows are made in processes of their own, with nothing cached, and kept as they are made. Planning time is the
 processor's. A row is worse when the predicted step is more than 0.5 % longer. `--busy` compares the plans' files byte
-by byte. Nothing is run; `python -m benchmarks.correctness` holds the numbers of plans against plain `jax.jit`.
+by byte. Nothing is run; `python -m benchmarks.everyday` holds the numbers of plans against plain `jax.jit`.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.plan.cache import SEARCH_VERSION
+from benchmarks import row_processes
 from benchmarks.machine import description, markdown, planning_processor_s
 
 RESULTS = Path(__file__).parent / "results" / "plan_regression.md"
@@ -43,7 +43,7 @@ class Pair:
     """A model, a cluster and what is asked for.
 
     Attributes:
-        cluster: As `benchmarks.auto_vs_manual.planning.cluster_of` reads it.
+        cluster: As `benchmarks.auto_vs_manual.models.cluster_of` reads it.
         case: A case of the zoo with its sizes, or "" for the model of `benchmarks.auto_vs_manual` called `model`.
         plan: A recipe or pins as source text, "" for the free search.
         options: Further keywords of `autopar.parallelize`.
@@ -160,23 +160,20 @@ PAIRS = (
 
 def planned(pair: Pair) -> tuple[Row, bytes]:
     """Plans in this process; the row and the plan's file."""
-    import jax
     from jax.sharding import PartitionSpec
 
     import autopar
     from autopar import recipes
     from autopar.errors import AutoparError
     from autopar.plan.render import in_short
-    from benchmarks.auto_vs_manual.models import models
-    from benchmarks.auto_vs_manual.planning import cluster_of
+    from benchmarks.auto_vs_manual.models import cluster_of, models
     from benchmarks.zoo import CASES
 
     if pair.model:
         case, args = models()[pair.model].build(), models()[pair.model].shapes()
     else:
         case = CASES[pair.case](**pair.sizes)
-        state = jax.eval_shape(case.init, jax.random.key(0))
-        args = (state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0)))
+        args = case.shapes()
     plan = eval(pair.plan, {"recipes": recipes, "autopar": autopar, "P": PartitionSpec}) if pair.plan else None
     step = autopar.parallelize(
         case.step,
@@ -210,16 +207,9 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
 
 def in_fresh_process(pair: Pair, file: Path | None = None) -> Row:
     """Plans in another process; the plan goes into `file`."""
-    command = [sys.executable, "-m", "benchmarks.plan_regression", "--worker", pair.name]
-    command += ["--file", str(file)] if file else []
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return Row(error=f"no plan after {TIMEOUT_S:.0f} s")
-    if child.returncode:
-        return Row(error=(child.stderr.strip().splitlines() or ["no output"])[-1][:300])
-    return Row(**json.loads(child.stdout.strip().splitlines()[-1]))
+    arguments = ["--worker", pair.name, *(["--file", str(file)] if file else [])]
+    found = row_processes.in_fresh_process("benchmarks.plan_regression", arguments, TIMEOUT_S, {"JAX_PLATFORMS": "cpu"})
+    return Row(error=found["failure"]) if "failure" in found else Row(**found)
 
 
 def kept() -> dict[str, dict[str, Row]]:

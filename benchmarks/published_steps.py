@@ -2,7 +2,6 @@
 
     python -m benchmarks.published_steps                        every row of benchmarks.published_rows
     python -m benchmarks.published_steps torchtitan --keep      those whose names contain it; writes results
-    python -m benchmarks.published_steps "a100 1.7B" --search   beside each the search's own plan
     python -m benchmarks.published_steps --short                rows of one stage from models of 2 and 4 layers: equal
                                                                 layers add equal times, so a line through both is taken;
                                                                 memory is not told
@@ -13,14 +12,12 @@ planned with `attention="blockwise"`, or with `--as-written` as it is written; t
 
 import argparse
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
@@ -28,12 +25,10 @@ from rich.console import Console
 import autopar
 from autopar.errors import AutoparError
 from autopar.hardware.kinds import DeviceKind
-from autopar.plan.render import in_short
 from autopar.xla.aot_gpu import CARDS
 from benchmarks.machine import description, kept_rows, markdown, without_folders
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
 from benchmarks.zoo import CASES
-from benchmarks.zoo.case import Case
 
 RESULTS = Path(__file__).parent / "results" / "published_steps.md"
 TARGET = 0.10
@@ -49,7 +44,6 @@ COLUMNS = (
     "row", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published", "predicted", "ratio",
     "memory published", "predicted", "planned in",
 )  # fmt: skip
-SEARCHED = (*COLUMNS, "searched", "its plan")
 
 
 def _in_short(error: AutoparError) -> str:
@@ -65,7 +59,7 @@ def step_of(row: Row) -> tuple:
             layers=model.layers, base=model.width, width_factor=1, image=model.length, classes=model.vocabulary,
             batch=row.batch,
         )  # fmt: skip
-        return _shapes(case)
+        return case.step, *case.shapes()
     sizes: dict[str, Any] = {
         "layers": model.layers, "width": model.width, "heads": model.heads, "vocabulary": model.vocabulary,
         "length": model.length, "batch": row.batch, "dtype": jnp.dtype(row.dtype), "optimizer": optax.adamw(1e-4),
@@ -80,12 +74,8 @@ def step_of(row: Row) -> tuple:
         # did not use.
         dropout = row.dropout if row.num_microbatches == 1 else 0.0
         sizes |= {"remat_attention": row.recompute == "attention", "dropout": dropout}
-    return _shapes(CASES[model.family](**sizes))
-
-
-def _shapes(case: Case) -> tuple:
-    state = jax.eval_shape(case.init, jax.random.key(0))
-    return case.step, state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
+    case = CASES[model.family](**sizes)
+    return case.step, *case.shapes()
 
 
 def recipe_of(row: Row) -> autopar.recipes.Recipe:
@@ -167,11 +157,6 @@ def options_of(row: Row) -> dict[str, Any]:
     return options
 
 
-def searched_options(row: Row) -> dict[str, Any]:
-    """The same for a search, which may cut any batch: with scales of float8 for each micro-batch."""
-    return options_of(row) | ({"per_microbatch": "*"} if row.float8 else {})
-
-
 def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan:
     step, *arguments = step_of(row)
     return autopar.plan(
@@ -216,7 +201,7 @@ def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = Non
     )
 
 
-def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
+def compared(row: Row, short: bool) -> tuple[list[str], bool]:
     """(the cells of a row, whether the prediction is within the target)."""
     started_s = time.process_time()
     attention = options_of(row).get("attention", "as written")
@@ -242,17 +227,6 @@ def compared(row: Row, search: bool, short: bool) -> tuple[list[str], bool]:
             "" if found.peak_bytes is None else f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
             f"{time.process_time() - started_s:.0f} s" + (" (short)" if found.is_short else ""),
         ]
-    if search:
-        cells += [""] * (len(COLUMNS) - len(cells))
-        step, *arguments = step_of(row)
-        try:
-            own = autopar.plan(
-                step, *arguments, cluster=cluster_of(row), cache_dir=None, show_progress=False, **searched_options(row)
-            )
-        except AutoparError as error:
-            cells += ["none", _in_short(error)]
-        else:
-            cells += [f"{own.predicted.step_time_s:.2f} s", in_short(own.record)]
     return cells, is_good
 
 
@@ -260,7 +234,6 @@ def keep(made: Sequence[str]) -> None:
     """Writes a row among those that were kept."""
     found = {row[0]: row for row in [*kept_rows(RESULTS), list(made)]}
     rows = [found[name] for name in ROWS if name in found]
-    columns = SEARCHED if any(len(row) > len(COLUMNS) for row in rows) else COLUMNS
     note = (
         f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
         "with that day's constants\nand prices, and a search version stands "
@@ -270,35 +243,8 @@ def keep(made: Sequence[str]) -> None:
         "published runs fitted."
     )
     RESULTS.write_text(
-        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(columns, rows)}\n\n"
-        f"{_rates_of_rings()}\n"
+        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(COLUMNS, rows)}\n"
     )
-
-
-def _rates_of_rings() -> str:
-    """What the published rows of torchtitan's rings say about attention by themselves: each holds as many tokens of a
-    device, so that only attention grows from row to row, by what the published times grow by.
-    """
-    rings = [row for row in ROWS.values() if row.table == "torchtitan" and row.tp == 1 and row.model.length > 8192]
-    lines = []
-    for shorter, longer in itertools.pairwise(sorted(rings, key=lambda row: row.model.length)):
-        more = (_attention_flops(longer) - _attention_flops(shorter)) / 1e12
-        more_s = longer.step_time_s - shorter.step_time_s
-        lengths = f"{shorter.model.length:,} -> {longer.model.length:,}"
-        lines.append([lengths, f"{more:,.0f}", f"{more_s:.1f}", f"{more / more_s:.0f}"])
-    table = markdown(["tokens", "more attention, TFLOP a device", "more time, s", "TFLOP/s"], lines)
-    return (
-        "## Rings of torchtitan, by themselves\n\nEach row has 32,768 tokens a device and recomputes all; only "
-        "attention grows. No rate of attention explains all three:\nthe two rows that are predicted too fast have half "
-        f"the rate of the first.\n\n{table}"
-    )
-
-
-def _attention_flops(row: Row) -> float:
-    """Of a causal step on a device: forward, again, and backward, which has five products for two."""
-    model, head = row.model, row.model.width // row.model.heads
-    forward = 2 * 2 * model.length**2 * model.heads * head / 2
-    return (1 + 1 + 2.5) * forward * model.layers * row.batch / row.gpus
 
 
 def named(parts: Sequence[str]) -> list[Row]:
@@ -309,7 +255,6 @@ def named(parts: Sequence[str]) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help=f"parts of names, of {', '.join(ROWS)}")
-    parser.add_argument("--search", action="store_true", help="plan each by search too")
     parser.add_argument("--short", action="store_true", help="models of fewer layers, where there is one stage")
     parser.add_argument("--as-written", action="store_true", help="flash attention too is planned as it is written")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
@@ -318,7 +263,7 @@ def main() -> int:
     for row in named(arguments.rows):
         if arguments.as_written:
             row = dataclasses.replace(row, flash=False)
-        cells, is_good = compared(row, arguments.search, arguments.short)
+        cells, is_good = compared(row, arguments.short)
         console.print(" | ".join(cells))
         missed += not is_good
         if arguments.keep:

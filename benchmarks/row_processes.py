@@ -6,6 +6,7 @@ A row is a JSON object under a name. A row that failed holds `failure`, why in a
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import os
 import pickle
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from benchmarks.machine import markdown
 
 ROOT = Path(__file__).parent.parent
 Rows = dict[str, dict[str, Any]]
@@ -61,6 +64,40 @@ def in_fresh_process(
         said = [line for line in child.stderr.splitlines() if line and not line.startswith(" ")]
         return {"failure": (said or [f"died with status {child.returncode}"])[-1][:200]}
     return json.loads(child.stdout.splitlines()[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """Rows that are kept one by one, in a file of JSON, and a table of them beside it.
+
+    `cells` are those of the row of a name, among all rows; `head` is what the page says above the table; `order` has
+    the names as the table has them, before others that are kept.
+    """
+
+    path: Path
+    head: str
+    columns: Sequence[str]
+    order: Sequence[str]
+    cells: Callable[[str, Rows], Sequence[str]]
+
+    def rows(self) -> Rows:
+        return load(self.path)
+
+    def write(self, rows: Rows) -> None:
+        rows = {name: rows[name] for name in dict.fromkeys((*self.order, *rows)) if name in rows}
+        keep(self.path, rows)
+        table = markdown(self.columns, [self.cells(name, rows) for name in rows])
+        self.path.with_suffix(".md").write_text(f"{self.head}\n\n{table}\n")
+
+    def make(self, names: Iterable[str], made: Callable[[str], dict[str, Any]], again: bool = False) -> Rows:
+        """Makes the rows that are not there, or all; each is kept at once and printed. Returns all."""
+        for name in names:
+            rows = self.rows()
+            if again or not is_done(rows.get(name)):
+                rows[name] = made(name)
+                self.write(rows)
+            print(" | ".join(self.cells(name, rows)), flush=True)
+        return self.rows()
 
 
 class JobProcess:

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.solver.ilp import brute_force
 from autopar.solver.ilp.brute_force import relative_gap as gap_of
-from autopar.solver.ilp.exact import Answer, Backend, Settings, solve_lazily
+from autopar.solver.ilp.exact import EXACT_ENTRIES, Answer, Backend, Settings, solve_lazily
 from autopar.solver.ilp.flat_arrays import Flat, flatten
 from autopar.solver.ilp.infeasibility import fit
 from autopar.solver.ilp.memory_rows import can_bind, cannot_fit, holders, least_memory
@@ -26,9 +26,6 @@ from autopar.solver.presolve.elimination import solve_by_tables
 from autopar.solver.presolve.presolve import components, reduce_all
 from autopar.solver.presolve.reduction import ConflictError, Reduction
 
-EXACT_ENTRIES = (
-    60_000  # edge variables that the program is given at once: some seconds, see benchmarks/results/solvers.md
-)
 EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
 FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take
 EXACT_NODES = 5_000  # nodes up to which a problem is tried without its memory first

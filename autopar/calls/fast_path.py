@@ -28,7 +28,7 @@ class FastPath:
     with its static ones.
 
     The results that replaced the donated leaves in the last call are new memory of known types, and most calls pass
-    them on. All checks take a fraction of a microsecond for each leaf (`benchmarks/overhead.py`).
+    them on. All checks take a fraction of a microsecond for each leaf.
     """
 
     def __init__(self, compiled: CompiledStep, leaves: Sequence[Any], raw: RawLeaves) -> None:

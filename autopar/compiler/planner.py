@@ -40,8 +40,7 @@ from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
-# compiler allocates, of which 1 % in the median of 37 models, and more than 10 % in four, is lost between buffers
-# (`benchmarks/memory_study.py`).
+# compiler allocates, of which 1 % in the median of 37 models, and more than 10 % in four, is lost between buffers.
 MEMORY_MARGIN = 0.1
 
 

@@ -12,7 +12,7 @@ Operations are in one kernel besides where
 
 XLA's cost analysis counts 1.00 to 1.06 times these bytes in steps of a GPT, a BERT and a mixture of experts, compiled
 for an H100. What that counts takes 0.89 to 1.13 times as long on an H200, at 0.82 of its memory's peak rate, in ten of
-twelve steps of one or few operations (`benchmarks.card_kernels`).
+twelve steps of one or few operations.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 2. The order in which XLA runs the kernels so as to need little memory;
 3. here: from where to where each value is alive, and the most that is alive at once.
 
-`benchmarks/memory_study.py` holds it against XLA's CPU compiler: within 10 % for all of its 37 models, jax 0.10 and
-0.12. `benchmarks/compiled_elsewhere.py` holds sharded steps against XLA's GPU and TPU compilers.
+Beside XLA's CPU compiler it was within 10 % for 37 models, with jax 0.10 and 0.12. `benchmarks/compiled_elsewhere.py`
+holds sharded steps against XLA's GPU and TPU compilers.
 
 On TPU what a kernel makes or reads lies in vector memory as far as there is room, and the space that is lost between
 the buffers counts.

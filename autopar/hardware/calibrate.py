@@ -43,7 +43,7 @@ from autopar.hardware.timed_runs import (
 # A run whose first repetition takes longer is left out, with all larger ones of its sort.
 LONGEST_S = 0.25
 # What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of small models
-# beside the same ones by an allocator that keeps everything (`python -m benchmarks.fresh_memory`).
+# beside the same ones by an allocator that keeps everything.
 FRESH_IN_A_STEP = 0.75
 
 
@@ -308,8 +308,7 @@ def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality
 BUDGET_S = 45.0
 ROUNDS = 7
 # Arrays that a task takes and hands on. Tasks of small models take and make 50 to 250, of which they send few; these
-# are all sent. An observation: what more micro-batches cost is told too low with few (steps beside predictions in
-# benchmarks/results/fresh_memory.md).
+# are all sent. An observation: what more micro-batches cost is told too low with few.
 HANDED = 32
 
 

@@ -17,11 +17,10 @@ from autopar.hardware.kinds import CPU_NAME, DeviceKind
 # a process give back, it keeps so much (twice that: mallopt(3), M_MMAP_THRESHOLD, on M_TRIM_THRESHOLD).
 _LARGE_BLOCK_BYTES = 32 * 1024 * 1024
 _KEPT_FREE_BYTES = 2 * _LARGE_BLOCK_BYTES
-# Of the processors that devices share, one program on all of them uses so much: about 1.8 of 2 (cores in
-# benchmarks/results/fresh_memory.md).
+# Of the processors that devices share, one program on all of them uses so much: about 1.8 of 2.
 _USED_BY_ONE_PROGRAM = 0.905
 # Of many blocks that lie among others only what is at the end of a heap goes back to the system. How much is an
-# observation over small models, and rough (benchmarks/results/fresh_memory.md).
+# observation over small models, and rough.
 _RENEWED_SHARE = 1 / 3
 
 # Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of

@@ -141,7 +141,7 @@ def _tpu(
 # Share of the peak and time of the smallest kernel where no measurement of a GPU was found: meta-pytorch/autoparallel,
 # cost_models/nccl_cost_model.py (compute 0.7, kernel floor 7 us).
 _UNMEASURED = _Products(launch_us=7.0, half=0.7, single=0.7)
-# Softmaxes, norms, GELU, Adam, copies and transposes on an H200 (benchmarks.card_kernels): of what XLA counts that they
+# Softmaxes, norms, GELU, Adam, copies and transposes on an H200: of what XLA counts that they
 # read and write, 0.71 to 0.92 of the peak's rate, 0.81 in the middle.
 _GPU_MEMORY_EFFICIENCY = 0.82
 # What libtpu's compiler (0.0.42.1) estimates, in cycles of 1.5 GHz on v5e and 1.75 GHz on v5p (the clocks that their
@@ -152,7 +152,7 @@ _GPU_MEMORY_EFFICIENCY = 0.82
 _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
 # XLA's measured table of matrix products (openxla/xla, matmul performance table; sm_90 and sm_100, bfloat16 and
 # float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
-# of the relative error of `autopar.cost.roofline.time_s`; benchmarks/hardware_model.py has the errors.
+# of the relative error of `autopar.cost.roofline.time_s`; some of its rows are in `tests/hardware`.
 # Other kernels as recorded on an H200 (programs of jax 0.11, as command buffers): the sum of two numbers takes 1.2 to
 # 1.3 us, 0.1 us pass between kernels; between turns of a loop 3.7 and 5.1 us (LSTM), 4.6 us (layers of a Llama).
 _SMALL_KERNEL_US, _LOOP_TURN_US = 1.35, 4.5
@@ -334,9 +334,10 @@ def _detail(
 
 
 # `fit.fit_link` of XLA's measured tables of collectives (openxla/xla, collective performance table: medians of 0.5
-# MB to 2 GB over 2, 4 and 8 devices, GB200 to 32 GB over 4 to 72); benchmarks/hardware_model.py fits them again and has
-# the errors. H100's switch adds up over eight devices only in that table, at 230 GB/s of the array, and over four a
-# ring does 200; NVIDIA's own tests reach 275 over eight (NVIDIA/nccl-tests 212). 225 is within 20 % of all three.
+# MB to 2 GB over 2, 4 and 8 devices, GB200 to 32 GB over 4 to 72), of which `tests/hardware` has some. From 1 MB on the
+# median error is 10 % on H100, 6 % on B200 and GB200. H100's switch adds up over eight devices only in that table, at
+# 230 GB/s of the array, and over four a ring does 200; NVIDIA's own tests reach 275 over eight (NVIDIA/nccl-tests 212).
+# 225 is within 20 % of all three.
 NVLINK4 = _link(
     19.4, 2.35, 350.0, "fit to openxla's collective table, sm_90; switch: NVIDIA/nccl-tests 212 and that table",
     detail=_detail(kept_gb_per_s=685.0, switch_gb_per_s=225.0, tree_us=4.5, pair_gb_per_s=119.0, pair_ramp_us=908.0),

@@ -15,7 +15,7 @@ from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, Pipel
 from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import Posed, in_turn
-from autopar.inter_op.truncated_model import TruncatedModel, estimate, short_step
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, estimate, short_step
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
@@ -31,10 +31,10 @@ MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-# The parts by which an estimate's time may be too long, and less under data parallelism and ZeRO, and by which its peak
-# may be too large: layers are decided alike for it that are not where it is built. Seen with BERT of 340M parameters. A
-# peak that is too small, by what is lost between values, is seen where it is built.
-ESTIMATE_ERROR, BOUND_ERROR, PEAK_ERROR = 0.01, 0.0025, 0.06
+# The parts by which an estimate's time may be too long under data parallelism and ZeRO (less than elsewhere), and by
+# which its peak may be too large. Seen with BERT of 340M parameters. A peak that is too small, by what is lost
+# between values, is seen where it is built.
+BOUND_ERROR, PEAK_ERROR = 0.0025, 0.06
 WORTH_AN_ESTIMATE = 0.005  # of the step: what cannot gain as much is not estimated, but with much effort
 
 

@@ -19,6 +19,7 @@ from autopar.errors import PlanMismatchError
 from autopar.hardware import host_cpu
 from autopar.inter_op.staged import JoinedTask, StagedStep, with_waits
 from autopar.lowering.instructions import Key
+from autopar.plan.options import WORTHWHILE
 from autopar.runtime.pipeline.dataflow import Node
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.joining import joinable
@@ -26,18 +27,16 @@ from autopar.runtime.pipeline.merge_buffers import merged
 from autopar.runtime.pipeline.program import TaskKind, runs_of
 from autopar.runtime.simulation.simulator import simulate
 
-LEAST_GAIN = 0.01  # of a step
-
 
 def join_where_it_pays(staged: StagedStep, limit_bytes: int, share: float = 1.0) -> StagedStep:
     """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
-    a `share` of `LEAST_GAIN` off the step, within the memory that there is or that the step needs anyway.
+    a `share` of `WORTHWHILE` off the step, within the memory that there is or that the step needs anyway.
 
     Of the chains at the end those of meshes that end about last. Chains on other meshes would not shorten the step.
     """
     if not any(p.model.overlap.kinds for p in staged.stages):
         return staged
-    least_s, end_s = share * LEAST_GAIN * staged.simulation.step_time_s, staged.simulation.step_time_s
+    least_s, end_s = share * WORTHWHILE * staged.simulation.step_time_s, staged.simulation.step_time_s
     once_of_stage: dict[int, float] = {}
     for each, seconds in zip(staged.staged.tasks, staged.task_s, strict=True):
         once_of_stage[each.stage] = once_of_stage.get(each.stage, 0.0) + (0.0 if each.kind.repeats else seconds)

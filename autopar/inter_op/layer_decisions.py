@@ -21,8 +21,8 @@ TIE_BREAKING_READS = 0.1
 # Where state, or saved values, are too large, decisions are made with a higher price on their bytes: the number of
 # prices on state, the first price (as a part of the step's time divided by the bytes), the ratio of neighbouring ones.
 LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
-# The shares of the memory up to which state, and saved values, get no higher price.
-STATE_SHARE, SAVED_SHARE = 0.5, 0.25
+# The share of the memory up to which state, and saved values, get no higher price.
+LARGE_SHARE = 0.5
 # The parts of their seconds and of their bytes by which decisions differ from others that stand for them.
 ALIKE_SECONDS, ALIKE_BYTES = 0.001, 0.01
 
@@ -111,7 +111,7 @@ class LayerDecider:
     def decisions(self) -> Decisions:
         """The fastest, and smaller ones where state or saved values take much memory."""
         terms, choice, intra_op, room_bytes = self.terms, self.choice, self.intra_op, self.room_bytes
-        if choice is not None and (state_bytes := self.state_bytes(choice)) > STATE_SHARE * room_bytes:
+        if choice is not None and (state_bytes := self.state_bytes(choice)) > LARGE_SHARE * room_bytes:
             raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / state_bytes
             if self.model.overlap.kinds:
                 self.decide(ObjectiveWeights(s_per_byte=raised_s_per_byte, exposed_fraction=LEAST_EXPOSED_FRACTION))
@@ -120,11 +120,11 @@ class LayerDecider:
                 nonlocal terms, choice
                 terms = dataclasses.replace(terms, s_per_byte=s_per_byte)
                 choice = self.decide(terms)
-                return None if choice is None else self.state_bytes(choice) <= STATE_SHARE * room_bytes
+                return None if choice is None else self.state_bytes(choice) <= LARGE_SHARE * room_bytes
 
             search_price(is_lean, [raised_s_per_byte * PRICE_RISE**raised for raised in range(LEANER)])
         saved_bytes = self.in_flight * intra_op.priced_bytes(choice, self.saved_prices) if choice is not None else 0.0
-        if choice is not None and saved_bytes > SAVED_SHARE * room_bytes:
+        if choice is not None and saved_bytes > LARGE_SHARE * room_bytes:
             raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes
             s_per_byte = max(terms.s_per_byte, raised_s_per_byte)
             self.decide(dataclasses.replace(terms, s_per_byte=s_per_byte, in_flight=self.in_flight))

@@ -13,7 +13,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import WHOLE, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.layer_decisions import SAVED_SHARE, Decisions
+from autopar.inter_op.layer_decisions import LARGE_SHARE, Decisions
 from autopar.inter_op.mesh_options import LayersOnMesh, MeshOptions
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.search_space import meshes_inside
@@ -78,7 +78,7 @@ class _Table:
                 # A stage on this mesh holds about its share of the layers.
                 room_bytes, equal = room * stages, microbatched.step.parts > 1
                 in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches)
-                if is_long and in_flight * saved_bytes / size <= SAVED_SHARE * room_bytes:
+                if is_long and in_flight * saved_bytes / size <= LARGE_SHARE * room_bytes:
                     in_flight = 0
                 counts = (0, min(in_flight, 1)) if is_long else (examples, in_flight)
                 key = mesh, wiring, math.gcd(examples, size), *counts, number

@@ -14,7 +14,7 @@ from typing import Protocol
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.microbatch_counts import MicrobatchCounts, Refined
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
-from autopar.inter_op.search_space import own_meshes
+from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.baselines import baseline_bindings
 from autopar.passes.remat import Recompute
@@ -22,8 +22,6 @@ from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.sharding.binding import Binding
 
-# One stage is decided again if it takes at most so many times as long as the best: the tables decide it too leanly.
-REFINED_WITHIN = 1.15
 BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
 IN_SOME_LAYERS = "in every layer of {}"
 
@@ -86,7 +84,7 @@ def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
         return None
     if found.rank(evaluated.limit_bytes) <= evaluated.best.rank(evaluated.limit_bytes):
         return found
-    is_near = found.step_time_s <= REFINED_WITHIN * evaluated.best.step_time_s
+    is_near = found.step_time_s <= NEAR_THE_BEST * evaluated.best.step_time_s
     return found if found.fits(evaluated.limit_bytes) and is_near else None
 
 

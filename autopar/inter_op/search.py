@@ -26,6 +26,7 @@ from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry
 from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
 from autopar.inter_op.search_space import (
     FINEST_PARTS,
+    NEAR_THE_BEST,
     is_long,
     microbatch_numbers,
     odd_part,
@@ -48,7 +49,6 @@ from autopar.solver import StagePlan, StageProblem, best_stages
 # once for each layer.
 OVERSTATED = 2.0
 _NOTHING = Tried(step_time_s=math.inf)
-NEAR_THE_BEST = 1.15  # the error of the tables: answers up to this ratio to the best are built, unless the step is long
 
 
 def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate | Rejection]:

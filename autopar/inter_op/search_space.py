@@ -19,6 +19,7 @@ from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from autopar.solver import Schedule as SearchedSchedule
 
+NEAR_THE_BEST = 1.15  # the error of the tables: what takes up to so many times as long as the best may be the best
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "zb-2p", "interleaved")
 # Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
 SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4

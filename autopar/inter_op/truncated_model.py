@@ -20,7 +20,7 @@ from autopar.hardware.collective_cost import CollectiveKind, time_s
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, stage_graphs
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, Round, StageDecisions, first_terms, fit_stages
-from autopar.inter_op.joined_tasks import LEAST_GAIN, join_where_it_pays
+from autopar.inter_op.joined_tasks import join_where_it_pays
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
 from autopar.inter_op.submeshes import model_of, place
@@ -33,6 +33,7 @@ from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.fold_layers import drop_layers, runs_of_layers
 from autopar.passes.layers import Layers
 from autopar.passes.stage_graph import StageGraph
+from autopar.plan.options import WORTHWHILE
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.partial_sums import Partials, find_partials
 
@@ -40,8 +41,9 @@ from autopar.sharding.partial_sums import Partials, find_partials
 # collective may sum gradients of two layers. Runs of at most so many are built as they are.
 SHORT, SHORTER, WHOLE_UP_TO = 6, 4, 12
 # Where a collective may sum gradients of more layers, two of them may take one collective more or less than two others:
-# the part of the least time of the step that this may come to, for all that are left out.
-UNEVEN_COLLECTIVES = 0.01
+# for all that are left out, this may come to `ESTIMATE_ERROR` of the least time of the step. By this part an estimate's
+# time may be too long: layers are decided alike for it that are not where it is built (seen with BERT of 340M).
+ESTIMATE_ERROR = 0.01
 # Short steps are joined to fewer programs (`join_where_it_pays`) where that saves this part of what it must in the
 # whole one, of which their update is another part.
 JOINED_FROM = 0.25
@@ -103,7 +105,7 @@ def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float 
     summed = _summed_bytes(graph, assignment)
     uneven = [run for run in long if summed.get(run[0], 0) < least_bytes]
     uneven_s = sum(map(_more_layers, map(len, uneven))) * _summing_s(cluster, combined_bytes)
-    if not long or uneven_s > UNEVEN_COLLECTIVES * least_s:
+    if not long or uneven_s > ESTIMATE_ERROR * least_s:
         return None
     dropped = drop_layers(graph, assignment, len(layers), dict.fromkeys(long, SHORT))
     if dropped is None:
@@ -202,7 +204,7 @@ def estimate(
         least_at_shorter = (_least_s(a, problem, each.stage) for a, each in zip(at_shorter, shorter, strict=True))
         all_least_s = _at_whole(_least_s(at_short, problem, stage), least_at_shorter, more)
         apart = dataclasses.replace(_extended(at_short, at_shorter, more), least_s=all_least_s)
-        least_s = LEAST_GAIN * apart.step_time_s
+        least_s = WORTHWHILE * apart.step_time_s
         if _at_whole(_once_s(at_short), map(_once_s, at_shorter), more) < least_s:
             return apart
         joined = _extended(joined_early(at_short), [joined_early(each) for each in at_shorter], more)

@@ -31,16 +31,15 @@ from autopar.ir.layout import Layout, replicated
 from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.passes.saved_arrays import offloaded_on, saved_arrays
+from autopar.plan.options import NEARLY_EQUAL
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
 
 # Rounds of the solver: a time limit would make plans depend on the load of the machine. For whole steps on one mesh, 8
-# to 128 rounds prove the same optima (`benchmarks/solver_rounds.py`); for layers and stages, more than 16 rounds find
+# to 128 rounds prove the same optima (58 programs of 18 steps); for layers and stages, more than 16 rounds find
 # nothing better for GPT-3 on 28 meshes. On meshes of three axes, where no number of rounds gives a proof, 16 rounds
 # take a quarter of the time of 64.
 ROUNDS = 16
-# A search ends once its choice is proven to be as near to the optimum: a tenth of `plan.options.NEARLY_EQUAL`.
-RELATIVE_GAP = 5e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +170,12 @@ class IntraOp:
             solver_input = discount_overlap(solver_input, self._slacks_s(exposure.before_loops), exposure.fraction)
         tied, undo = solver.tie(solver_input.problem, self.classes)
         solution = solver.solve(
-            tied, time_limit_s=time_limit_s, relative_gap=RELATIVE_GAP, rounds=rounds, cutoff=cutoff_s
+            # A search ends once its choice is proven to be much nearer to the optimum than what counts as equal.
+            tied,
+            time_limit_s=time_limit_s,
+            relative_gap=NEARLY_EQUAL / 10,
+            rounds=rounds,
+            cutoff=cutoff_s,
         )
         if solution.status is solver.Status.INFEASIBLE and self.masks is not None and self.relaxation is None:
             self._relax(time_limit_s, rounds)

@@ -9,10 +9,9 @@ from autopar.cost.cost_model import CostModel
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import AS_FAST, NEARLY_EQUAL, Effort
+from autopar.plan.options import AS_FAST, NEARLY_EQUAL, WORTHWHILE, Effort
 
 SOURCE = "logical meshes"
-GAIN_OF_AN_AXIS = 0.01  # what a second axis must gain over one for three to be tried
 
 
 def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
@@ -37,9 +36,7 @@ def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
             continue
         times_s[axes] = min(times_s.get(axes, math.inf), time_s)
     one_axis_less_s, most_axes_s = times_s.get(num_axes - 2, math.inf), times_s.get(num_axes - 1, math.inf)
-    return (
-        math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - GAIN_OF_AN_AXIS)
-    )
+    return math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - WORTHWHILE)
 
 
 def fastest_fitting(context: PlanningContext) -> SpmdCandidate | None:

@@ -16,7 +16,6 @@ from autopar.intra_op.baselines import MOST_AXES, baseline_candidates
 from autopar.intra_op.logical_meshes import logical_meshes
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.mesh_choice import (
-    GAIN_OF_AN_AXIS,
     SOURCE,
     fastest_fitting,
     longest_s,
@@ -31,6 +30,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.known import has_known_kernels
 from autopar.lowering.decisions import ShardingPlan
 from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import WORTHWHILE
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.partial_sums import Partials
 from autopar.sharding.rules import RuleBook
@@ -162,7 +162,7 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         elif fits and not context.may_gain:
             outcome = not_tried(mesh, context.why_no_gain)
         elif not worth_trying(mesh, context):
-            outcome = not_tried(mesh, f"the axis before it gained less than {GAIN_OF_AN_AXIS:.0%}")
+            outcome = not_tried(mesh, f"the axis before it gained less than {WORTHWHILE:.0%}")
         else:
             # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
             # long step at once, for others when nothing fits on the first mesh.

@@ -16,17 +16,14 @@ from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.lowering.collective_matmul import with_collective_matmuls
 from autopar.lowering.instructions import Compute, Instruction, Loop, LoweredBlock, Move
-
-# The part of its time that a program must gain by products in pieces: less is within what the model of pieces errs by,
-# and programs with them take longer to compile.
-LEAST_GAIN = 0.01
+from autopar.plan.options import WORTHWHILE
 
 
 def with_overlapped_axes(graph: OpGraph, model: CostModel, found: TimedSharding) -> TimedSharding:
     """The decisions with products in pieces over the axes where that is fastest, on the clock; as they are where it
-    gains next to nothing (`LEAST_GAIN`), no product waits for what is sent, or a recipe has set the axes.
+    gains next to nothing (`WORTHWHILE`), no product waits for what is sent, or a recipe has set the axes.
     """
-    waits_s, least_s = found.ran.end_s - found.ran.compute_s, LEAST_GAIN * found.ran.end_s
+    waits_s, least_s = found.ran.end_s - found.ran.compute_s, WORTHWHILE * found.ran.end_s
     if found.sharding.overlapped_axes or not model.overlap.kinds or waits_s < least_s:
         return found
     axes = range(len(model.links.mesh.axis_sizes))

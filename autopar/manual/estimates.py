@@ -15,9 +15,10 @@ from autopar.compiler.planner import as_requested, planning_context
 from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import recomputed
-from autopar.inter_op.evaluate import ESTIMATE_ERROR, PEAK_ERROR
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.requested_estimate import estimated_one_stage
 from autopar.inter_op.requested_step import requested_step
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.ir.graph import Value
 from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Outcome, Problem

@@ -251,7 +251,6 @@ _ZERO_KEEPING = frozenset({
 # The operands to which an operation adds the others.
 _ADDED_TO = {"add": (0, 1), "add_any": (0, 1), "sub": (0,), "scatter-add": (0,), "scatter-sub": (0,)}
 _READS_BEFORE = "it reads what the examples before have added up to"
-_MAX_ROUNDS = 8  # of following a loop's carried values; each round settles at least one form
 
 
 @dataclasses.dataclass(slots=True)
@@ -655,7 +654,7 @@ class Follower:
         results. What a sum over examples starts from is read as a share.
         """
         start = carry
-        for _ in range(_MAX_ROUNDS + len(carry)):
+        for _ in range(len(Form) * (1 + len(carry))):  # each round but the last settles at least one form
             carry_out, stacked = round_(carry)
             joined = [
                 replaced(b, zero=False) if self.sharing and starts_sum(op, i, a, b) else join(op, a, b)

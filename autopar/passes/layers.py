@@ -32,7 +32,6 @@ _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
 
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model
 SLACK = 0.5  # how far the arithmetic of a cluster may exceed the mean (Alpa's delta)
-COVERED = 0.5  # the share of the arithmetic that modules or repetition must explain to be trusted
 
 
 def module_labels(
@@ -66,7 +65,7 @@ def _explains(labels: Sequence[str], work: Sequence[float], products: Sequence[i
     """Whether there are several labels, on most of the arithmetic or, beside a large head, of the products."""
     covered = sum(w for label, w in zip(labels, work, strict=True) if label)
     of_products = sum(bool(labels[i]) for i in products)
-    most = covered >= COVERED * sum(work) or of_products > COVERED * len(products)
+    most = 2 * covered >= sum(work) or 2 * of_products > len(products)
     return len({*labels} - {""}) > 1 and most
 
 

@@ -29,8 +29,6 @@ _CHEAP = frozenset({
 
 _CUTTING = frozenset({"slice", "reshape"})  # see autopar.frontend.pad_state.unstore
 
-WORTH_MAKING = 0.05  # of the state: copies that take less are no reason to plan once more
-
 
 def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations in the sections that read them: those on constants, those on the batch that
@@ -59,8 +57,8 @@ def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
 
 
 def copies_state(graph: OpGraph) -> bool:
-    """Whether much is made of the state once that could be made in each micro-batch, in which it is read."""
-    return copied_bytes(graph) > WORTH_MAKING * sum(graph.values[v].nbytes for v in _state(graph))
+    """Whether anything is made of the state once that could be made in each micro-batch, in which it is read."""
+    return copied_bytes(graph) > 0
 
 
 def copied_bytes(graph: OpGraph) -> int:

@@ -20,9 +20,6 @@ from autopar.ir.primitives import multiplications
 from autopar.ir.traced_step import TracedStep
 from autopar.sharding.rules import RuleBook, equation_key
 
-# Of the forward pass's matrix products beside other loops, which no stages divide: scans with less are no stacks that
-# stages could be cut from.
-DOMINATING = 0.5
 MOST_STACKS = 3  # an encoder, a decoder and one more: the largest of a step with more loops
 LOOPS = frozenset({"scan", "while", "cond"})
 COMBINE = {  # what makes one result of those of parts, by the primitive that made them
@@ -78,7 +75,8 @@ def find_stacks(traced: TracedStep, rules: RuleBook, sliced: frozenset[int] = fr
         return None
     loops, work = found.loops, sum(stacks.work for stacks in found.stacks)
     of_forward = sum(map(_products, _forward(found.jaxpr, sliced).values()))
-    return found if work > DOMINATING * (of_forward - loops[1]) else None
+    # Of the products beside other loops, which no stages divide, the scans must have most to be cut into stages.
+    return found if 2 * work > of_forward - loops[1] else None
 
 
 def all_stacks(traced: TracedStep, rules: RuleBook, sliced: frozenset[int] = frozenset()) -> StackedStep | None:

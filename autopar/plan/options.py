@@ -85,6 +85,9 @@ NEARLY_EQUAL = 5e-5
 AS_FAST = 1e-3
 # What a quick search does not go on for: baselines on one axis take seconds and were up to 5 % faster than a mesh's.
 QUICK_GAIN = 0.02
+# Of a step: what must be gained at least by what takes long to search for or to compile, such as a third mesh axis,
+# products in pieces, or one more program. Less is within what the models of these err by.
+WORTHWHILE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,1 @@
-"""The search's plans beside those that experts write: models, clusters, recipes, and what each came to.
-
-`python -m benchmarks.auto_vs_manual --help`
-"""
+"""The search's plans beside those that experts write: the models, the recipes, and the rows of each suite."""

@@ -1,15 +1,13 @@
 """The models that plans are compared on: cases of the zoo with their sizes, named by family and size."""
 
 import dataclasses
-import fnmatch
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
+from autopar.hardware.cluster import Cluster
 from benchmarks.zoo import CASES
 from benchmarks.zoo.case import Case
 
@@ -21,8 +19,7 @@ ALPA_MOMENTUM = optax.sgd(0.1, momentum=0.9, nesterov=True)
 class Model:
     """A case with its sizes.
 
-    `parameters` as published, None where nobody published the size; `gpus` those of Alpa's weak scaling; `small`
-    whether a step is run on the devices of this machine.
+    `parameters` as published, None where nobody published the size; `gpus` those of Alpa's weak scaling.
     """
 
     family: str
@@ -31,7 +28,6 @@ class Model:
     sizes: dict[str, Any]
     parameters: float | None = None
     gpus: int | None = None
-    small: bool = False
 
     @property
     def name(self) -> str:
@@ -42,15 +38,14 @@ class Model:
 
     def shapes(self) -> tuple[Any, Any]:
         """(state, batch) as shapes."""
-        case = self.build()
-        return jax.eval_shape(case.init, jax.random.key(0)), batch_shapes(case, self.sizes["batch"])
+        return self.build().shapes()
 
 
-def batch_shapes(case: Case, examples: int) -> Any:
-    """The batch as shapes. Raises: AssertionError where its leaves do not count the examples."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
-    assert all(leaf.shape[0] == examples for leaf in jax.tree.leaves(shapes)), f"{case.name}: {shapes}"
-    return shapes
+def cluster_of(text: str) -> Cluster:
+    """As `Cluster.parse`, and `p3.16xlarge/4`: four devices of one host."""
+    name, _, devices = text.partition("/")
+    cluster = Cluster.parse(name)
+    return cluster.submesh(1, int(devices)) if devices else cluster
 
 
 GPT_BATCH, VOCABULARY = 1024, 51_200
@@ -175,25 +170,6 @@ def intra_operator() -> list[Model]:
     return made
 
 
-def small() -> list[Model]:
-    """One of each family that is quick on 8 virtual CPU devices."""
-    words = dict(layers=4, width=256, heads=8, vocabulary=2048, length=128, batch=16)
-    cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "gpt": ("gpt", words),
-        "moe": ("gshard_moe", words | dict(experts=8, length=64)),
-        "wide-resnet": ("wide_resnet", dict(base=32, image=64, batch=32)),
-        "bert": ("bert", words),
-        "t5": ("encoder_decoder", dict(layers=2, width=256, heads=8, vocabulary=2048, batch=64)),
-        "vit": ("vit", dict(layers=4, width=256, heads=8, image=64, patch=8, batch=32)),
-        "llama": ("llama", words | dict(kv_heads=8, heads=16, feed_forward=768, length=256, block=128)),
-        "unet": ("unet", dict(base=32, image=32, batch=32)),
-    }
-    return [
-        Model(family=family, size="small", case=case, sizes=sizes, small=True)
-        for family, (case, sizes) in cases.items()
-    ]
-
-
 @functools.cache
 def models() -> dict[str, Model]:
     """All models by name."""
@@ -203,20 +179,5 @@ def models() -> dict[str, Model]:
         *(wide_resnet(size, *rest) for size, rest in WIDE_RESNET_SIZES.items()),
         *others(),
         *intra_operator(),
-        *small(),
     ]
     return {model.name: model for model in made}
-
-
-def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The known names that are asked for, by name, family (what stands before a "-") or pattern (`gpt-*`).
-
-    Raises: SystemExit for what fits none.
-    """
-    found: dict[str, None] = {}
-    for asked in names:
-        fitting = [name for name in known if fnmatch.fnmatch(name, asked) or name.startswith(f"{asked}-")]
-        if not fitting:
-            raise SystemExit(f"{asked}: none of {', '.join(known)}")
-        found |= dict.fromkeys(fitting)
-    return list(found)

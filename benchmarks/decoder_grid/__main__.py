@@ -1,242 +1,217 @@
 """The free search beside recipes, on decoders drawn at random: crashes, refusals, and what is faster than the search.
 
-    python -m benchmarks.decoder_grid --draws 20 --seed 0 [--processes 2] [--first 0] [--clusters dgx-h100 tpu-v6e:4x4]
-    python -m benchmarks.decoder_grid --draws 20 --run 4      four of the small ones on four CPU devices beside jit
+    python -m benchmarks.decoder_grid --draws 20 --first 0 [--processes 2] [--clusters dgx-h100 tpu-v6e:4x4]
     python -m benchmarks.decoder_grid --draws 10 --memory     less and less memory, and every request that the search
                                                               may take itself: micro-batches, recomputation, recipes
     python -m benchmarks.decoder_grid --memory --everyday nanogpt vit     the same of steps of `benchmarks.everyday`
-    python -m benchmarks.decoder_grid --draws 500 --keep      also writes results/decoder_grid.md
-    python -m benchmarks.decoder_grid --draws 60 --spread --rows rows.jsonl     each on one of the clusters, in turn
-    python -m benchmarks.decoder_grid --of rows.jsonl --keep  the page of rows that were made before
+    python -m benchmarks.decoder_grid --draws 500 --rows rows.jsonl --keep    also writes results/decoder_grid.md
 
-Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in a process of its own, in each
-of the ways of `benchmarks/decoder_grid/ways.py`; what takes more than `--limit` seconds is ended and counted. A way is
-faster where its predicted step takes at most 0.9999 of that of the free search. Attention in blocks is another step:
-its rows count beside the free search in blocks. No device is needed.
+Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in each of the ways below; what
+takes more than `--limit` seconds of the processor is ended and counted. A way is faster where its predicted step takes
+at most 0.9999 of that of the free search. Attention in blocks is another step: its rows count beside the free search in
+blocks. No device is needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
+import functools
 import itertools
 import json
 import os
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Collection, Iterator, Sequence
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax
+
 import autopar
-from benchmarks.decoder_grid.model import drawn
-from benchmarks.decoder_grid.ways import FREE, requests, ways
+from autopar import recipes
+from autopar.errors import AutoparError
+from benchmarks.decoder_grid.model import Decoder, drawn
 from benchmarks.everyday import STEPS as EVERYDAY
 from benchmarks.machine import description, markdown
+from benchmarks.row_processes import JobProcess, answer, jobs
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "decoder_grid.md"
+RESULTS = Path(__file__).parent.parent / "results" / "decoder_grid.md"
 CLUSTERS = ("dgx-h100:1", "dgx-h100", "dgx-h100x2", "tpu-v5p:2x2x2", "tpu-v6e:4x4")
-FASTER = 1e-4  # as a part of the step; less is a tie, as in `benchmarks.grids`
+FASTER = 1e-4  # as a part of the step; less is a tie
 SHARES = (1.0, 0.5, 0.25, 0.1)  # of the memory that the free plan takes where there is enough
-BLOCKWISE = "blockwise"
-RUN_DEVICES = 4
+FREE, BLOCKWISE = "free", "blockwise"
+EVERYDAY_BATCH = 32  # so that there is a step in 32 micro-batches
+KINDS = ("crash", "failure", "refused")
 Row = dict[str, Any]
 
 
-def rows_of(job: Row, limit_s: float) -> Iterator[Row]:
-    """What comes of each way of a job. Where one takes too long, its process is ended, and another has the rest."""
-    waiting = list(job["ways"])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
-    if not job["cluster"]:
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RUN_DEVICES}"
-    while waiting:
-        command = [sys.executable, "-m", "benchmarks.decoder_grid.ways", json.dumps({**job, "ways": waiting})]
-        with tempfile.TemporaryFile("w+") as errors:
-            child = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-            lines: queue.Queue[str | None] = queue.Queue()
-            threading.Thread(target=_read, args=(child, lines), daemon=True).start()
-            while waiting:
-                try:
-                    line = lines.get(timeout=limit_s)
-                except queue.Empty:
-                    line, why = None, {"hang": f"more than {limit_s:.0f} s"}
-                else:
-                    errors.seek(0)
-                    why = {"crash": f"the process ended: {errors.read()[-300:]}"}
-                if line is None:
-                    yield {"way": waiting.pop(0), **why}
-                    break
-                waiting.pop(0)
-                yield json.loads(line)
-            child.kill()
-            child.wait()
+def ways(num_devices: int) -> dict[str, dict[str, Any]]:
+    """The options of each way by its name; the free search first."""
+    one = {FREE: {}, "four micro-batches": {"num_microbatches": 4}, BLOCKWISE: {"attention": "blockwise"}}
+    if num_devices == 1:
+        return one
+    return one | {
+        "data parallel": {"plan": recipes.data_parallel()},
+        "ZeRO-1": {"plan": recipes.zero(1)},
+        "ZeRO-3": {"plan": recipes.zero(3)},
+        "tensor parallel": {"plan": recipes.tensor_parallel()},
+        "megatron": {"plan": recipes.sequence_parallel("megatron")},
+        "ulysses": {"plan": recipes.sequence_parallel("ulysses")},
+        "two stages": {"plan": recipes.pipeline(2)},
+        "ulysses blockwise": {"plan": recipes.sequence_parallel("ulysses"), "attention": "blockwise"},
+    }
 
 
-def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert child.stdout is not None, "its output is a pipe"
-    for line in child.stdout:
-        if line.startswith("{"):
-            lines.put(line)
-    lines.put(None)
-
-
-def jobs_of(arguments: argparse.Namespace) -> list[Row]:
-    numbers = arguments.everyday or range(arguments.first, arguments.first + arguments.draws)
-    if arguments.run:
-        small = [n for n in numbers if n % 2 == 0][: arguments.run]
-        names = list(ways(RUN_DEVICES))
-        return [{"seed": arguments.seed, "number": n, "cluster": "", "ways": names} for n in small]
-    found: list[Row] = []
-    pairs = list(itertools.product(numbers, arguments.clusters))
-    if arguments.spread:  # on all in turn, small and large ones on each
-        n = len(arguments.clusters)
-        pairs = [(number, arguments.clusters[(number + number // n) % n]) for number in numbers]
-    for number, cluster in pairs:
-        num_devices = autopar.Cluster.parse(cluster).num_devices
-        names = list((requests if arguments.memory else ways)(num_devices))
-        job = {"seed": arguments.seed, "number": number, "cluster": cluster, "requests": arguments.memory}
-        found.append({**job, "ways": [n for n in names if n == FREE or not arguments.ways or n in arguments.ways]})
+def requests(num_devices: int) -> dict[str, dict[str, Any]]:
+    """Requests within the freedoms of the search, by name: micro-batches, recipes, recomputation."""
+    found: dict[str, dict[str, Any]] = {FREE: {}}
+    for m in (1, 2, 4, 8, 16, 32):
+        found[f"num_microbatches={m}"] = {"num_microbatches": m}
+    if num_devices > 1:
+        found["dp, zero=1"] = {"plan": recipes.combine(dp=num_devices, zero=1)}
+    for zero, m, recompute in itertools.product((0, 3), (1, 4, 8, 16, 32), ("nothing", "matmuls", "input")):
+        if (num_devices == 1 and zero) or (m == 1 and recompute != "nothing"):
+            continue
+        several = {} if m == 1 else {"num_microbatches": m, "recompute": recompute}
+        name = f"dp, zero={zero}, m={m}, {recompute}"
+        found[name] = {"plan": recipes.combine(dp=num_devices, zero=zero, **several)}
+    if num_devices > 1:
+        found |= {name: ways(num_devices)[name] for name in ("tensor parallel", "megatron", "two stages")}
     return found
 
 
-def results_of(job: Row, arguments: argparse.Namespace) -> list[Row]:
-    """The rows of a job; with less and less memory, those of each share."""
-    about = {key: job[key] for key in ("number", "cluster")}
-    if not arguments.memory:
-        return [{**about, **row} for row in rows_of(job, arguments.limit)]
-    # What the fastest plan takes is asked for with as much memory as there may be on a device.
-    (first,) = rows_of({**job, "ways": [FREE], "memory_bytes": 1 << 50}, arguments.limit)
-    found: list[Row] = []
-    for share in arguments.shares if "peak_bytes" in first else ():
-        limited = {**job, "memory_bytes": int(share * first["peak_bytes"])}
-        found += [{**about, "share": share, **row} for row in rows_of(limited, arguments.limit)]
-    return found or [{**about, **first}]
+def ways_of(cluster: str, memory: bool) -> dict[str, dict[str, Any]]:
+    return (requests if memory else ways)(autopar.Cluster.parse(cluster).num_devices)
 
 
-def faster(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+def work() -> None:
+    """Plans the jobs that this process is given: (draw or name of a step, cluster, of requests, way, memory)."""
+    for number, cluster, memory, way, limit_bytes in jobs():
+        options = ways_of(cluster, memory)[way] | ({"memory_limit_bytes": limit_bytes} if limit_bytes else {})
+        begun_s = time.process_time()
+        try:
+            found = planned(number, cluster, options)
+        except AutoparError as error:
+            found = {"refused": f"{type(error).__name__}: {error}".split("\n hint")[0][:600]}
+        except Exception as error:
+            trace = traceback.format_exc().splitlines()[-8:]
+            found = {"crash": f"{type(error).__name__}: {error}"[:300], "trace": trace}
+        answer(found | {"processor_s": time.process_time() - begun_s})
+
+
+def planned(number: int | str, cluster: str, options: dict[str, Any]) -> Row:
+    case = EVERYDAY[number](EVERYDAY_BATCH) if isinstance(number, str) else drawn(0, number)
+    example = case.batch_of(0) if isinstance(case, Decoder) else case.batch(0)
+    state = eqx.filter_eval_shape(case.init, jax.random.key(0))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
+    plan = autopar.plan(case.step, state, batch, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    pipeline = plan.record.pipeline
+    parts = "" if pipeline is None else f", {len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches"
+    return {
+        "step_time_s": plan.predicted.step_time_s,
+        "peak_bytes": max(plan.predicted.peak_bytes),
+        "plan": f"mesh {plan.mesh}{parts}",
+    }
+
+
+def rows_of(job: tuple[int | str, str], arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a decoder on a cluster; with less and less memory, those of each share."""
+    number, cluster = job
+    process = JobProcess("benchmarks.decoder_grid", ["--worker"], arguments.limit)
+
+    def row(way: str, limit_bytes: int = 0) -> Row:
+        found = process.run((number, cluster, arguments.memory, way, limit_bytes))
+        return {"number": number, "cluster": cluster, "way": way, **found}
+
+    try:
+        if not arguments.memory:
+            return [row(way) for way in ways_of(cluster, False)]
+        # What the fastest plan takes is asked for with as much memory as there may be on a device.
+        first = row(FREE, 1 << 50)
+        limits = {share: int(share * first["peak_bytes"]) for share in SHARES} if "peak_bytes" in first else {}
+        shared = [row(way, limits[share]) | {"share": share} for share in limits for way in ways_of(cluster, True)]
+        return shared or [first]
+    finally:
+        process.close()
+
+
+def faster(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
     """The rows of one job that are faster than the free search of the same attention and memory, and the ratio."""
     free = {(row.get("share"), row["way"]): row for row in rows if row["way"] in (FREE, BLOCKWISE)}
-    found = []
     for row in rows:
         of = free.get((row.get("share"), BLOCKWISE if BLOCKWISE in row["way"] else FREE))
         if of is None or row is of or "step_time_s" not in row:
             continue
-        if "step_time_s" not in of:
-            found.append((row, float("inf")))
-        elif row["step_time_s"] < (1 - FASTER) * of["step_time_s"]:
-            found.append((row, of["step_time_s"] / row["step_time_s"]))
-    return found
+        ratio = of.get("step_time_s", float("inf")) / row["step_time_s"]
+        if ratio * (1 - FASTER) > 1:
+            yield row, ratio
 
 
-@dataclasses.dataclass(kw_only=True)
-class Summary:
-    """What came of all jobs."""
-
-    jobs: int = 0
-    rows: int = 0
-    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    refusals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    notable: list[list[str]] = dataclasses.field(default_factory=list)
-
-    def add(self, job: Row, rows: Sequence[Row]) -> list[list[str]]:
-        """Takes the rows of a job up; returns those to be told."""
-        self.jobs, self.rows = self.jobs + 1, self.rows + len(rows)
-        told: list[list[str]] = []
-        for row in rows:
-            kind = next((k for k in ("crash", "hang", "wrong", "refused") if k in row), "fine")
-            self.kinds[kind] += 1
-            if kind == "refused":
-                self.refusals[f"{row['way']}: {row['refused'].split(',')[0][:80]}"] += 1
-            elif kind != "fine":
-                told.append(_cells(row, kind, str(row[kind] if kind != "wrong" else row["difference"])))
-        for row, ratio in faster(rows):
-            self.kinds["faster"] += 1
-            told.append(_cells(row, "faster", f"{ratio:.4f} times, {row['step_time_s'] * 1e3:.4g} ms, {row['plan']}"))
-        self.notable += told
-        return told
+def told(rows: Sequence[Row]) -> list[list[str]]:
+    """What is notable in the rows of a job: what crashed or took too long, and what is faster than the search."""
+    found = [(row, kind, row[kind]) for row in rows for kind in ("crash", "failure") if kind in row]
+    found += [
+        (row, "faster", f"{ratio:.4f} times, {row['step_time_s'] * 1e3:.4g} ms, {row['plan']}")
+        for row, ratio in faster(rows)
+    ]
+    return [[*_where(row), row["way"], kind, text.replace("|", "/").replace("\n", " ")] for row, kind, text in found]
 
 
-def _cells(row: Row, kind: str, text: str) -> list[str]:
-    share = f" at {row['share']:.0%}" if "share" in row else ""
-    where = (row["cluster"] or "4 CPU devices") + share
-    return [str(row["number"]), where, row["way"], kind, text.replace("|", "/").replace("\n", " ")]
+def _where(row: Row) -> tuple[str, str]:
+    return str(row["number"]), row["cluster"] + (f" at {row['share']:.0%}" if "share" in row else "")
 
 
-def kept_jobs(path: Path) -> list[tuple[Row, list[Row]]]:
-    """The jobs of rows that were kept, each with its rows."""
-    found: dict[tuple[int, str, bool], list[Row]] = {}
-    for row in map(json.loads, path.read_text().splitlines()):
-        found.setdefault((row["number"], row["cluster"], "share" in row), []).append(row)
-    return [({"number": number, "cluster": cluster}, rows) for (number, cluster, _), rows in found.items()]
-
-
-def _about(seed: int, number: int | str) -> str:
-    return "" if isinstance(number, str) else str(drawn(seed, number))
-
-
-def page(summary: Summary, draws: Collection[int], seed: int) -> str:
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(summary.kinds.items()))
-    refusals = [[text, str(n)] for text, n in summary.refusals.most_common()]
+def page(rows: Sequence[Row], notable: Sequence[Sequence[str]], command: str) -> str:
+    kinds = collections.Counter(next((kind for kind in KINDS if kind in row), "fine") for row in rows)
+    refusals = collections.Counter(
+        f"{row['way']}: {row['refused'].split(',')[0][:80]}" for row in rows if "refused" in row
+    )
     return (
-        "# Decoders drawn at random\n\n"
-        f"`python -m benchmarks.decoder_grid`, {len(draws)} draws from {min(draws)} to {max(draws)}, seed {seed}: "
-        f"{summary.rows} rows of {summary.jobs} decoders on clusters: {kinds}.\n\n"
-        f"{description()}\n\n"
-        f"{markdown(('draw', 'cluster', 'way', 'kind', 'what'), summary.notable)}\n\n## Refusals\n\n"
-        f"{markdown(('way and reason', 'rows'), refusals)}\n"
+        f"# Decoders drawn at random\n\n`python -m benchmarks.decoder_grid {command}`: {len(rows)} rows: "
+        f"{', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}.\n\n{description()}\n\n"
+        f"{markdown(('draw', 'cluster', 'way', 'kind', 'what'), notable)}\n\n## Refusals\n\n"
+        f"{markdown(('way and reason', 'rows'), [[text, str(n)] for text, n in refusals.most_common()])}\n"
     )
 
 
-def parsed() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10, help="how many decoders")
-    parser.add_argument("--everyday", nargs="+", choices=list(EVERYDAY), metavar="STEP", help="these steps instead")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
-    parser.add_argument("--processes", type=int, default=1, help="at a time")
+    parser.add_argument("--everyday", nargs="+", choices=list(EVERYDAY), metavar="STEP", help="these steps instead")
     parser.add_argument("--clusters", nargs="*", default=CLUSTERS)
-    parser.add_argument("--ways", nargs="*", help="some of them, beside the free search")
-    parser.add_argument("--run", type=int, default=0, help="run so many of the small ones instead")
     parser.add_argument("--memory", action="store_true", help="less and less memory, every request of the freedoms")
-    parser.add_argument("--shares", type=float, nargs="*", default=SHARES, help="of memory")
+    parser.add_argument("--processes", type=int, default=1, help="at a time")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one way")
     parser.add_argument("--rows", type=Path, help="a file to which every row is added, a JSON object a line")
-    parser.add_argument("--spread", action="store_true", help="each decoder on one of the clusters")
-    parser.add_argument("--of", type=Path, help="no new rows: those of this file")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
-    return parser.parse_args()
-
-
-def new_jobs(arguments: argparse.Namespace) -> Iterator[tuple[Row, list[Row]]]:
-    jobs = jobs_of(arguments)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work()
+        return 0
+    os.environ |= {"JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
+    numbers = arguments.everyday or range(arguments.first, arguments.first + arguments.draws)
+    wanted = list(itertools.product(numbers, arguments.clusters))
+    rows: list[Row] = []
+    notable: list[list[str]] = []
     with ThreadPoolExecutor(arguments.processes) as pool:
-        for job, rows in zip(jobs, pool.map(lambda job: results_of(job, arguments), jobs), strict=True):
+        for found in pool.map(functools.partial(rows_of, arguments=arguments), wanted):
             if arguments.rows:
                 with arguments.rows.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in rows)
-            yield job, rows
-
-
-def main() -> int:
-    arguments = parsed()
-    summary, draws = Summary(), set[int]()
-    for job, rows in kept_jobs(arguments.of) if arguments.of else new_jobs(arguments):
-        draws.add(job["number"])
-        print(f"{job['number']} {job['cluster']} {_about(arguments.seed, job['number'])}", flush=True)
-        for cells in summary.add(job, rows):
-            print("   ", " | ".join(cells), flush=True)
-    print(dict(summary.kinds))
-    print(markdown(("way and reason", "rows"), [[text, str(n)] for text, n in summary.refusals.most_common()]))
+                    file.writelines(json.dumps(row) + "\n" for row in found)
+            print(*_where(found[0]), f"{len(found)} rows", flush=True)
+            for cells in told(found):
+                print("   ", " | ".join(cells), flush=True)
+            rows, notable = [*rows, *found], [*notable, *told(found)]
+    text = page(rows, notable, " ".join(sys.argv[1:]))
+    print(text)
     if arguments.keep:
-        RESULTS.write_text(page(summary, draws, arguments.seed))
+        RESULTS.write_text(text)
     return 0
 
 

@@ -6,9 +6,8 @@ from benchmarks.zoo.bert import bert
 from benchmarks.zoo.bookkeeping import bookkeeping
 from benchmarks.zoo.case import Case
 from benchmarks.zoo.clip import clip
-from benchmarks.zoo.dropout import dropout, dropout_raw_key
+from benchmarks.zoo.dropout import dropout
 from benchmarks.zoo.encoder_decoder import encoder_decoder
-from benchmarks.zoo.equinox_model import equinox_model
 from benchmarks.zoo.fixed_point import fixed_point
 from benchmarks.zoo.gnn import gnn
 from benchmarks.zoo.gpt import gpt, gpt_bf16, gpt_odd, gpt_remat
@@ -33,7 +32,6 @@ CASES: dict[str, Callable[..., Case]] = {
         mlp_ema,
         mlp_multi_steps,
         dropout,
-        dropout_raw_key,
         bookkeeping,
         loss_scaling,
         fixed_point,
@@ -58,7 +56,6 @@ CASES: dict[str, Callable[..., Case]] = {
         lstm,
         gnn,
         nnx_model,
-        equinox_model,
         haiku_model,
     )
 }

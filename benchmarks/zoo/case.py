@@ -31,3 +31,8 @@ class Case:
     batch: Callable[[int], PyTree]
     tolerance: float = 1e-5
     zero_gradient: str | None = None
+
+    def shapes(self) -> tuple[PyTree, PyTree]:
+        """(state, batch) as shapes."""
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch(0))
+        return jax.eval_shape(self.init, jax.random.key(0)), batch

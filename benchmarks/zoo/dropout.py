@@ -1,4 +1,4 @@
-"""Dropout, with the random key in the state: a typed key in one case, raw key data in the other."""
+"""Dropout, with the random key in the state."""
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,13 @@ def apply_with_dropout(params: PyTree, x: jax.Array, key: jax.Array) -> jax.Arra
     return x @ last["weight"] + last["bias"]
 
 
-def dropout(
-    *, layers: int = 2, width: int = 64, features: int = 32, classes: int = 16, batch: int = 16, typed_key: bool = True
-) -> Case:
+def dropout(*, layers: int = 2, width: int = 64, features: int = 32, classes: int = 16, batch: int = 16) -> Case:
     tx = momentum()
 
     def init(key: jax.Array) -> PyTree:
         params_key, dropout_key = jax.random.split(key)
         params = init_mlp(params_key, (features, *[width] * layers, classes))
-        return {
-            "params": params,
-            "opt_state": tx.init(params),
-            "key": dropout_key if typed_key else jax.random.key_data(dropout_key),
-        }
+        return {"params": params, "opt_state": tx.init(params), "key": dropout_key}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         next_key, key = jax.random.split(state["key"])
@@ -46,13 +40,8 @@ def dropout(
         return {"params": params, "opt_state": opt_state, "key": next_key}, {"loss": loss}
 
     return Case(
-        name="dropout" if typed_key else "dropout_raw_key",
+        name="dropout",
         step=step,
         init=init,
         batch=vector_batch(batch=batch, features=features, classes=classes),
     )
-
-
-def dropout_raw_key(**sizes) -> Case:
-    """The key is a uint32 array, as `jax.random.PRNGKey` makes."""
-    return dropout(typed_key=False, **sizes)

@@ -11,14 +11,12 @@ import numpy as np
 
 from autopar.solver.anytime.anytime import Best, Settled
 from autopar.solver.anytime.reduced_cost_fixing import combine, drop_costly
-from autopar.solver.ilp.exact import Answer, Settings, solve_lazily
+from autopar.solver.ilp.exact import EXACT_ENTRIES, Answer, Settings, solve_lazily
 from autopar.solver.ilp.flat_arrays import Flat, flatten
 from autopar.solver.ilp.problem import Problem
 from autopar.solver.presolve.reduction import ConflictError, Reduction
 
-PROOF_ENTRIES = 60_000  # edge variables after fixing with which the program ends a proof in some seconds
 PROOF_PART = 0.4  # of the time left that an attempt at the proof may take
-COMBINE_ENTRIES = 60_000  # ... of the strategies that recent choices take
 COMBINE_PART = 0.08  # of the time left that a search among recent choices may take
 
 
@@ -55,7 +53,7 @@ class Finish:
             return Settled(choice=None, finished=True)
         entries = smaller.problem.num_pairs
         self.log(f"fixing leaves {len(smaller.problem.node_cost)} nodes, {entries} pairs")
-        if entries > PROOF_ENTRIES:
+        if entries > EXACT_ENTRIES:
             return None
         now = time.perf_counter()
         deadline = now + PROOF_PART * (self.settings.deadline - now)
@@ -70,7 +68,7 @@ class Finish:
             smaller = combine(self.problem, (best.choice, *recent))
             entries = smaller.problem.num_pairs
             self.log(f"{len(recent)} recent choices leave {len(smaller.problem.node_cost)} nodes, {entries} pairs")
-            if entries <= COMBINE_ENTRIES:
+            if entries <= EXACT_ENTRIES:
                 break
             recent = recent[len(recent) // 2 + 1 :]
         now = time.perf_counter()

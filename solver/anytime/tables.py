@@ -22,7 +22,7 @@ from autopar.solver.ilp.problem import Problem
 from autopar.solver.presolve.elimination import solve_by_tables
 from autopar.solver.presolve.reduction import ConflictError
 
-FIRST_PART, STEP = 1 / 512, 8.0  # of the gap that is tried first, and by how much it is widened or narrowed
+STEP = 8.0  # by how much a room is widened or narrowed
 TRIES = 6
 
 
@@ -42,7 +42,7 @@ class TableSearch:
         """
         rise, found, cost = rises(self.flat, best), None, best.cost
         slack = SAFETY * abs(best.cost)
-        room, widest, too_wide = (cost - best.bound) * FIRST_PART, 0.0, np.inf
+        room, widest, too_wide = (cost - best.bound) / STEP**3, 0.0, np.inf
         for _ in range(TRIES):
             choice, fits = self._cheapest(rise, room)
             if fits:

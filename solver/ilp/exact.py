@@ -17,12 +17,12 @@ from autopar.solver.ilp.memory_rows import can_bind, row_at, shares, used, worst
 from autopar.solver.ilp.problem import Problem
 
 THREADS = 2
-ROWS_AT_ONCE = 40  # rows added where the last answer broke them: few rounds, and few rows that never bind
-WHOLE = 64  # a problem with no more rows than this gets all of them at once
+EXACT_ENTRIES = 60_000  # edge variables with which a program takes some seconds
+ROWS_AT_ONCE = 64  # rows added where the last answer broke them; a problem with no more gets all of them at once
 
 
 class Backend(enum.Enum):
-    """The solver behind MathOpt that takes what presolve leaves; benchmarks/results/solvers.md has the figures."""
+    """The solver behind MathOpt that takes what presolve leaves; docs/solver.md has their figures."""
 
     HIGHS = "highs"
     CP_SAT = "cp_sat"
@@ -56,8 +56,8 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
     fewer.
     """
     binding = can_bind(flat)
-    included = set(binding.tolist()) if len(binding) <= WHOLE else set(rows)
-    relaxed = len(binding) > WHOLE and not included
+    included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set(rows)
+    relaxed = len(binding) > ROWS_AT_ONCE and not included
     bound = -math.inf
     while True:
         program = build(problem, [row_at(flat, row) for row in sorted(included)])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.ilp.exact import ROWS_AT_ONCE, WHOLE, Settings, run
+from autopar.solver.ilp.exact import ROWS_AT_ONCE, Settings, run
 from autopar.solver.ilp.flat_arrays import Flat
 from autopar.solver.ilp.formulas import build
 from autopar.solver.ilp.memory_rows import can_bind, holders, row_at, shares, used, worst_rows
@@ -30,7 +30,7 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
         ),
     )
     binding = can_bind(flat)
-    included = set(binding.tolist()) if len(binding) <= WHOLE else set()
+    included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set()
     while True:
         program = build(free, [row_at(flat, row) for row in sorted(included)], spare=True)
         values, answer = run(program, settings)

@@ -262,7 +262,6 @@ def _starts(parts: Sequence[Sized]) -> np.ndarray:
 
 
 DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
-SETTLED = 0.97  # of the strategies left by a turn of all reductions: another turn would cost more than it saves
 TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
 
 
@@ -270,7 +269,7 @@ Step = Callable[[Problem], Reduction]
 
 
 def reduce_all(problem: Problem) -> Reduction:
-    """Every reduction in turn until a turn changes nothing, or only a few strategies of a large problem.
+    """Every reduction in turn until a turn changes nothing.
 
     Raises: ConflictError when the strategies left exclude each other.
     """
@@ -292,8 +291,7 @@ def reduce_all(problem: Problem) -> Reduction:
             # What is dominated may be so by what a pass dropped after it: only a pass that drops nothing is the last.
             if step is not drop_dominated or total.problem is before:
                 settled[step] = total.problem
-        size_after = size(total.problem)
-        if size_after[:2] == size_before[:2] and size_after[2] > SETTLED * size_before[2] - 1:
+        if size(total.problem) == size_before:
             return total
 
 

@@ -7,7 +7,8 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.plan.memory_use import MemoryKind
-from benchmarks.memory_formulas import (
+from benchmarks.zoo import CASES as MODELS
+from tests.compiler.published_memory import (
     ACTIVATION_TARGET,
     CASES,
     DEVICES,
@@ -22,7 +23,6 @@ from benchmarks.memory_formulas import (
     published_bytes,
     zero_plan,
 )
-from benchmarks.zoo import CASES as MODELS
 
 GPT = MODELS["gpt"](layers=4, width=64, length=32, batch=16)
 

@@ -1,18 +1,18 @@
 """Predicted memory: small programs whose peak is counted by hand, and models that XLA compiles here."""
 
 import dataclasses
-import functools
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar.cost import peak_memory
 from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep, heap_bytes
 from autopar.cost.xla_program import Tile
 from autopar.hardware.kinds import Platform
-from benchmarks import memory_study
+from benchmarks.zoo import CASES
 
 BIG, SMALL = 1000, 10
 
@@ -364,22 +364,23 @@ def test_the_estimate_of_a_long_program_is_linear_in_its_length():
 
 _GPT = dict(layers=2, width=128, heads=4, vocabulary=512, length=256, batch=8)
 COMPILED = {
-    "mlp": functools.partial(memory_study.plain_mlp, (512, 2048, 512, 2048, 512), 2048, jax.nn.gelu),
-    "gpt": functools.partial(memory_study.zoo, "gpt", **_GPT),
-    "gpt_remat": functools.partial(memory_study.zoo, "gpt_remat", **_GPT),
-    "gpt_scan": functools.partial(memory_study.zoo, "gpt_scan", **_GPT),
-    "lstm": functools.partial(memory_study.zoo, "lstm", width=256, features=128, length=64, batch=64),
-    "moe": functools.partial(memory_study.zoo, "moe", **_GPT),
+    "mlp": dict(layers=4, width=1024, features=512, classes=128, batch=4096),
+    "gpt": _GPT,
+    "gpt_remat": _GPT,
+    "gpt_scan": _GPT,
+    "lstm": dict(width=256, features=128, length=64, batch=64),
+    "moe": _GPT,
 }
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_models_need_what_was_predicted(name):
-    step, args = COMPILED[name]()
-    program = memory_study.program_of(jax.make_jaxpr(step)(*args), {i: i for i in range(len(jax.tree.leaves(args[0])))})
-    stats = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
-    predicted = peak_memory.estimate(program, peak_memory.compiler_for(Platform.CPU, jax.__version_info__))
-    assert predicted.peak_bytes == pytest.approx(peak_memory.allocated_bytes(stats), rel=0.15)
+    case = CASES[name](**COMPILED[name])
+    step = autopar.parallelize(
+        case.step, cluster=autopar.Cluster.local(1), num_microbatches=1, cache_dir=None, show_progress=False
+    )
+    predicted, stats = step.plan(*case.shapes()).predicted, step.compile(*case.shapes()).memory_analysis()
+    assert predicted.peak_bytes[0] == pytest.approx(peak_memory.allocated_bytes(stats), rel=0.15)
 
 
 def test_allocated_bytes_are_arguments_results_and_temporaries():

@@ -101,7 +101,7 @@ def test_gradients_hide_behind_the_last_micro_batch_of_a_gpu(monkeypatch):
     plan = wide_plan("dgx-h100")
     assert plan.record.pipeline.joined == (("F of stage 0", "after 0 of stage 0"),)
     assert "; one program: F of stage 0 + after 0 of stage 0" in plan.table()
-    monkeypatch.setattr(joined_tasks, "LEAST_GAIN", 1.0)
+    monkeypatch.setattr(joined_tasks, "WORTHWHILE", 1.0)
     apart = wide_plan("dgx-h100")
     assert apart.record.pipeline.joined == ()
     joined_s, apart_s = plan.record.predicted, apart.record.predicted

@@ -14,7 +14,7 @@ from autopar.hardware import host_cpu, presets
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import DeviceKind, Platform
 from autopar.xla import collectives
-from benchmarks import hardware_model
+from tests.hardware import published_measurements
 
 KINDS = sorted({kind.name: kind for _, kind in presets.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
 
@@ -74,21 +74,29 @@ def test_overhead_and_efficiency_give_measured_times(device, dtype, flops, secon
     assert predicted == pytest.approx(seconds, rel=0.12)
 
 
-@pytest.mark.parametrize("arch", hardware_model.LINKS)
+@pytest.mark.parametrize("arch", published_measurements.LINKS)
 def test_links_give_measured_times_from_1_mb(arch):
-    timings, _ = hardware_model.written_down()
-    found = hardware_model.ratios(timings[arch], hardware_model.LINKS[arch])
+    timings = published_measurements.collective_timings()[arch]
+    found = published_measurements.ratios(timings, published_measurements.LINKS[arch])
     assert np.median(np.abs(found - 1.0)) < 0.12
     # Permutes of 16 to 256 MB take 760 us over 64 GB200 and 430 over 72: one constant cannot have both.
     for kind in set(PLANNED_KINDS) - {CollectiveKind.COLLECTIVE_PERMUTE}:
-        assert np.median(found[[t.kind is kind for t in timings[arch]]]) == pytest.approx(1.0, abs=0.15), kind
+        assert np.median(found[[t.kind is kind for t in timings]]) == pytest.approx(1.0, abs=0.15), kind
 
 
-@pytest.mark.parametrize("point", hardware_model.published(), ids=lambda p: f"{p.what} {p.kind.value} {p.gb_per_s:.0f}")
+@pytest.mark.parametrize(("arch", "device"), published_measurements.DEVICES.items())
+def test_products_take_measured_times(arch, device):
+    measured = published_measurements.products(arch)
+    assert np.median([abs(product.predicted_s(device) / product.seconds - 1) for product in measured]) < 0.15
+
+
+@pytest.mark.parametrize(
+    "point", published_measurements.published(), ids=lambda p: f"{p.what} {p.kind.value} {p.gb_per_s:.0f}"
+)
 def test_presets_give_published_rates(point):
     # Two measurements that contradict each other: XLA's table has 250 GB/s of 2 GB over two H100, and is followed.
     tolerance = 0.3 if (point.what, point.kind) == ("2 H100", CollectiveKind.ALL_REDUCE) else 0.2
-    assert hardware_model.rate_gb_per_s(point) == pytest.approx(point.gb_per_s, rel=tolerance)
+    assert published_measurements.rate_gb_per_s(point) == pytest.approx(point.gb_per_s, rel=tolerance)
 
 
 @pytest.mark.parametrize(

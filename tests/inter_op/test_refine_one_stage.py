@@ -7,7 +7,8 @@ import pytest
 from autopar import Cluster
 from autopar.inter_op.microbatch_counts import MicrobatchCounts
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
-from autopar.inter_op.refine_one_stage import BY_ITSELF, REFINED_WITHIN, refine_one_stage
+from autopar.inter_op.refine_one_stage import BY_ITSELF, refine_one_stage
+from autopar.inter_op.search_space import NEAR_THE_BEST
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
@@ -99,8 +100,8 @@ def test_what_was_weighed_as_one_program_is_not_evaluated_again():
 
 def test_what_is_far_from_the_best_stays_as_it_is():
     best = one_stage(m=8, step_time_s=4.0)
-    assert refined(one_stage(step_time_s=4.0 * REFINED_WITHIN * 1.01), best=best) == []
-    assert refined(one_stage(step_time_s=4.0 * REFINED_WITHIN * 0.99), best=best)
+    assert refined(one_stage(step_time_s=4.0 * NEAR_THE_BEST * 1.01), best=best) == []
+    assert refined(one_stage(step_time_s=4.0 * NEAR_THE_BEST * 0.99), best=best)
 
 
 def test_what_cannot_become_the_best_is_left_out():

@@ -11,13 +11,13 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
-from autopar.intra_op.overlapped_axes import LEAST_GAIN, with_overlapped_axes
+from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Compute
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import WORTHWHILE, PlanRequest
 from tests.sections import BOOK
 
 WIDTH, HIDDEN = 2048, 8192
@@ -67,7 +67,7 @@ def test_the_fastest_axes_are_taken():
     }
     found = with_overlapped_axes(graph, model, whole)
     assert found.sharding.overlapped_axes
-    assert found.ran.end_s == min(times_s.values()) < (1 - LEAST_GAIN) * times_s[()]
+    assert found.ran.end_s == min(times_s.values()) < (1 - WORTHWHILE) * times_s[()]
 
 
 def test_axes_that_a_recipe_has_set_stay():
@@ -90,7 +90,7 @@ def test_the_search_takes_them_where_one_example_leaves_sequences_alone():
     found = search_mesh(context, cost_model(cluster, LogicalMesh(axis_sizes=(8,))), time_limit_s=60.0)
     whole = timed_sharding(context.graph, found.model, dataclasses.replace(found.sharding, overlapped_axes=()))
     assert found.sharding.overlapped_axes == (0,)
-    assert found.ran.end_s < (1 - LEAST_GAIN) * whole.ran.end_s
+    assert found.ran.end_s < (1 - WORTHWHILE) * whole.ran.end_s
 
 
 def products_in_pieces(timed):

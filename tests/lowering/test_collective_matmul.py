@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,27 @@ from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.verification import lower_for_target, peak_bytes
-from benchmarks.collective_matmul import overlapped
 from tests.sections import BOOK
 from tests.small_steps import assert_close, slow_cluster
 
 B, L, W, F = 2, 16, 8, 32
+_STARTS = re.compile(r"%?([\w.\-]+) = .*? collective-permute-start\(")
+_ENDS = re.compile(r"collective-permute-done\(.*?%?([\w.\-]+)\)")
+_PRODUCT = re.compile(r"= .*? (convolution|dot|custom-call|fusion)\(.*(dot_general|gemm|convolution)")
+
+
+def overlapped(text: str) -> tuple[int, int]:
+    """(asynchronous permutes of a scheduled program, those with a product between start and end)."""
+    started: dict[str, bool] = {}
+    beside = 0
+    for line in text.splitlines():
+        if (end := _ENDS.search(line)) is not None:
+            beside += started.get(end[1], False)
+        elif (start := _STARTS.search(line)) is not None:
+            started[start[1]] = False
+        elif _PRODUCT.search(line):
+            started = dict.fromkeys(started, True)
+    return len(started), beside
 
 
 def step(state, batch):

@@ -14,7 +14,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Role
 from autopar.passes.stack_updates import stack_updates
-from benchmarks.matrix_optimizers import OPTIMIZERS, muon, shampoo, soap
+from tests.passes.matrix_optimizers import muon, optax_muon, shampoo, soap
 from tests.sections import BOOK
 from tests.small_steps import slow_cluster
 
@@ -193,7 +193,7 @@ def test_zero1_on_eight_devices():
 
 
 def test_optax_muon():
-    step, state = training(OPTIMIZERS["optax muon"](), scanned=False, layers=2)
+    step, state = training(optax_muon(), scanned=False, layers=2)
     assert check_equal(step, state, num_devices=4, plan=autopar.recipes.zero(3)).record.stacked_over == 4
 
 

@@ -1,26 +1,15 @@
 """How recipes are walked through, and how rows are kept and compared, without any planning."""
 
 import dataclasses
-import json
-import sys
-import threading
 
-import pytest
-
-from autopar import Cluster
-from autopar.errors import MemoryLimitError, UnsupportedError
+from autopar import Cluster, recipes
 from autopar.manual.settings import Outcome, Point, Problem
 from autopar.manual.walks import first_points, frontier, walk
 from autopar.manual.ways import megatron
-from benchmarks.auto_vs_manual import findings, manual, processes, reports
-from benchmarks.auto_vs_manual.models import chosen, models
-from benchmarks.auto_vs_manual.planning import ROW_IS_MADE, cluster_of, line_of, refused
-from benchmarks.auto_vs_manual.processes import finished, lines_of
-from benchmarks.auto_vs_manual.rows import Row, Rows, Status
-from benchmarks.auto_vs_manual.suites import HARDWARE, Job, selected
+from benchmarks.auto_vs_manual.__main__ import HARDWARE, beside_search, came_to, selected
+from benchmarks.auto_vs_manual.models import cluster_of, models
 
 GPT = models()["gpt-2.6B"]
-ROW = Row(model="gpt-2.6B", cluster="p3.16xlarge", recipe="auto", devices=8, status=Status.PLANNED, step_time_s=1.0)
 
 
 def problem(cluster: str = "p3.16xlarge") -> Problem:
@@ -133,8 +122,6 @@ def test_a_recipe_that_is_refused_whatever_the_setting_is_left():
 
 
 def megatron_recipe():
-    from autopar import recipes
-
     return recipes.combine()
 
 
@@ -156,154 +143,12 @@ def test_a_walk_begins_with_the_batch_as_it_is_and_with_a_few_examples():
     assert first_points(dataclasses.replace(problem(), examples=8), pp=2, tp=1)[0].examples == 2
 
 
-def test_descriptions_of_machines_stay_with_their_rows(tmp_path):
-    rows = Rows(tmp_path)
-    for model, machine in (("a", "first"), ("b", "second"), ("a", "third")):
-        rows.add(dataclasses.replace(ROW, model=model), machine)
-    again = Rows(tmp_path)  # no row is of the first one any more
-    again.add(dataclasses.replace(ROW, model="c"), "fourth")
-    stored = json.loads((tmp_path / "rows.json").read_text())
-    made_on = {row["model"]: stored["machines"][row["machine"]] for row in stored["rows"]}
-    assert made_on == {"a": "third", "b": "second", "c": "fourth"}
-
-
-def test_rows_survive_their_file(tmp_path):
-    row = dataclasses.replace(ROW, collectives={"all-reduce": (2.0, 3.0)}, measured_quartiles_s=(1.0, 2.0))
-    Rows(tmp_path).add(row, "machine")
-    known = Rows(tmp_path)
-    assert known.get(*row.key) == row
-    assert list(known.machines.values()) == ["machine"]
-    known.add(dataclasses.replace(row, step_time_s=2.0), "another")
-    assert [r.step_time_s for r in Rows(tmp_path)] == [2.0]
-    assert (tmp_path / "rows.csv").read_text().startswith("model,cluster,recipe")
-
-
-def test_a_row_without_a_plan_says_by_how_much_it_is_over():
-    error = MemoryLimitError(where="", limit_bytes=10**9, needed_bytes=3 * 10**9, largest=[], hint="")
-    row = refused(dataclasses.replace(ROW, status=Status.FAILED), "dp", error)
-    assert row.status is Status.OUT_OF_MEMORY
-    assert row.came_to() == "out of memory, 2 GB over"
-
-
-def test_what_is_not_supported_says_where():
-    error = UnsupportedError(where="BatchNorm", expected="a mean", got="a statistic", hint="")
-    row = refused(dataclasses.replace(ROW, status=Status.FAILED), "dp", error)
-    assert row.came_to() == "unsupported: BatchNorm: expected a mean, got a statistic"
-
-
-def test_a_slower_search_is_found():
-    row = dataclasses.replace(ROW, recipe="zero 3", step_time_s=0.9)
-    assert [reports.is_slower(own, other) for other, own in reports.beside_auto([ROW, row])] == [True]
-    missing = dataclasses.replace(ROW, status=Status.OUT_OF_MEMORY)
-    assert [reports.is_slower(own, other) for other, own in reports.beside_auto([missing, row])] == [True]
-    assert not reports.is_slower(ROW, dataclasses.replace(row, step_time_s=1.5))
-
-
-def test_a_process_that_takes_too_long_leaves_its_row_as_far_as_it_came():
-    said = []
-    wrong = lines_of(["python", "-c", "import time; print('so far', flush=True); time.sleep(60)"], 3.0, said.append)
-    assert said == ["so far\n"]
-    job = Job(model=GPT, cluster="p3.16xlarge", recipe="auto")
-    assert finished(job, dataclasses.replace(ROW, attempts=2), wrong).cut_short == "stopped after 3 s and 2 attempts"
-    assert finished(job, None, wrong).status is Status.FAILED
-
-
-def lines_that_say(script, begun):
-    """Stands for `lines_of`: a process that reads recipes and says of each what `script` has of its attempts; after a
-    number of attempts that is None it takes too long. `begun` gets the recipes of each process.
-    """
-
-    def lines(command, timeout_s, each, given, environment):
-        begun.append(recipes := [])
-        while (recipe := next(given, None)) is not None:
-            recipes.append(recipe)
-            for attempts in script[recipe]:
-                if attempts is None:
-                    return "stopped after 1 s"
-                assert each(line_of(dataclasses.replace(ROW, recipe=recipe, attempts=attempts))) is False
-            assert each(f"{ROW_IS_MADE}\n") is True
-        return ""
-
-    return lines
-
-
-def test_a_row_is_what_its_process_said_last(monkeypatch):
-    """The second of three recipes takes too long; another process makes the third."""
-    begun, told, done = [], [], []
-    script = {"auto": [1, 2], "zero 1": [1, 2, None], "zero 3": [1, 2]}
-    monkeypatch.setattr(processes, "lines_of", lines_that_say(script, begun))
-    monkeypatch.setattr(processes, "worker_processes", list)
-    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in script]
-    processes.planned(jobs, 1.0, 4, told.append, done.append)
-    assert begun == [["auto", "zero 1"], ["zero 3"]]
-    assert [(row.recipe, row.attempts, row.cut_short) for row in done] == [
-        ("auto", 2, ""),
-        ("zero 1", 2, "stopped after 1 s and 2 attempts"),
-        ("zero 3", 2, ""),
-    ]
-    assert [row.attempts for row in told] == [1, 2] * 3
-
-
-def test_each_processor_makes_rows(monkeypatch):
-    """Two processes; the first is at its first row until the other one has made the rest."""
-    begun, told, done, rest_is_made = [], [], [], threading.Event()
-    script = {"auto": [1], "zero 1": [1], "zero 3": [1]}
-    lines = lines_that_say(script, begun)
-
-    def each_beside(command, timeout_s, each, given, environment):
-        assert environment == {"AUTOPAR_PLANNING_PROCESSES": "1"}
-
-        def slowly(line):
-            if '"auto"' in line:
-                assert rest_is_made.wait(10)
-            return each(line)
-
-        return lines(command, timeout_s, slowly, given, environment)
-
-    def ended(row):
-        done.append(row.recipe)
-        if len(done) == 2:
-            rest_is_made.set()
-
-    monkeypatch.setattr(processes, "lines_of", each_beside)
-    monkeypatch.setattr(processes, "worker_processes", lambda: ["another processor"])
-    jobs = [Job(model=GPT, cluster="p3.16xlarge", recipe=recipe) for recipe in script]
-    processes.planned(jobs, 1.0, 4, told.append, ended)
-    assert sorted(begun) == [["auto"], ["zero 1", "zero 3"]]
-    assert done == ["zero 1", "zero 3", "auto"]
-
-
-def test_a_process_reads_the_next_line_with_each_that_it_is_done_with():
-    program = "import sys\nfor line in sys.stdin: print('made', line.strip(), flush=True)"
-    said = []
-    wrong = lines_of([sys.executable, "-c", program], 30.0, lambda line: not said.append(line), iter(["a", "b", "c"]))
-    assert (said, wrong) == (["made a\n", "made b\n", "made c\n"], "")
-
-
-def test_a_process_that_fails_tells_why():
-    assert "boom" in lines_of(["python", "-c", "raise SystemExit('boom')"], 30.0, lambda line: None)
-
-
-def test_models_are_chosen_by_family_name_and_pattern():
-    known = list(models())
-    assert chosen(["gpt-2.6B"], known) == ["gpt-2.6B"]
-    assert {models()[name].family for name in chosen(["llama", "bert*"], known)} == {"llama", "bert"}
-    with pytest.raises(SystemExit, match="nothing-like-it"):
-        chosen(["nothing-like-it"], known)
-
-
-def test_jobs_of_a_suite_are_narrowed_down():
-    jobs = selected(["weak-scaling"], ["gpt"], ["p3.16xlargex2"], ["auto", "megatron*"])
-    assert [job.key for job in jobs] == [
-        ("gpt-6.7B", "p3.16xlargex2", "auto"),
-        ("gpt-6.7B", "p3.16xlargex2", "megatron grid"),
-    ]
-
-
 def test_every_family_is_planned_for_every_kind_of_hardware():
-    jobs = selected(["hardware"], None, None, ["auto"])
+    jobs = selected(["hardware", "| auto"])
     families = {model.family for model in models().values()}
-    assert {(job.model.family, job.cluster) for job in jobs} == {(f, c) for f in families for c in HARDWARE}
+    assert {(models()[name].family, cluster) for name, cluster, _ in jobs} == {
+        (f, c) for f in families for c in HARDWARE
+    }
     assert len(jobs) == len(families) * len(HARDWARE)
 
 
@@ -312,79 +157,11 @@ def test_a_part_of_a_host_is_a_cluster():
     assert cluster_of("p3.16xlargex2").num_devices == 16
 
 
-def test_findings_say_what_is_missing_and_what_holds():
-    rows = [
-        dataclasses.replace(ROW, model="moe-2.4B", flops=1.0),
-        dataclasses.replace(ROW, model="moe-2.4B", recipe="expert and data", step_time_s=2.0),
-    ]
-    moe = [finding for finding in findings.findings(rows) if finding.published.startswith("MoE")]
-    assert [(f.ours, f.holds) for f in moe] == [("2.4B on 1: 2.00x", None)]
-    assert {finding.holds for finding in findings.findings([])} == {None}
-
-
-@pytest.mark.parametrize(
-    ("others_s", "holds"),
-    [
-        ((2.0, 3.0, 4.0), True),
-        ((2.0, 1.5, 4.0), False),
-        ((2.0, 3.0, 3.0), False),
-        ((2.0, 3.0, None), None),
-        ((2.0, 3.0), None),
-    ],
-)
-def test_an_advantage_that_is_said_to_grow_has_to(others_s, holds):
-    """`others_s` on 1, 2 and 4 hosts, where the search takes a second; None: out of memory."""
-    rows = []
-    places = [("moe-2.4B", "p3.16xlarge"), ("moe-10B", "p3.16xlargex2"), ("moe-27B", "p3.16xlargex4")]
-    for (model, cluster), other_s in zip(places, others_s, strict=False):
-        own = dataclasses.replace(ROW, model=model, cluster=cluster, step_time_s=1.0, flops=1.0)
-        other = dataclasses.replace(own, recipe="expert and data", step_time_s=other_s)
-        if other_s is None:
-            other = dataclasses.replace(other, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10)
-        rows += [own, other]
-    (moe,) = (f for f in findings.findings(rows) if f.published.startswith("MoE"))
-    assert moe.holds is holds, moe.ours
-
-
-@pytest.mark.parametrize(("cut", "holds", "note"), [("", True, ""), ("ended after 4 attempts", None, "the best of 1")])
-def test_a_recipe_that_was_ended_early_may_yet_fit(cut, holds, note):
-    out = dataclasses.replace(ROW, model="gpt-15B", cluster="p3.16xlargex4", recipe="megatron grid")
-    out = dataclasses.replace(
-        out, status=Status.OUT_OF_MEMORY, peak_bytes=20, limit_bytes=10, attempts=1, cut_short=cut
-    )
-    own = dataclasses.replace(out, recipe="auto", status=Status.PLANNED, cut_short="", step_time_s=1.0)
-    (grid,) = (f for f in findings.findings([own, out]) if "Megatron-LM" in f.published)
-    assert grid.holds is holds
-    assert "out of memory" in grid.ours
-    assert note in grid.ours
-
-
-def test_the_search_is_measured_beside_the_fastest_recipe():
-    own = dataclasses.replace(ROW, model="gpt-small", cluster="local:8", plan="x=8", measured_s=0.1)
-    rows = [own]
-    for recipe, beside in (("zero 1", 1.0), ("zero 2", 0.98), ("zero 3", 1.4)):
-        rows.append(dataclasses.replace(own, recipe=recipe, measured_s=0.1 * beside, measured_beside_auto=beside))
-    assert findings.measured_cells(rows) == [
-        ("gpt-small", "search", "x=8", "100.0 ms", "zero 2", "98.0 ms", "0.98", "yes"),
-    ]
-    slow = dataclasses.replace(own, recipe="data parallel", measured_s=0.09, measured_beside_auto=0.9)
-    assert findings.measured_cells([*rows, slow])[0][4:] == ("data parallel", "90.0 ms", "0.90", "no")
-    assert findings.measured_cells([own, rows[1]])[0][4:] == ("none", "", "", "yes")
-
-
-def test_what_the_clock_chose_is_measured_beside_the_fastest_recipe():
-    """It is no recipe: the search's own plan is not beaten by it."""
-    own = dataclasses.replace(ROW, model="gpt-small", cluster="local:8", plan="x=8", measured_s=0.1)
-    timed = dataclasses.replace(own, recipe=manual.TIMED, measured_s=0.09, measured_beside_auto=0.9)
-    same = dataclasses.replace(timed, recipe="zero 1", measured_beside_timed=1.0)
-    other = dataclasses.replace(
-        own, recipe="zero 2", measured_s=0.085, measured_beside_auto=0.85, measured_beside_timed=0.96
-    )
-    assert findings.measured_cells([own, timed, same, other]) == [
-        ("gpt-small", "search", "x=8", "100.0 ms", "zero 2", "85.0 ms", "0.85", "no"),
-        ("gpt-small", "clock", "x=8", "90.0 ms", "zero 2", "85.0 ms", "0.96", "no"),
-    ]
-    assert [row.recipe for row, _ in reports.beside_auto([own, timed, same])] == ["zero 1"]
-    assert findings.measured_cells([timed, same])[0][4:] == ("none", "", "", "yes")
-    apart = dataclasses.replace(other, measured_beside_timed=None)  # not in the same turns
-    assert findings.measured_cells([timed, apart])[0][4:] == ("none", "", "", "")
+def test_a_row_without_a_plan_says_by_how_much_it_is_over_and_has_no_factor():
+    rows = {
+        "gpt-2.6B | p3.16xlarge | auto": {"step_time_s": 2.0},
+        "gpt-2.6B | p3.16xlarge | zero 3": {"step_time_s": 3.0},
+        "gpt-2.6B | p3.16xlarge | zero 1": {"why": "too much", "peak_bytes": 3 * 10**9, "limit_bytes": 10**9},
+    }
+    assert [beside_search(name, rows) for name in rows] == [1.0, 1.5, None]
+    assert came_to(rows["gpt-2.6B | p3.16xlarge | zero 1"]) == "out of memory, 2 GB over"

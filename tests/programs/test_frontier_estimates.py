@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from autopar import recipes
+from autopar import parallelize, recipes
+from autopar.benching import problem_of
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan
 from autopar.errors import MemoryLimitError
@@ -13,8 +14,8 @@ from autopar.manual import making
 from autopar.manual.settings import RECOMPUTE
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
-from benchmarks.auto_vs_manual import planning
 from benchmarks.auto_vs_manual.models import Model
+from benchmarks.auto_vs_manual.recipes import RECIPES
 
 SHARE = 7**5  # examples of each device
 DEEP = Model(family="mlp", size="deep", case="mlp", sizes={"layers": 16, "width": 8192, "batch": 8 * SHARE})
@@ -22,9 +23,15 @@ MICROBATCHES = (None, 7, 49)  # more fit as well, and take longer
 V100 = Cluster.preset("p3.16xlarge")
 
 
+def traced(cluster: Cluster):
+    return problem_of(
+        parallelize(DEEP.build().step, cluster=cluster, cache_dir=None, show_progress=False), *DEEP.shapes()
+    )
+
+
 def best_of_all(options: dict[str, int], cluster: Cluster) -> float:
     """The least time of all settings that fit, each planned."""
-    problem = planning.traced_problem(DEEP, cluster)
+    problem = traced(cluster)
     rules, graphs, times_s = RuleBook(), StepGraphs(), []
     for recompute in RECOMPUTE:
         for m in MICROBATCHES:
@@ -52,6 +59,7 @@ def test_the_best_setting_is_the_best_of_all(monkeypatch, recipe, options, memor
     cluster = dataclasses.replace(V100, device=dataclasses.replace(V100.device, memory_bytes=int(memory_bytes)))
     made = []
     monkeypatch.setattr(making, "make_plan", lambda *args: made.append(args[3]) or make_plan(*args))
-    row, _ = planning.plan_row(DEEP, "p3.16xlarge", recipe, cluster=cluster)
-    assert row.step_time_s == pytest.approx(best_of_all(options, cluster), rel=1e-9)
-    assert len(made) < row.attempts
+    problem = traced(cluster)
+    found = making.made_of(problem, RECIPES[recipe](problem))
+    assert found.plan.predicted.step_time_s == pytest.approx(best_of_all(options, cluster), rel=1e-9)
+    assert len(made) < found.attempts

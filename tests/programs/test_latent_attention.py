@@ -7,7 +7,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 import autopar
 from autopar import recipes
-from benchmarks.zoo.mla import mla
+from tests.programs.latent_attention import mla
 from tests.small_steps import slow_cluster
 
 

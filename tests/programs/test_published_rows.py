@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.hardware import presets
-from benchmarks.calibrate import Evaluation, TooFewRowsError, fit, fit_products, product_ratios
-from benchmarks.hardware_model import Product
+from benchmarks.calibrate import Evaluation, TooFewRowsError, fit
 from benchmarks.published_rows import ROWS, Model, llama_flops, megatron_flops
-from benchmarks.published_steps import cluster_of, recipe_of, with_constants
+from benchmarks.published_steps import cluster_of, recipe_of
 from benchmarks.zoo import CASES
 from benchmarks.zoo.float8 import float8_product
 
@@ -118,26 +116,6 @@ def test_two_constants_are_told_apart_by_rows_that_differ_in_slopes():
 def test_more_constants_than_rows_tell_are_refused():
     with pytest.raises(TooFewRowsError, match=r"1 constants \(share\): expected 2 rows or more, got 1"):
         fit(rows(1.1), ("share",))
-
-
-def test_products_give_back_the_constants_that_made_them():
-    true = with_constants(
-        presets.H100,
-        {
-            "dtype_efficiency.bfloat16": 0.7,
-            "flops_efficiency": 0.5,
-            "launch_overhead_s": 5e-6,
-            "float32_fill_s": 3e-6,
-            "sustained_share": 1.0,
-        },
-    )
-    sides = [(1, n, n, n) for n in (256, 512, 1024, 2048, 4096)] + [(4, n, n, n) for n in (1024, 4096)]
-    products = [Product(dtype=dtype, sides=s, seconds=1.0) for dtype in ("bfloat16", "float32") for s in sides]
-    products = [dataclasses.replace(p, seconds=p.predicted_s(true)) for p in products]
-    found = fit_products(products, presets.H100)
-    assert product_ratios(products, found) == pytest.approx([1.0] * len(products), rel=0.02)
-    with pytest.raises(TooFewRowsError, match="4 constants of products"):
-        fit_products(products[:7], presets.H100)
 
 
 def test_products_in_float8_are_near_those_in_float32():

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 import autopar
-from benchmarks.correctness import cluster_of, plain_run, run_case
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
+from tests.beside_jit import check_one_program, hosts_of_two
 
 # One of each kind that is quick to plan and to compile.
 QUICK = {
@@ -40,16 +40,13 @@ def test_a_step_returns_a_state_like_the_one_it_took(name: str):
 
 @pytest.mark.parametrize("name", quick_or_slow(list(CASES)))
 def test_numbers_equal_those_of_one_device_where_all_that_can_be_is_split(name: str):
-    case = CASES[name]()
-    row = run_case(case, plain_run(case), "hosts", 8)
-    assert row.passed, row
-    assert row.split_leaves > 0, row
+    check_one_program(CASES[name]())
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout"])
 def test_a_state_born_sharded_has_the_values_of_one_born_whole(name: str):
     case = CASES[name]()
-    step = autopar.parallelize(case.step, cluster=cluster_of("hosts", 8), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, cluster=hosts_of_two(), cache_dir=None, show_progress=False)
     shapes = jax.eval_shape(case.init, jax.random.key(0))
     plan = step.plan(shapes, case.batch(0))
     state = step.init(case.init, jax.random.key(0))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.runtime.processes.roll_call import RollCall
-from benchmarks.lost_processes import Case, run
 from tests.in_processes import free_ports
+from tests.runtime.lost_program import Case, run
 from tests.runtime.test_processes_coordinator_relay import wait_for
 
 

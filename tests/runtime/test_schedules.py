@@ -19,7 +19,13 @@ from autopar.runtime.pipeline.standard_schedules import (
     place,
 )
 from autopar.runtime.pipeline.verify import verify_schedule
-from benchmarks.schedules import ZERO_BUBBLE_ROWS, Expected, expectations, rate_as_counted, zero_bubble_rate
+from tests.runtime.published_schedules import (
+    ZERO_BUBBLE_ROWS,
+    Expected,
+    expectations,
+    rate_as_counted,
+    zero_bubble_rate,
+)
 
 STAGE_COUNTS = range(2, 17)
 

@@ -15,7 +15,7 @@ from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.presets import BY_JAX_NAME
 from autopar.xla import aot, aot_gpu, collectives
 from autopar.xla.aot_gpu import CARDS, GpuHosts
-from benchmarks.memory_study import STUDY
+from benchmarks.zoo import CASES
 from tests.xla.spanned_axes import spanned_axes
 
 needs_plugin = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
@@ -102,8 +102,9 @@ def test_of_several_hosts_the_first_axis_crosses_them():
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_plans_are_held_against_the_program_of_the_gpu_compiler(hosts):
     cluster = Cluster.preset("dgx-h100", hosts=hosts)
-    step, args = STUDY["gpt"]()
-    found = autopar.verify(autopar.parallelize(step, cluster=cluster), *args, compile_for=aot.spec_of(cluster))
+    case = CASES["gpt"](layers=4, width=256, heads=4, vocabulary=1024, length=256, batch=16)
+    step = autopar.parallelize(case.step, cluster=cluster)
+    found = autopar.verify(step, *case.shapes(), compile_for=aot.spec_of(cluster))
     assert found.total.compiled > 0
     assert found.total.ratio == pytest.approx(1, abs=0.01)
     assert found.difference is None

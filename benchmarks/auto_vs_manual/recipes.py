@@ -1,6 +1,6 @@
 """The recipes that the search is compared with: a table, in which each is a walk over the plans that it may mean.
 
-They are those of `autopar.bench` with others that only this comparison has. A new one is a line of `RECIPES`.
+Most are ways of `autopar.bench`; parts of Alpa's own search are here alone. A new one is a line of `RECIPES`.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from autopar.manual.ways import (
     MOST_STAGES,
     data_parallel,
     expert_and_data,
-    hybrid_sharded,
     inside_host,
     megatron,
     powers,
@@ -27,20 +26,10 @@ from autopar.plan.options import PlanRequest
 from autopar.recipes import Recipe
 
 AUTO = "auto"
-TIMED = "auto, timed"  # the fastest by the clock of the plans that the search predicts to be the best (`autopar.tune`)
 
 
 def auto(problem: Problem) -> Walk:
     yield Attempt(text="", options=PlanRequest())
-
-
-def grid_of_devices(problem: Problem, kind: str) -> Walk:
-    """Tensor parallelism on a square or a cube of all devices, where they make one."""
-    n, depth = problem.cluster.num_devices, 2 if kind == "2.5d" else None
-    sizes = {"2d": [q * q for q in range(2, 65)], "2.5d": [2 * q * q for q in range(2, 65)]}
-    if n in sizes.get(kind, [q**3 for q in range(2, 17)]):
-        recipe = recipes.tensor_parallel(kind, size=n, depth=depth)
-        yield Attempt(text=f"{kind}, {n} devices", options=recipe.request)
 
 
 def unbound(point: Point, m: int) -> Recipe:
@@ -63,11 +52,6 @@ def equal_stages(problem: Problem) -> Walk:
     return walk(problem, [point for pp in sizes for point in first_points(problem, pp=pp)], unbound)
 
 
-def inter_operator(problem: Problem) -> Walk:
-    """As many stages as devices."""
-    return walk(problem, first_points(problem, pp=problem.cluster.num_devices), unbound)
-
-
 def shard_the_largest(problem: Problem) -> Walk:
     """Every array that the step takes split along its largest dimension over all devices; the rest follows best."""
     mesh = LogicalMesh(axis_sizes=(problem.cluster.num_devices,))
@@ -77,24 +61,17 @@ def shard_the_largest(problem: Problem) -> Walk:
 
 RECIPES: dict[str, Callable[[Problem], Walk]] = {
     AUTO: auto,
+    "megatron grid": megatron,
+    "expert and data": expert_and_data,
+    "pipeline and data": lambda problem: megatron(problem, most_tp=1),
     "data parallel": data_parallel,
     "zero 1": lambda problem: data_parallel(problem, 1),
     "zero 2": lambda problem: data_parallel(problem, 2),
     "zero 3": lambda problem: data_parallel(problem, 3),
-    "zero 2 offload": lambda problem: data_parallel(problem, 2, offload="optimizer"),
-    "hybrid sharded": hybrid_sharded,
     "tensor parallel": lambda problem: tensor_groups(problem, inside_host(problem)),
-    "megatron grid": megatron,
-    "pipeline and data": lambda problem: megatron(problem, most_tp=1),
-    "expert and data": expert_and_data,
     "ulysses": lambda problem: sequence(problem, "ulysses"),
     "ring attention": lambda problem: sequence(problem, "ring"),
-    "2d tensor parallel": lambda problem: grid_of_devices(problem, "2d"),
-    "2.5d tensor parallel": lambda problem: grid_of_devices(problem, "2.5d"),
-    "3d tensor parallel": lambda problem: grid_of_devices(problem, "3d"),
     "equal stages": equal_stages,
-    "inter-operator only": inter_operator,
     "intra-operator only": intra_operator,
     "shard the largest": shard_the_largest,
 }
-NAMES = (AUTO, TIMED, *(name for name in RECIPES if name != AUTO))  # of all rows, in the order of tables

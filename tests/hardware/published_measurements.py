@@ -1,22 +1,8 @@
-"""How near the hardware model comes to published measurements: collectives, and matrix products.
+"""Published measurements of accelerators (collectives, matrix products, rates of links), and what is predicted."""
 
-    python -m benchmarks.hardware_model                                        the points written down below
-    python -m benchmarks.hardware_model --collectives C.csv --matmuls M.csv    XLA's whole tables, and fits to them
-    python -m benchmarks.hardware_model ... --keep                             also keeps results/hardware_model.md
-
-C.csv is openxla/xla's collective performance table with columns arch, opcode, devices_per_group, source_target_pairs,
-tensor_bytes, result_bytes, time_us; M.csv its matmul performance table with columns arch, b, m, n, k, dtype,
-flops_per_sec. A point is an architecture, collective, number of devices and size; its time is the median over the rows.
-"""
-
-import argparse
-import csv
 import dataclasses
-import statistics
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -25,19 +11,11 @@ from autopar.cost.roofline import time_s as operation_s
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes, time_s
-from autopar.hardware.fit import Timing, fit_link
+from autopar.hardware.fit import Timing
 from autopar.hardware.kinds import DeviceKind
-from benchmarks.machine import description, markdown
-
-RESULTS = Path(__file__).parent / "results" / "hardware_model.md"
-TARGET = 0.20
-MEGABYTE = 1e6
-# Smaller ones are overhead and its scatter, which would outvote the latencies.
-FITTED_FROM_BYTES = 0.5e6
 
 LINKS = {"sm_90": presets.NVLINK4, "sm_100_B200": presets.NVLINK5, "sm_100_GB200": presets.NVLINK5_NVL72}
 DEVICES = {"sm_90": presets.H100, "sm_100_B200": presets.B200}
-DTYPES = {"bf16xbf16->bf16": "bfloat16", "f32xf32->f32": "float32"}
 
 # openxla/xla, collective performance table: medians in us of arrays of 1 MiB, 16 MiB, 256 MiB and 2 GiB (the gathered
 # array, the one that is scattered), by architecture, collective and number of devices.
@@ -229,198 +207,24 @@ class Product:
         return operation_s(work, 1, ((1, 1), (1,)), in_short_runs)
 
 
-def written_down() -> tuple[dict[str, list[Timing]], dict[str, list[Product]]]:
-    timings, products = defaultdict(list), defaultdict(list)
+def collective_timings() -> dict[str, list[Timing]]:
+    """Of each architecture."""
+    timings = defaultdict(list)
     for (arch, opcode, n), times in MEDIANS_US.items():
+        kind = CollectiveKind(opcode)
+        parts = n if kind is CollectiveKind.REDUCE_SCATTER else 1
         for size, us in zip(MEDIAN_SIZES, times, strict=True):
-            timings[arch].append(_timing(opcode, n, size, us))
-    for (arch, dtype, sides), us in PRODUCTS_US.items():
-        products[arch].append(Product(dtype=dtype, sides=sides, seconds=us * 1e-6))
-    return timings, products
+            timings[arch].append(Timing(kind=kind, result_bytes=size / parts, n=n, seconds=us * 1e-6))
+    return timings
 
 
-def _timing(opcode: str, n: int, tensor_bytes: float, us: float) -> Timing:
-    kind = CollectiveKind(opcode)
-    parts = n if kind is CollectiveKind.REDUCE_SCATTER else 1
-    return Timing(kind=kind, result_bytes=tensor_bytes / parts, n=n, seconds=us * 1e-6)
-
-
-def read_collectives(path: Path) -> dict[str, list[Timing]]:
-    times = defaultdict(list)
-    for row in csv.DictReader(path.open()):
-        pairs = row["source_target_pairs"].replace(">", ";").split(";")
-        n = int(row["devices_per_group"] or len(set(pairs)))
-        times[row["arch"], row["opcode"], n, float(row["tensor_bytes"])].append(float(row["time_us"]))
-    points = defaultdict(list)
-    for (arch, opcode, n, size), us in times.items():
-        points[arch].append(_timing(opcode, n, size, statistics.median(us)))
-    return points
-
-
-def read_products(path: Path) -> dict[str, list[Product]]:
-    products = defaultdict(list)
-    for row in csv.DictReader(path.open()):
-        if row["dtype"] not in DTYPES or row["arch"] not in DEVICES:
-            continue
-        b, m, n, k = (int(row[side]) for side in "bmnk")
-        seconds = 2.0 * b * m * n * k / float(row["flops_per_sec"])
-        products[row["arch"]].append(Product(dtype=DTYPES[row["dtype"]], sides=(b, m, n, k), seconds=seconds))
-    return products
-
-
-def array_bytes(timing: Timing) -> float:
-    """Of the whole array: what a reduce-scatter starts from, what an all-gather ends with."""
-    return timing.result_bytes * (timing.n if timing.kind is CollectiveKind.REDUCE_SCATTER else 1)
+def products(arch: str) -> list[Product]:
+    return [
+        Product(dtype=dtype, sides=sides, seconds=us * 1e-6)
+        for (of, dtype, sides), us in PRODUCTS_US.items()
+        if of == arch
+    ]
 
 
 def ratios(timings: Iterable[Timing], link: Link) -> np.ndarray:
     return np.array([float(time_s(t.kind, t.result_bytes, t.n, link)) / t.seconds for t in timings])
-
-
-def errors(found: np.ndarray) -> list[str]:
-    """Median, mean and 90th percentile of |predicted / measured - 1|."""
-    off = np.abs(found - 1.0)
-    return [f"{100 * x:.1f} %" for x in (np.median(off), off.mean(), np.percentile(off, 90))]
-
-
-def collectives_by_link(points: dict[str, list[Timing]]) -> list[list[str]]:
-    rows = []
-    for arch, link in LINKS.items():
-        large = [t for t in points[arch] if array_bytes(t) >= MEGABYTE]
-        found = ratios(large, link)
-        worst = np.argsort(-np.abs(np.log(found)))[:3]
-        named = [
-            f"{large[i].kind.value} of {array_bytes(large[i]) / MEGABYTE:.0f} MB over {large[i].n}: {found[i]:.2f}"
-            for i in worst
-        ]
-        median = float(np.median(np.abs(found - 1.0)))
-        verdict = "met" if median <= TARGET else "not met"
-        rows.append([arch, str(len(large)), *errors(found), verdict, "; ".join(named)])
-    return rows
-
-
-def collectives_by_group(points: dict[str, list[Timing]]) -> list[list[str]]:
-    rows = []
-    for arch, link in LINKS.items():
-        groups = defaultdict(list)
-        for timing in points[arch]:
-            if array_bytes(timing) >= MEGABYTE:
-                groups[timing.kind, timing.n].append(timing)
-        for (kind, n), timings in sorted(groups.items()):
-            found = ratios(timings, link)
-            rows.append([arch, kind.value, str(n), *errors(found)[:1], f"{found.min():.2f} to {found.max():.2f}"])
-    return rows
-
-
-def fits(points: dict[str, list[Timing]]) -> list[list[str]]:
-    """Constants fitted again, beside those of `autopar.hardware.presets`."""
-    rows = []
-    for arch, link in LINKS.items():
-        timings = [t for t in points[arch] if array_bytes(t) >= FITTED_FROM_BYTES]
-        fit = fit_link(timings, fabric=link.fabric, source="")
-        rows.append([arch, "fitted", *_constants(fit.link), *errors(ratios(timings, fit.link))[:1]])
-        rows.append(["", "in autopar.hardware.presets", *_constants(link), *errors(ratios(timings, link))[:1]])
-    return rows
-
-
-def _constants(link: Link) -> list[str]:
-    detail = link.detail
-    assert detail is not None, "the links of the table have one"
-    micro = (link.overhead_s, link.latency_s, detail.tree_latency_s, detail.pair_ramp_s)
-    giga = (link.bytes_per_s, detail.kept_bytes_per_s, detail.switch_bytes_per_s, detail.pair_bytes_per_s)
-    return [
-        *("" if x is None else f"{x * 1e6:.3g} us" for x in micro),
-        *("" if x is None else f"{x / 1e9:.3g} GB/s" for x in giga),
-    ]
-
-
-def products_by_device(products: dict[str, list[Product]]) -> list[list[str]]:
-    rows = []
-    for arch, device in DEVICES.items():
-        for dtype in DTYPES.values():
-            chosen = [p for p in products[arch] if p.dtype == dtype]
-            found = np.array([p.predicted_s(device) / p.seconds for p in chosen])
-            large = found[np.argsort([p.flops for p in chosen])[-len(found) // 6 :]]
-            worst = int(np.argmax(np.abs(np.log(found))))
-            named = f"{' x '.join(map(str, chosen[worst].sides))}: {found[worst]:.2f}"
-            rows.append([arch, dtype, str(len(found)), *errors(found), f"{np.median(large):.2f}", named])
-    return rows
-
-
-def published_rows() -> list[list[str]]:
-    rows = []
-    for p in published():
-        ours = rate_gb_per_s(p)
-        row = [p.what, p.kind.value, f"{p.gb_per_s:.3g}", f"{ours:.3g}", f"{100 * (ours / p.gb_per_s - 1):+.0f} %"]
-        rows.append([*row, p.source])
-    return rows
-
-
-ERRORS = ("median", "mean", "90th percentile")
-FITTED = ("overhead", "latency", "tree", "ramp", "rate", "kept", "switch", "pair")
-
-
-def sections(
-    timings: dict[str, list[Timing]], products: dict[str, list[Product]], whole: bool
-) -> list[tuple[str, Sequence[str], list[list[str]]]]:
-    """(title, columns, rows) of each table. The fits need the whole table of collectives."""
-    found = [
-        (
-            f"Collectives from 1 MB, error of the time (target: {TARGET:.0%} in the median)",
-            ("architecture", "points", *ERRORS, "target", "furthest off: predicted / measured"),
-            collectives_by_link(timings),
-        ),
-        (
-            "Collectives from 1 MB, by kind and number of devices",
-            ("architecture", "collective", "devices", "median error", "predicted / measured"),
-            collectives_by_group(timings),
-        ),
-        (
-            "Matrix products, error of the time",
-            ("architecture", "dtype", "products", *ERRORS, "largest sixth: predicted / measured", "furthest off"),
-            products_by_device(products),
-        ),
-        (
-            "Other published rates of large collectives, GB/s that a device sends",
-            ("machine", "collective", "published", "model", "off by", "source"),
-            published_rows(),
-        ),
-    ]
-    if whole:
-        columns = ("architecture", "", *FITTED, "median error")
-        found.insert(2, ("Constants of the links, fitted again from 0.5 MB", columns, fits(timings)))
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--collectives", type=Path, help="XLA's collective performance table, as CSV")
-    parser.add_argument("--matmuls", type=Path, help="XLA's matmul performance table, as CSV")
-    parser.add_argument("--keep", action="store_true", help=f"keep the tables in results/{RESULTS.name}")
-    arguments = parser.parse_args()
-    timings, products = written_down()
-    if arguments.collectives:
-        timings = read_collectives(arguments.collectives)
-    if arguments.matmuls:
-        products = read_products(arguments.matmuls)
-    tables = sections(timings, products, whole=arguments.collectives is not None)
-    text = "\n\n".join(f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in tables)
-    print(text)
-    if arguments.keep:
-        used = "".join(
-            f" --{name} {name}.csv" for name in ("collectives", "matmuls") if getattr(arguments, name) is not None
-        )
-        RESULTS.write_text(
-            "# The hardware model beside published measurements\n\n"
-            f"`python -m benchmarks.hardware_model{used} --keep`\n\n{description()}\n\n"
-            "Nothing is timed here: these are closed forms beside others' measurements. Collectives and products: "
-            "openxla/xla's collective and matmul performance tables"
-            f"{'' if used else ', the points written down in the benchmark'}; a point's time is the median over its "
-            f"rows.\n\n{text}\n"
-        )
-    met = all(row[5] == "met" for row in tables[0][2])
-    return 0 if met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,30 +1,12 @@
-"""Pipeline schedules against the formulas and the rates of their papers: python -m benchmarks.schedules [--write]
-
-Without devices: the lists are placed on a clock. Every p from 2 to 16, m from p to 64 and v from 1 to 4 is compared
-with the formulas; with the times that arXiv:2401.10241 measured, its bubble rates are computed again. --write also puts
-the tables in benchmarks/results/schedules.md.
-"""
+"""What papers publish of pipeline schedules: formulas of bubbles and of what is in flight, measured bubble rates."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from autopar.runtime.pipeline.standard_schedules import (
-    PipelineSchedule,
-    StageCosts,
-    Times,
-    make_schedule,
-    peak_in_flight,
-    place,
-)
-from benchmarks.machine import markdown
-
-RESULTS = Path(__file__).parent / "results" / "schedules.md"
+from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, StageCosts, Times, make_schedule, place
 
 
 class Model(NamedTuple):
@@ -119,9 +101,7 @@ class Expected(NamedTuple):
     name: str
     chunks: int
     bubble_s: float
-    bubble_formula: str
     in_flight: float
-    in_flight_formula: str
 
 
 def expectations(p: int, m: int, times: Times | None = None) -> Iterator[Expected]:
@@ -131,23 +111,22 @@ def expectations(p: int, m: int, times: Times | None = None) -> Iterator[Expecte
     """
     f, b, w, _ = dataclasses.astuple(times or Times())
     full = (p - 1) * (f + b + w)
-    yield Expected("gpipe", 1, full, "(p-1)(F+B+W)", m, "m")
-    yield Expected("1f1b", 1, full, "(p-1)(F+B+W)", p, "p")
-    yield Expected("eager-1f1b", 1, full, "(p-1)(F+B+W)", min(2 * p - 1, m), "min(2p-1, m)")
+    yield Expected("gpipe", 1, full, m)
+    yield Expected("1f1b", 1, full, p)
+    yield Expected("eager-1f1b", 1, full, min(2 * p - 1, m))
     for v in range(1, 5):
         if m % p == 0:
             # The chunks take as long as stages do here, so that the group's share F is v times the chunk's.
-            in_flight = min(p + (p - 1) / v, m)
-            yield Expected("interleaved", v, full, "(p-1)(F+B+W)/v", in_flight, "min(p+(p-1)/v, m)")
+            yield Expected("interleaved", v, full, min(p + (p - 1) / v, m))
     for name in ("zb-h1", "zb-1p"):  # equal where no times are given
-        yield Expected(name, 1, (p - 1) * (f + b - w), "(p-1)(F+B-W)", p, "p")
+        yield Expected(name, 1, (p - 1) * (f + b - w), p)
     if m >= 2 * p - 1:
         for name in ("zb-h2", "zb-2p"):
-            yield Expected(name, 1, (p - 1) * (f + b - 2 * w), "(p-1)(F+B-2W), m >= 2p-1", 2 * p - 1, "2p-1")
+            yield Expected(name, 1, (p - 1) * (f + b - 2 * w), 2 * p - 1)
     if m >= 2 * p:
-        yield Expected("zb-v", 2, 0.0, "0 for F=B=W, m >= 2p", p, "p")
-    yield Expected("inference", 1, 0.0, "0", 0, "0")
-    yield Expected("inference-v", 2, 2 * (p - 1) * f, "(p-1)F", 0, "0")
+        yield Expected("zb-v", 2, 0.0, p)  # for F = B = W
+    yield Expected("inference", 1, 0.0, 0)
+    yield Expected("inference-v", 2, 2 * (p - 1) * f, 0)
 
 
 def zero_bubble_rate(name: str, row: Row) -> float:
@@ -178,95 +157,3 @@ def _simulated(name: str, row: Row) -> tuple[PipelineSchedule, StageCosts]:
     called = "interleaved" if name == "1F1B-I" else name.lower()
     given = None if name in ("ZB-H1", "ZB-H2") else costs
     return make_schedule(called, row.p, row.m, chunks, given), costs
-
-
-def formula_rows() -> Iterator[list[str]]:
-    """For each schedule: the formulas, how many sizes were tried, the largest differences, one size in figures."""
-    found: dict[tuple[str, int], list[tuple[Expected, int, int, float, float]]] = {}
-    for p in range(2, 17):
-        for m in range(p, 65):
-            for expected in expectations(p, m):
-                schedule = make_schedule(expected.name, p, m, expected.chunks)
-                peaks = peak_in_flight(schedule)
-                assert peaks == schedule.in_flight, f"{expected.name} with p={p}, m={m} holds {peaks}"
-                held = float(max(schedule.in_flight_microbatches))
-                sizes = found.setdefault((expected.name, expected.chunks), [])
-                sizes.append((expected, p, m, place(schedule).bubble_s, held))
-    for (name, chunks), sizes in found.items():
-        bubble_off = max(abs(bubble - e.bubble_s) for e, _, _, bubble, _ in sizes)
-        held_off = max(abs(held - e.in_flight) for e, _, _, _, held in sizes)
-        shown = next((s for s in sizes if s[1:3] == (8, 32)), sizes[-1])
-        yield [
-            f"{name}, v={chunks}" if chunks > 1 or name == "interleaved" else name,
-            shown[0].bubble_formula,
-            f"{shown[3]:g}",
-            shown[0].in_flight_formula,
-            f"{shown[4]:g}",
-            f"{len(sizes):,}",
-            f"{bubble_off:.1e}",
-            f"{held_off:.1e}",
-        ]
-
-
-def published_rows() -> Iterator[list[str]]:
-    for row in ZERO_BUBBLE_ROWS:
-        for name, published in row.rates.items():
-            rate, counted = zero_bubble_rate(name, row), rate_as_counted(name, row)
-            figures = [f"{published:.4f}", f"{rate:.4f}", f"{counted:.4f}", f"{counted - published:+.5f}"]
-            yield [row.model, str(row.p), str(row.m), name, *figures]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables, and write them when asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} as well")
-    options = parser.parse_args(arguments)
-    formulas = markdown(
-        [
-            "schedule",
-            "bubble",
-            "p=8, m=32, F=B=W=1",
-            "in flight, worst stage",
-            "p=8, m=32",
-            "sizes (p, m)",
-            "largest difference, bubble",
-            "in flight",
-        ],
-        list(formula_rows()),
-    )
-    published = markdown(
-        ["model", "p", "m", "schedule", "published", "simulated", "as counted", "difference"], list(published_rows())
-    )
-    text = f"""# Schedules
-
-No device, no measurement: lists placed on a clock, the same on every machine.
-
-## Formulas
-
-Every p from 2 to 16 and m from p to 64 where the formula holds (interleaved: p divides m). A chunk takes F=B=W=1, so
-that F of a group with v chunks is v. Bubble: idle time between first and last task of the group that idles most.
-
-{formulas}
-
-## Published bubble rates
-
-arXiv:2401.10241, Table 5 (sizes with a ZB-2p row) and Table 8 (sizes with a ZB-V row), both calculated there:
-(cost - m(F+B+W)) / cost with measured times of tasks; cost is the longest time of a stage from its first to its last
-task. A transfer delays what needs it by its whole time and holds up neither stage. ZB-1p and ZB-2p may hold what p and
-2p micro-batches do, of which one that waits for its weight gradient holds the part M_W / M_B of Table 1. "as counted"
-is "simulated" but for 1F1B-I: the authors' program lets only the first of every p micro-batches wait for its transfer
-from the last group back to the first, which comes to p transfers less; "difference" is to that. Throughputs and memory
-of Tables 4 and 6 (also those of ZB-2p*, with half the micro-batch and 2m) were measured on A100s, and are not compared
-with this clock.
-
-{published}
-"""
-    print(text)
-    if options.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

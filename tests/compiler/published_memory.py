@@ -1,16 +1,10 @@
-"""Published memory against what plans say: model states of ZeRO, and activations of a transformer layer.
-
-    python -m benchmarks.memory_formulas            prints the tables
-    python -m benchmarks.memory_formulas --keep     also keeps results/memory_formulas.md
-
-Both are read from plans that recipes make, for steps that are only traced. The figures below are the papers'.
+"""Published memory of training steps: model states of ZeRO, activations of a transformer layer; and plans of such steps
+that recipes make.
 """
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +12,8 @@ import jax.numpy as jnp
 
 import autopar
 from autopar import recipes
-from autopar.plan.memory_use import MemoryKind
 from autopar.plan.plan import Plan
-from benchmarks.machine import description, markdown
 
-RESULTS = Path(__file__).parent / "results" / "memory_formulas.md"
 HALF = jnp.float16
 # Far above what any plan needs: nothing is to be decided by memory.
 NO_LIMIT_BYTES = 10**18
@@ -110,12 +101,12 @@ def is_printed(value: float, printed: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A GPT: the 22B model of the second paper, with fewer layers, unless said otherwise."""
+    """A GPT of three layers."""
 
-    batch: int = 4
-    length: int = 2048
-    width: int = 6144
-    heads: int = 64
+    batch: int
+    length: int
+    width: int
+    heads: int
     layers: int = 3
 
 
@@ -124,7 +115,6 @@ class Case:
     """A row of the second paper's table 2. `recomputes`: nothing, attention or layer."""
 
     name: str
-    formula: str
     bytes_of: Callable[[int, int, int, int, int], float]
     tensor: bool = False
     sequence: bool = False
@@ -135,26 +125,26 @@ class Case:
 # of activations per layer; s positions, b examples, h wide, a heads, t devices of a tensor group.
 CASES = (
     Case(
-        name="no parallelism", formula="sbh(34 + 5as/h)",
+        name="no parallelism",
         bytes_of=lambda s, b, h, a, t: s * b * h * (34 + 5 * a * s / h),
     ),
     Case(
-        name="tensor parallel", formula="sbh(10 + 24/t + 5as/(ht))", tensor=True,
+        name="tensor parallel", tensor=True,
         bytes_of=lambda s, b, h, a, t: s * b * h * (10 + 24 / t + 5 * a * s / (h * t)),
     ),
     Case(
-        name="tensor + sequence parallel", formula="sbh(34/t + 5as/(ht))", tensor=True, sequence=True,
+        name="tensor + sequence parallel", tensor=True, sequence=True,
         bytes_of=lambda s, b, h, a, t: s * b * h / t * (34 + 5 * a * s / h),
     ),
     Case(
-        name="tensor parallel, attention recomputed", formula="sbh(10 + 24/t)", tensor=True, recomputes="attention",
+        name="tensor parallel, attention recomputed", tensor=True, recomputes="attention",
         bytes_of=lambda s, b, h, a, t: s * b * h * (10 + 24 / t),
     ),
     Case(
-        name="tensor + sequence parallel, attention recomputed", formula="sbh(34/t)", tensor=True, sequence=True,
+        name="tensor + sequence parallel, attention recomputed", tensor=True, sequence=True,
         recomputes="attention", bytes_of=lambda s, b, h, a, t: s * b * h * 34 / t,
     ),
-    Case(name="layer recomputed", formula="sbh(2)", recomputes="layer", bytes_of=lambda s, b, h, a, t: s * b * h * 2),
+    Case(name="layer recomputed", recomputes="layer", bytes_of=lambda s, b, h, a, t: s * b * h * 2),
 )  # fmt: skip
 
 
@@ -231,106 +221,3 @@ def layer_bytes(plan: Plan, layer: int) -> int:
 
 def published_bytes(case: Case, sizes: Sizes, tensor_devices: int) -> float:
     return case.bytes_of(sizes.length, sizes.batch, sizes.width, sizes.heads, tensor_devices)
-
-
-def zero_rows() -> tuple[list[list[str]], int]:
-    """(rows, how many of them are as printed)."""
-    rows, good = [], 0
-    for (billions, stage), printed in ZERO_GB.items():
-        for num_devices, expected in zip(DEVICES, printed, strict=True):
-            use = zero_plan(PARAMETERS[billions], WIDTHS[billions], stage, num_devices).predicted.memory[0]
-            found = use.model_state_bytes / 1e9
-            parts = (MemoryKind.PARAMETER, MemoryKind.GRADIENT, MemoryKind.OPTIMIZER)
-            each = [f"{use.throughout[kind] / 1e9:.6g}" for kind in parts]
-            same = is_printed(found, expected)
-            good += same
-            rows.append(
-                [
-                    f"{billions}B",
-                    f"zero({stage})",
-                    str(num_devices),
-                    expected,
-                    f"{found:.6g}",
-                    *each,
-                    f"{found / float(expected):.4f}",
-                    "yes" if same else "no",
-                ]
-            )
-    return rows, good
-
-
-def activation_rows(sizes: Sizes, tensor_devices: int) -> tuple[list[list[str]], float]:
-    """(rows, the largest deviation)."""
-    rows, worst = [], 0.0
-    for case in CASES:
-        plan = gpt_plan(case, sizes, tensor_devices)
-        expected = published_bytes(case, sizes, tensor_devices)
-        for layer in range(1, sizes.layers):
-            ratio = layer_bytes(plan, layer) / expected
-            worst = max(worst, abs(ratio - 1))
-            rows.append(
-                [case.name, case.formula, str(layer), f"{expected:.0f}", str(layer_bytes(plan, layer)), f"{ratio:.4f}"]
-            )
-    return rows, worst
-
-
-SIZES = {"22B": (Sizes(), 8), "175B (GPT-3)": (Sizes(batch=1, width=12_288, heads=96), 8)}
-
-
-def main() -> None:
-    states, good = zero_rows()
-    text = [
-        "# Published memory against plans",
-        "",
-        "`python -m benchmarks.memory_formulas --keep`. " + description(),
-        "",
-        "## Model states, ZeRO",
-        "",
-        "Rajbhandari et al., arXiv:1910.02054, table 1: GB on one device. Ours is `plan.predicted.memory[0]"
-        ".model_state_bytes` of a stack of matrices with exactly so many parameters, Adam in mixed precision, "
-        "`recipes.combine(zero=stage, num_microbatches=2)`, so that gradients lie there as sums. As printed: rounded "
-        "or cut off to the paper's digits (it does both).",
-        "",
-        f"{good} of {len(states)} as printed.",
-        "",
-        markdown(
-            [
-                "parameters",
-                "recipe",
-                "devices",
-                "published",
-                "ours",
-                "parameters GB",
-                "gradients GB",
-                "optimizer GB",
-                "ratio",
-                "as printed",
-            ],
-            states,
-        ),
-        "",
-        "## Activations of a layer",
-        "",
-        "Korthikanti et al., arXiv:2205.05198, table 2: bytes on one device that a layer keeps for its backward pass. "
-        "Ours: all that the layer's backward operations read of what was made before them, parameters left out "
-        "(`plan.record.modules[i].saved_bytes`). The layer is plain JAX in float16; `jax.checkpoint` around norms and "
-        "GeLU stands for kernels that keep their input alone, and around attention or the layer for the paper's "
-        "recomputation. Layer 0, whose input is the batch, is left out. What is above the formula are the sums of each "
-        "row of the softmax, in float32.",
-    ]
-    for name, (sizes, tensor_devices) in SIZES.items():
-        rows, worst = activation_rows(sizes, tensor_devices)
-        text += [
-            "",
-            f"{name}: s {sizes.length}, b {sizes.batch}, h {sizes.width}, a {sizes.heads}, t {tensor_devices}; at most "
-            f"{worst:.2%} from the formula (target {ACTIVATION_TARGET:.0%}).",
-            "",
-            markdown(["case", "formula", "layer", "published", "ours", "ratio"], rows),
-        ]
-    print("\n".join(text))
-    if "--keep" in sys.argv[1:]:
-        RESULTS.write_text("\n".join(text) + "\n")
-
-
-if __name__ == "__main__":
-    main()
