@@ -183,7 +183,7 @@ def of_type(dtype: str, devices: int) -> KindStep:
 
 def few_heads_of_keys(devices: int) -> KindStep:
     """Eight heads of queries and two of keys, on up to eight devices."""
-    from tests.sharding import test_head_groups as heads
+    from tests.sharding import test_axis_groups as heads
 
     return KindStep(step=heads.step_of(heads.grouped), args=heads.arguments(), recipes=SEQUENCES)
 

@@ -135,13 +135,8 @@ THRESHOLDS = [
         ),
     ),
     *_of(
-        "sharding.padding",
-        (
-            "DIMENSION_WASTE",
-            "share that padding a dimension may add before elements are stored in a row",
-            "a sixth of 3 %",
-        ),
-        ("WHOLE_SHARE", "share of a device's state that arrays which stay whole may add", "a sixth of 3 %"),
+        "sharding.axis_groups",
+        ("LEAST_GAIN", "share of a device's state that a second mesh axis must save", "a sixth of 3 %"),
     ),
     *_of(
         "intra_op.masks",
