@@ -185,9 +185,9 @@ def planning_context(
     check_islands(graph, cluster.num_devices)
     if _has_rings(request):
         check_blockwise(graph)
-    if request.binding is not None and request.pins is None:
-        num_devices = cluster.num_devices // (request.num_stages or 1)
-        request = dataclasses.replace(request, binding=with_groups(request.binding, views.annotated, num_devices))
+    of_stage, left = divmod(cluster.num_devices, request.num_stages or 1)
+    if request.binding is not None and request.pins is None and not left:
+        request = dataclasses.replace(request, binding=with_groups(request.binding, views.annotated, of_stage))
     progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,
