@@ -11,7 +11,6 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.api import parallelize, plan
     from autopar.benching import Bench, bench
     from autopar.executables.compiled_spmd import Compiled
-    from autopar.executables.padded_arrays import PaddedArray, unpadded
     from autopar.fitting import Fitting, fit
     from autopar.hardware.cluster import Cluster, DeviceKind, Fabric, Link
     from autopar.initialization import initialize
@@ -39,7 +38,6 @@ __all__ = [
     "Fitting",
     "Link",
     "Monitor",
-    "PaddedArray",
     "Plan",
     "Step",
     "Timed",
@@ -60,7 +58,6 @@ __all__ = [
     "precision",
     "recipes",
     "tune",
-    "unpadded",
     "verify",
 ]
 

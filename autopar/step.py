@@ -14,7 +14,7 @@ from autopar.calls import nan_check, nnx_objects
 from autopar.calls.batches import StepBatches
 from autopar.calls.call_arguments import CallArguments
 from autopar.calls.fast_path import FastPath
-from autopar.calls.init_state import Place, init_state, state_places
+from autopar.calls.init_state import init_state, state_shardings
 from autopar.calls.methods import PerInstance, without_self
 from autopar.calls.placement import has_sharding, on_one_device, put_copies, put_leaves
 from autopar.calls.plan_sources import PlanSources
@@ -30,7 +30,7 @@ from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.compiled_spmd import lower_whole
 from autopar.executables.compiled_step import CompiledStep, build
 from autopar.executables.lowered_step import Lowered
-from autopar.executables.padded_arrays import stored_as_they_are
+from autopar.executables.step_leaves import results_in_tree
 from autopar.frontend.static_leaves import RawLeaves, set_apart
 from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
@@ -109,18 +109,17 @@ class Step:
         if leaves is None:
             return self._run_slowly(args)
         with turn:
-            stored = stored_as_they_are(leaves, fast.compiled.traced.padded)
-            if stored is None or not fast.accepts(stored):
+            if not fast.accepts(leaves):
                 return self._run_slowly(args)
             try:
-                results = fast.run(stored)
+                results = fast.run(leaves)
             except (TypeError, ValueError, RuntimeError):
                 # The executable refuses new shapes, other layouts and deleted arrays: the slow path handles or names
                 # them. What it refuses for any other reason is the user's to see.
-                if not self._needs_other_program(args, stored, fast.compiled):
+                if not self._needs_other_program(args, leaves, fast.compiled):
                     raise
                 return self._run_slowly(args)
-        return fast.compiled.results_of(results)
+        return results_in_tree(fast.compiled.traced, results)
 
     def _run_slowly(self, args: tuple[Any, ...]) -> Any:
         """Runs the step on arguments of any shapes and placement; later calls like it take the fast path."""
@@ -132,14 +131,14 @@ class Step:
             self._fast = fast = FastPath(compiled, leaves, RawLeaves.of(args))
             placed = put_leaves(leaves, compiled)
             results = fast.run(without_shared_memory(placed, compiled.donated, compiled.own_constants))
-        return compiled.results_of(results)
+        return results_in_tree(compiled.traced, results)
 
     def _compiled_for(self, args: tuple[Any, ...]) -> tuple[CompiledStep, list[Any]]:
         """The compiled step, and the leaves of the dynamic arguments. Raises: DonatedStateError, UnsupportedError."""
         dynamic = self._arguments.dynamic(args)
         self._arguments.check_usable(dynamic, self._arguments.dynamic_names(len(args)))
         compiled = self._compile(args)
-        return compiled, compiled.stored(jax.tree.leaves(tuple(dynamic)))
+        return compiled, jax.tree.leaves(tuple(dynamic))
 
     def _run_checked(self, args: tuple[Any, ...]) -> Any:
         """Runs the step and checks that its results are finite. Raises: NonFiniteError."""
@@ -151,8 +150,8 @@ class Step:
             with nan_check.switched_off():
                 in_one_process = compiled.across is None
                 results = compiled.run(put_copies(leaves, compiled) if in_one_process else put_leaves(leaves, compiled))
-            nan_check.check(compiled.traced, compiled.code_leaves(leaves), compiled.code_results(results))
-        return compiled.results_of(results)
+            nan_check.check(compiled.traced, leaves, results)
+        return results_in_tree(compiled.traced, results)
 
     def _needs_other_program(self, args: tuple[Any, ...], leaves: Sequence[Any], compiled: CompiledStep) -> bool:
         """Whether arguments differ from those of the executable: in shapes, in layouts, or as deleted arrays."""
@@ -226,15 +225,11 @@ class Step:
         Before the step has a plan, every leaf is split as evenly as possible. The first call of the step then moves the
         state to the layouts of its plan.
         """
-        return init_state(function, args, self.state_places)
+        return init_state(function, args, self.state_shardings)
 
     def state_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding]:
-        """The shardings that `init` gives to the leaves of a state, of what is stored of them."""
-        return [sharding for sharding, _ in self.state_places(leaves)]
-
-    def state_places(self, leaves: Sequence[Any]) -> list[Place]:
-        """The shardings that `init` gives to the leaves of a state, by a plan if there is one; forms if padded."""
-        return state_places(leaves, self._plans, self._options)
+        """The shardings that `init` gives to the leaves of a state, by a plan if there is one."""
+        return state_shardings(leaves, self._plans, self._options)
 
     def put_batch(self, data: Any, /, *, batch: str | None = None) -> Any:
         """Places host data in the layouts of the plan. Without a plan, the first call places them.

@@ -25,7 +25,6 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
-from autopar.executables.padded_arrays import stored_leaves
 from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
@@ -363,8 +362,7 @@ def turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:
 
     def turn() -> list[float]:
         program = compiled.ready()
-        stored = stored_leaves(leaves, program.traced.padded, program.leaf_shardings)
-        state = jax.block_until_ready(put_copies(stored, program))
+        state = jax.block_until_ready(put_copies(leaves, program))
         took = []
         for _ in range(1 + STEPS_IN_A_ROW):
             begun = time.perf_counter()

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.executables.padded_arrays import PaddedArray
 
 
 def results_of(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> list[Any]:
@@ -22,9 +21,6 @@ def results_of(step: Callable[..., Any], state: Any, batches: Iterable[Any]) -> 
 
 
 def _kept(x: Any) -> Any:
-    """A copy, of a padded array without its padding."""
-    if isinstance(x, PaddedArray):
-        x = x.unpadded()
     return x.copy() if isinstance(x, jax.Array) else x
 
 

@@ -13,7 +13,6 @@ from autopar.calls.signatures import Signature
 from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, InvalidArgumentError, UnsupportedError
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import abstract, flatten_arguments
 
@@ -171,7 +170,7 @@ class CallArguments:
                     got="a traced value: the step is called inside of jax.jit, jax.grad or another transformation",
                     hint="transform the plain function and decorate the result",
                 )
-            if isinstance(leaf, jax.Array | PaddedArray) and leaf.is_deleted():
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise DonatedStateError(
                     where=f"{self.step_name}, {path}",
                     expected="an array that still holds its data",

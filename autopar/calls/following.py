@@ -46,8 +46,7 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
             hint="pass the same state object to both steps",
         )
     in_host = tuple(i for i, v in matched if v.in_host)
-    padded = tuple((i, v.form) for i, v in matched if v.form is not None)
-    request = dataclasses.replace(request, in_host=in_host, padded=padded)
+    request = dataclasses.replace(request, in_host=in_host)
     if plan.record.pipeline is not None:
         return _with_stages(request, plan.record.pipeline, matched)
     fixed = tuple((i, v.layout) for i, v in matched)
@@ -57,11 +56,11 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
 def _matched(plan: Plan, traced: TracedStep) -> tuple[tuple[int, PlannedValue], ...]:
     """The leaves of the followed state among those of a step, by number."""
     state, avals = [v for v in plan.record.arguments if v.kind == "state"], traced.in_avals
-    shapes = [(v.code_shape or v.shape, v.dtype) for v in state]
+    shapes = [(v.shape, v.dtype) for v in state]
     for first in range(len(avals) - len(state) + 1):
         if [(tuple(a.shape), str(a.dtype)) for a in avals[first : first + len(state)]] == shapes:
             return tuple((first + i, v) for i, v in enumerate(state))
-    by_path = {(v.path, v.code_shape or v.shape, v.dtype): v for v in state}
+    by_path = {(v.path, v.shape, v.dtype): v for v in state}
     leaves = enumerate(zip(traced.in_paths, avals, strict=True))
     found = [(i, by_path.get((path, tuple(a.shape), str(a.dtype)))) for i, (path, a) in leaves]
     return tuple((i, v) for i, v in found if v is not None)

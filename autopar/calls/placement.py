@@ -11,7 +11,6 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.executables.compiled_step import CompiledStep
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.executables.step_leaves import copied
 from autopar.ir.jax_sharding import HOST_MEMORY
 
@@ -52,18 +51,13 @@ def put_leaves(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:
     return out
 
 
-_ARRAYS = (jax.Array, PaddedArray)
-
-
-def is_distributed(array: jax.Array | PaddedArray) -> bool:
+def is_distributed(array: jax.Array) -> bool:
     """Whether an array lies on several devices or in the memory of the host."""
     return len(array.devices()) > 1 or array.sharding.memory_kind == HOST_MEMORY
 
 
 def on_default_device(array: Any) -> Any:
     """An array on one device, uncommitted, so that shardings in the code that reads it still apply."""
-    if isinstance(array, PaddedArray):
-        array = array.unpadded()
     if not isinstance(array, jax.Array):
         return array
     if not array.is_fully_addressable:
@@ -75,13 +69,13 @@ def on_default_device(array: Any) -> Any:
 
 def on_one_device(args: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments with their arrays on the default device, where any is distributed; static ones unchanged."""
-    if not any(isinstance(x, _ARRAYS) and is_distributed(x) for x in jax.tree.leaves(tuple(args))):
+    if not any(isinstance(x, jax.Array) and is_distributed(x) for x in jax.tree.leaves(tuple(args))):
         return tuple(args)
     return tuple(_moved(arg) for arg in args)
 
 
 def _moved(arg: Any) -> Any:
     leaves, tree = jax.tree.flatten(arg)
-    if not any(isinstance(x, _ARRAYS) for x in leaves):
+    if not any(isinstance(x, jax.Array) for x in leaves):
         return arg
-    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, _ARRAYS) else x for x in leaves])
+    return jax.tree.unflatten(tree, [on_default_device(x) if isinstance(x, jax.Array) else x for x in leaves])

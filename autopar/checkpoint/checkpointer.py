@@ -68,7 +68,7 @@ def checked_folder(folder: str | Path) -> Path:
 
 def check_restoring(where: str, *, step: Any, data: Any, create: Any = None) -> None:
     """Raises: InvalidArgumentError for a step that is none, data without a position, a state in place of `create`."""
-    if step is not None and not (hasattr(step, "latest_plan") and hasattr(step, "state_places")):
+    if step is not None and not (hasattr(step, "latest_plan") and hasattr(step, "state_shardings")):
         raise InvalidArgumentError(
             where=f"{where}(step=...)",
             expected="a step made by autopar.parallelize",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +13,9 @@ import numpy as np
 from autopar.checkpoint.leaves import named_leaves, nested, tree_of
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.stored_arrays import restored_array, stored_shape, stored_sharding
-from autopar.checkpoint.targets import PlannedStep, Target, places_for, targets_of, targets_of_all
+from autopar.checkpoint.targets import PlannedStep, Target, shardings_for, targets_of, targets_of_all
 from autopar.errors import CheckpointFormatError, MissingPackageError
 from autopar.executables.multiprocess import with_process_lost_errors
-from autopar.executables.padded_arrays import PaddedArray, store_on_host
-from autopar.ir.padded import PaddedForm
 from autopar.plan.plan import Plan
 from autopar.runtime.execution.cross_process import absent
 from autopar.runtime.execution.global_arrays import aval_of, from_whole
@@ -40,7 +37,7 @@ def restored(
         return nested(dict(zip([t.record.name for t in wanted], _values(folder, number, wanted), strict=True)))
     step, plan, shardings = layout
     leaves, structure = named_leaves(like)
-    placed = places_for(leaves, structure, step=step, plan=plan, shardings=shardings)
+    placed = shardings_for(leaves, structure, step=step, plan=plan, shardings=shardings)
     wanted = targets_of(file, leaves, placed, where, partial=partial)
     return tree_of(structure, _values(folder, number, wanted))
 
@@ -51,7 +48,7 @@ def _values(folder: Path, number: int, wanted: list[Target]) -> list[Any]:
         t.record.name: files.Wanted(
             shape=stored_shape(t.record),
             dtype=_type_read(t),
-            sharding=None if t.sharding is None or t.form else stored_sharding(t.record, t.sharding),
+            sharding=None if t.sharding is None else stored_sharding(t.record, t.sharding),
         )
         for t in wanted
         if t.record.is_stored and (t.sharding is None or t.sharding.addressable_devices)
@@ -86,8 +83,6 @@ def _type_read(target: Target) -> Any:
 
 def _value(target: Target, arrays: dict[str, Any]) -> Any:
     record, sharding = target.record, target.sharding
-    if target.form is not None:
-        return _padded(dataclasses.replace(target, form=None, sharding=None), target.form, sharding, arrays)
     if record.name in arrays:
         return restored_array(arrays[record.name], record, sharding)
     if record.kind == "number":
@@ -103,13 +98,6 @@ def _value(target: Target, arrays: dict[str, Any]) -> Any:
     else:
         value = np.zeros(record.shape, target.dtype)
     return value if sharding is None else from_whole(value, aval_of(value), sharding)
-
-
-def _padded(target: Target, form: PaddedForm, sharding: Any, arrays: dict[str, Any]) -> PaddedArray:
-    if not sharding.addressable_devices:
-        return PaddedArray(absent(form.stored_shape, target.dtype, sharding), form)
-    stored = store_on_host(_value(target, arrays), form)
-    return PaddedArray(from_whole(stored, aval_of(stored), sharding), form)
 
 
 def array_files(where: str) -> ModuleType:

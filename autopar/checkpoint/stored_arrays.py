@@ -19,7 +19,6 @@ from autopar.checkpoint.leaves import NamedLeaf
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, UnsupportedError
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.runtime.execution.global_arrays import aval_of, from_whole, is_whole
 
 _BITS = "uint8"
@@ -32,7 +31,7 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
     taken over.
     """
     value = leaf.value
-    if isinstance(value, jax.Array | PaddedArray) and value.is_deleted():
+    if isinstance(value, jax.Array) and value.is_deleted():
         raise DonatedStateError(
             where=f"save, {leaf.path or leaf.name}",
             expected="the state that the last step returned",
@@ -41,13 +40,13 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
         )
     if isinstance(value, NUMBERS) and not isinstance(value, np.generic):
         return LeafRecord(name=leaf.name, kind="number", dtype=type_of(value), number=text_of(value))
-    if isinstance(value, jax.Array | PaddedArray) and jax_compat.is_key_dtype(value.dtype):
+    if isinstance(value, jax.Array) and jax_compat.is_key_dtype(value.dtype):
         raw, _ = jax_compat.raw_key(value.dtype)
-        implementation = str(jax.random.key_impl(value.stored if isinstance(value, PaddedArray) else value))
+        implementation = str(jax.random.key_impl(value))
         return LeafRecord(
             name=leaf.name, kind="key", shape=value.shape, dtype=implementation, stored_dtype=np.dtype(raw).name
         )
-    if isinstance(value, jax.Array | np.ndarray | np.generic | PaddedArray):
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
         dtype = np.dtype(value.dtype)
         stored = _stored_dtype(dtype)
         if stored is not None:
@@ -70,8 +69,6 @@ def record_of(leaf: NamedLeaf) -> LeafRecord:
 
 def stored_array(value: Any, record: LeafRecord) -> Any:
     """The array that is written for a leaf: global in a program of several processes."""
-    if isinstance(value, PaddedArray) and (jax.process_count() > 1 or record.kind == "key"):
-        value = value.unpadded()
     if not isinstance(value, jax.Array):
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the numbers, in this machine's order of bytes

@@ -11,14 +11,11 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar.calls import nnx_objects
-from autopar.calls.init_state import Place
 from autopar.checkpoint.leaves import NamedLeaf, named_leaves
 from autopar.checkpoint.manifest import LeafRecord, Manifest
 from autopar.common import jax_compat
 from autopar.errors import CheckpointMismatchError, InvalidArgumentError
-from autopar.executables.padded_arrays import PaddedArray
 from autopar.frontend.static_leaves import set_apart
-from autopar.ir.padded import PaddedForm
 from autopar.plan.plan import Plan
 from autopar.plan.sharding_trees import shardings_in
 from autopar.runtime.execution.global_arrays import aval_of
@@ -32,21 +29,19 @@ class PlannedStep(Protocol):
     @property
     def latest_plan(self) -> Plan | None: ...
 
-    def state_places(self, leaves: Sequence[Any]) -> Sequence[Place]: ...
+    def state_shardings(self, leaves: Sequence[Any]) -> Sequence[Any]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A leaf to restore: its record, and the shape, type and sharding that it is to have.
 
-    `sharding` is None for numbers of Python and arrays of numpy. A leaf with a `form` becomes a `PaddedArray`, of which
-    that is the sharding of what is stored.
+    `sharding` is None for numbers of Python and arrays of numpy.
     """
 
     record: LeafRecord
     dtype: Any
     sharding: Any | None
-    form: PaddedForm | None = None
 
 
 def structure_of_plan(plan: Plan, where: str) -> Any:
@@ -66,11 +61,7 @@ def structure_of_plan(plan: Plan, where: str) -> Any:
     for i in sorted(plan.trees.donated):
         leaves = plan.argument_leaves(frozenset({i}))
         shapes = [
-            jax.ShapeDtypeStruct(
-                v.code_shape or v.shape,
-                jax_compat.struct(v.shape, v.dtype).dtype,
-                sharding=None if v.code_shape else plan.sharding_of(v),
-            )
+            jax.ShapeDtypeStruct(v.shape, jax_compat.struct(v.shape, v.dtype).dtype, sharding=plan.sharding_of(v))
             for v in leaves
         ]
         arguments.append(shardings_in(plan.trees.arguments[i], shapes, where))
@@ -99,34 +90,29 @@ def like_created(create: Callable[..., Any], args: Sequence[Any], *, in_jit: boo
     return jax.tree.unflatten(structure, [(shapes | others)[i] for i in range(len(shapes) + len(others))])
 
 
-def places_for(
+def shardings_for(
     leaves: Sequence[NamedLeaf], structure: Any, *, step: PlannedStep | None, plan: Plan | None, shardings: Any
-) -> list[tuple[Any, PaddedForm | None]]:
-    """The sharding of each leaf, and its form where it is stored padded: as asked for, by the step or its plan, or as
-    the leaf itself has it.
+) -> list[Any]:
+    """The sharding of each leaf: as asked for, by the step or its plan, or as the leaf itself has it.
 
     Raises: CheckpointMismatchError where the plan is of another state; NotEnoughDevicesError.
     """
-    planned: Sequence[tuple[Any, PaddedForm | None]]
+    planned: Sequence[Any]
     arrays = [leaf for leaf in leaves if not leaf.is_static]
     if shardings is not None:
-        planned = [(s, None) for s in _given(shardings, arrays, structure)]
+        planned = _given(shardings, arrays, structure)
     elif step is not None:
-        planned = step.state_places([aval_of(leaf.value) for leaf in arrays])
+        planned = step.state_shardings([aval_of(leaf.value) for leaf in arrays])
     elif plan is not None:
         planned = _of_plan(plan, arrays)
     else:
-        return [_own_place(leaf.value) for leaf in leaves]
-    place_of = {leaf.name: p for leaf, p in zip(arrays, planned, strict=True) if hasattr(leaf.value, "shape")}
-    return [place_of.get(leaf.name, (None, None)) for leaf in leaves]
-
-
-def _own_place(value: Any) -> tuple[Any, PaddedForm | None]:
-    return getattr(value, "sharding", None), value.form if isinstance(value, PaddedArray) else None
+        return [getattr(leaf.value, "sharding", None) for leaf in leaves]
+    sharding_of = {leaf.name: s for leaf, s in zip(arrays, planned, strict=True) if hasattr(leaf.value, "shape")}
+    return [sharding_of.get(leaf.name) for leaf in leaves]
 
 
 def targets_of(
-    manifest: Manifest, leaves: Sequence[NamedLeaf], places: Sequence[tuple[Any, Any]], where: str, *, partial: bool
+    manifest: Manifest, leaves: Sequence[NamedLeaf], shardings: Sequence[Any], where: str, *, partial: bool
 ) -> list[Target]:
     """The targets of the leaves of a state, in order.
 
@@ -136,7 +122,7 @@ def targets_of(
     _check_names(records, leaves, where, partial=partial)
     default = SingleDeviceSharding(jax.local_devices()[0])
     out = []
-    for leaf, (sharding, form) in zip(leaves, places, strict=True):
+    for leaf, sharding in zip(leaves, shardings, strict=True):
         record, value = records[leaf.name], leaf.value
         is_host = isinstance(value, np.ndarray | np.generic) or not hasattr(value, "shape")
         dtype = _checked_dtype(record, value, f"{where}, {leaf.path or leaf.name}")
@@ -144,7 +130,7 @@ def targets_of(
             sharding = default
         if sharding is not None and dtype is not None:
             _check_jax_has(dtype, f"{where}, {leaf.path or leaf.name}")
-        out.append(Target(record=record, dtype=dtype, sharding=sharding, form=form))
+        out.append(Target(record=record, dtype=dtype, sharding=sharding))
     return out
 
 
@@ -178,7 +164,7 @@ def _given(shardings: Any, arrays: Sequence[NamedLeaf], structure: Any) -> list[
     return [leaf.value for leaf in given if not leaf.is_static]
 
 
-def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Place]:
+def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Any]:
     plan.check_devices()
     if plan.trees is not None:
         planned = plan.argument_leaves(plan.trees.donated)
@@ -187,7 +173,7 @@ def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Place]:
     for i, leaf in enumerate(leaves):
         shape = aval_of(leaf.value)
         wanted = (tuple(shape.shape), str(shape.dtype))
-        has = (planned[i].code_shape or planned[i].shape, planned[i].dtype) if i < len(planned) else None
+        has = (planned[i].shape, planned[i].dtype) if i < len(planned) else None
         if wanted != has:
             raise CheckpointMismatchError(
                 where=f"restore(plan=...), {leaf.path or leaf.name}",
@@ -195,7 +181,7 @@ def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Place]:
                 got="no such leaf in the plan" if has is None else f"{has[1]}{list(has[0])} in the plan",
                 hint="give the plan of the step that takes this state; without plan= the state is restored as like is",
             )
-    return [(plan.sharding_of(value), value.form) for value in planned[: len(leaves)]]
+    return [plan.sharding_of(value) for value in planned[: len(leaves)]]
 
 
 def _check_names(records: dict[str, LeafRecord], leaves: Sequence[NamedLeaf], where: str, *, partial: bool) -> None:

@@ -17,12 +17,12 @@ from autopar.compiler.check_decisions import (
     check_transfers,
     check_values,
 )
-from autopar.compiler.padding import stored_as_planned
 from autopar.compiler.whole_graph import program_graph
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError
 from autopar.frontend.callbacks import any_callbacks
+from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.inter_op.joined_tasks import joined_as_named
@@ -57,11 +57,18 @@ class ShardedFunction:
     failures: list[BaseException] | None
 
 
+def with_saved_names(traced: TracedStep, plan: Plan) -> TracedStep:
+    """The step as a plan has it: the names that `jax.checkpoint` saves."""
+    if plan.record.saved_names is None or traced.saved_names is not None:
+        return traced
+    return saving(traced, plan.record.saved_names)
+
+
 def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
-    """The traced step as the plan has it: its attention, its stacks, its modules that are taken per micro-batch, its
-    padding.
+    """The traced step as the plan has it: its attention, its stacks, its modules that are taken per micro-batch, the
+    names that it saves.
     """
-    record, traced = plan.record, stored_as_planned(traced, plan)
+    record, traced = plan.record, with_saved_names(traced, plan)
     return dataclasses.replace(
         traced,
         blockwise_attention=record.blockwise_attention,
@@ -170,7 +177,7 @@ def recorded_stages(
 
 def check_plan(plan: Plan, traced: TracedStep) -> None:
     """Raises: PlanMismatchError when a plan was not made for this step."""
-    traced = stored_as_planned(traced, plan)
+    traced = with_saved_names(traced, plan)
     if plan.record.fingerprint == traced.fingerprint:
         return
     traced_shapes = {p: f"{a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)}

@@ -1,7 +1,6 @@
-"""What is tried where nothing fits: state stored padded, then optimiser state and saved arrays in the hosts' memory.
+"""What is tried where nothing fits: optimiser state and saved arrays in the hosts' memory.
 
-A search that may choose does without either: padded arrays come back as no `jax.Array`, and what lies in the memory of
-the hosts goes over their links in every step.
+A search that may choose does without: what lies in the memory of the hosts goes over their links in every step.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.common.units import text_of_bytes
-from autopar.compiler.padding import stored_step
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
 from autopar.inter_op.evaluate import BOUND_ERROR, PEAK_ERROR
 from autopar.inter_op.microbatch_walk import Tried, next_numbers
@@ -28,41 +26,21 @@ from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis
 
 PlanOf = Callable[[PlanRequest], Plan]
-PADDED = "nothing was found that fits without padding arrays of the state that the devices do not divide"
 OFFLOADED = "nothing was found that fits without keeping {} in the memory of the hosts"
 # What one stage recomputes, in the order of what that costs.
 _POLICIES = ("nothing", "matmuls", "input")
 
 
 def last_resort(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, list[str]]:
-    """(the fastest plan of the first kind of which one fits, None where none does; why others have none)
+    """(ZeRO-3 with the optimiser's state in the memory of the hosts, in the micro-batches and with the recomputation
+    that make it fastest; where none fits, with what is saved for the backward pass there too; why none is found)
 
     Nothing is tried for a request that leaves no choice. `plan_of` makes the plan of another request for the step.
     """
-    if context.traced.padded or not context.request.leaves_layouts_free or context.request.names_pipeline:
-        return None, []
-    padded = _padded(context, plan_of)
-    return (padded, []) if padded is not None else _offloaded(context, plan_of)
-
-
-def _padded(context: PlanningContext, plan_of: PlanOf) -> Plan | None:
-    """The faster plan of ZeRO in one program with state stored padded; None where the devices divide the state."""
-    plans = []
-    for stage in (1, 3):
-        bound = dataclasses.replace(context.request, binding=_sharded_over_data(stage))
-        if stored_step(context.traced, context.cluster, bound, context.rules, context.graphs).padded:
-            plans.append(_plan_or_peak(context, bound, plan_of))
-    found = [plan for plan in plans if isinstance(plan, Plan)]
-    best = min(found, key=lambda plan: plan.predicted.step_time_s, default=None)
-    return None if best is None else best.with_note(PADDED)
-
-
-def _offloaded(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None, list[str]]:
-    """ZeRO-3 with the optimiser's state in the memory of the hosts, in the micro-batches and with the recomputation
-    that make it fastest; where none fits, with what is saved for the backward pass there too.
-    """
     cluster, request = context.cluster, context.request
-    if request.in_host or all(v.purpose is not Purpose.OPTIMIZER for v in context.views.annotated.values):
+    if not request.leaves_layouts_free or request.names_pipeline or request.in_host:
+        return None, []
+    if all(v.purpose is not Purpose.OPTIMIZER for v in context.views.annotated.values):
         return None, []  # no optimiser's state is there to be moved
     try:
         examples = num_examples(context.traced)

@@ -25,6 +25,7 @@ from autopar.lowering.instructions import LoweredBlock, host_copies_in
 from autopar.microbatch.example_axis import loops_over_first
 from autopar.microbatch.smaller_step import example_leaves
 from autopar.passes.saved_arrays import offloaded_on
+from autopar.passes.split_scan import SplitStep
 from autopar.plan import summary
 from autopar.plan.schema import PlanRecord
 from autopar.sharding.binding import Binding
@@ -198,6 +199,17 @@ _PIECE = re.compile(r"\d+|\D+")
 _WEIGHTS = (Purpose.MATRIX, Purpose.MATRIX_COPY)
 
 
+def stack_notes(step: SplitStep) -> tuple[str, ...]:
+    """A note on each scan over layers whose state lies on fewer stages than run it."""
+    return tuple(
+        f"the arrays of {stack.trips} layers of a scan lie in {stack.state_parts} equal "
+        f"{'part, on one stage' if stack.state_parts == 1 else 'parts, on as many stages'}, since {len(stack.scopes)} "
+        "stages do not divide them: the others are sent what they read of them once a step"
+        for stack in step.stacks
+        if stack.state_parts
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """A step, or a stage of one, with annotated values, and its decisions under a recipe's constraints."""
@@ -288,10 +300,11 @@ def _reason(bound: Bound, value: Value, layout: Layout, axis: int) -> tuple[str,
         if value.purpose is Purpose.BATCH and Dimension.EXAMPLE in use.dimensions:
             return "parts of the batch stay whole, which are not known to hold examples (batch_axis)", ""
         return None
+    stay = "are split over fewer devices" if layout.sharded_axes else "stay whole"
     if not any(value.shape[d] % (parts * mesh.size(layout.dims[d])) == 0 for d in may):
         sizes = ", ".join(f"dimension {d}: {value.shape[d]}" for d in may)
-        return f"arrays stay whole, since {parts} does not divide what is to be split", f" ({sizes})"
-    return "arrays stay whole, although they divide, since what reads them cannot be split so", ""
+        return f"arrays {stay}, since {parts} does not divide what is to be split", f" ({sizes})"
+    return f"arrays {stay}, although they divide, since what reads them cannot be split so", ""
 
 
 def _given_up(bound: Bound) -> Iterator[_Note]:

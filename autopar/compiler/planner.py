@@ -13,7 +13,6 @@ from autopar.compiler.advice import advice_note, with_pins_of_code
 from autopar.compiler.comparison import choose, near, notes, rejections
 from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.no_plan import no_plan_error
-from autopar.compiler.padding import stored_step
 from autopar.compiler.pin_costs import price_of_pins
 from autopar.compiler.saved_names import fastest_saving
 from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
@@ -36,7 +35,7 @@ from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PlanRecord
 from autopar.plan.step_graphs import StepGraphs
-from autopar.sharding.head_groups import splits_heads, with_heads
+from autopar.sharding.axis_groups import with_groups
 from autopar.sharding.rules import RuleBook
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
@@ -85,8 +84,7 @@ def make_plans(
     shared = graphs or StepGraphs()
 
     def plans_of(step: TracedStep, asked: PlanRequest) -> tuple[Plan, ...]:
-        with progress.pass_("padding"):
-            step = stored_step(as_requested(step, asked), cluster, asked, rules, shared)
+        step = as_requested(step, asked)
         context = planning_context(step, cluster, asked, rules, progress, keep_tolerance, shared)
 
         def plan_under(other: PlanRequest) -> Plan:
@@ -186,8 +184,9 @@ def planning_context(
     check_islands(graph, cluster.num_devices)
     if _has_rings(request):
         check_blockwise(graph)
-    if request.binding is not None and request.pins is None and splits_heads(request.binding):
-        request = dataclasses.replace(request, binding=with_heads(request.binding, views.annotated))
+    of_stage, left = divmod(cluster.num_devices, request.num_stages or 1)
+    if request.binding is not None and request.pins is None and not left:
+        request = dataclasses.replace(request, binding=with_groups(request.binding, views.annotated, of_stage))
     progress.bounded(least_s, deadline)
     return PlanningContext(
         traced=traced,

@@ -16,8 +16,8 @@ from autopar.compiler.notes import (
     offload_notes,
     recipe_notes,
     recomputation_notes,
+    stack_notes,
 )
-from autopar.compiler.padding import padding_notes
 from autopar.compiler.send_times import sends_of_stages
 from autopar.compiler.write_record import (
     flops_in,
@@ -112,6 +112,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         tried=_trials(context),
         notes=(
             *_notes_of(context, largest_axis),
+            *stack_notes(staged.step),
             *_accumulation_note(staged.graph.per_microbatch, staged.graph.num_microbatches),
             *offload_notes(
                 ((planned.stage.graph, planned.lowered.lowered) for planned in staged.stages),
@@ -203,7 +204,6 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
             "their memory is not reused"
         )
     notes += [unlike] if unlike else []
-    notes += padding_notes(traced)
     annotated = context.views.annotated
     if traced.blockwise_attention:
         return (*notes, *attention_left(annotated))

@@ -321,9 +321,8 @@ def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
     """The operations that no rule allows to split, one note for each primitive and reason."""
     counts: dict[tuple[str, str], int] = {}
     largest: dict[tuple[str, str], int] = {}
-    stores = {"pad", "slice", "reshape"} if graph.padded else set()  # what the state is stored padded with
     for op in graph.ops():
-        if op.rule is not None and op.rule.note and op.primitive not in stores:
+        if op.rule is not None and op.rule.note:
             key = (op.primitive, op.rule.note)
             counts[key] = counts.get(key, 0) + 1
             sizes = [graph.values[v].nbytes for v in op.outputs]

@@ -24,7 +24,7 @@ def planned_values(
     result_places = [(0, place) if place is not None else None for place in lowered.outputs]
     num_constants = len(lowered.inputs) - len(traced.in_avals)
     arguments = _arguments(graph, num_constants, places)
-    return _with_code_shapes(traced, arguments, _results(traced, result_places))
+    return arguments, _results(traced, result_places)
 
 
 def staged_values(
@@ -55,21 +55,7 @@ def staged_values(
             arguments[i] = dataclasses.replace(arguments[i], layout=at.layout, stage=stage, in_host=at.in_host)
     leaves = leaves_of_pieces(arguments[first_constant:], step.arguments, traced.in_paths)
     whole_results = leaves_of_pieces(results, step.results, traced.out_paths)
-    return _with_code_shapes(traced, [*arguments[:first_constant], *leaves], whole_results)
-
-
-def _with_code_shapes(
-    traced: TracedStep, arguments: list[PlannedValue], results: list[PlannedValue]
-) -> tuple[list[PlannedValue], list[PlannedValue]]:
-    """The arguments, constants first, and results with the shapes of the code, where they are stored padded."""
-    first = len(arguments) - len(traced.in_avals)
-    for at in traced.padded:
-        argument = arguments[first + at.leaf]
-        arguments[first + at.leaf] = dataclasses.replace(argument, code_shape=at.shape, code_rows=at.rows)
-        if at.leaf in traced.tied:
-            tied = traced.tied[at.leaf]
-            results[tied] = dataclasses.replace(results[tied], code_shape=at.shape, code_rows=at.rows)
-    return arguments, results
+    return [*arguments[:first_constant], *leaves], whole_results
 
 
 _Placed = tuple[int, Place]  # stage and place; None for what is the same everywhere

@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
-from autopar.compiler.materialize import make_staged
-from autopar.compiler.padding import stored_as_planned
+from autopar.compiler.materialize import make_staged, with_saved_names
 from autopar.errors import UnsupportedError
 from autopar.executables.lower_tasks import lower_joined, lower_tasks, sharding_of
 from autopar.executables.multiprocess import GlobalStep
@@ -273,7 +272,7 @@ class CompiledPipeline(LeafwiseStep):
 
 def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Progress) -> CompiledPipeline:
     """Compiles each task of a pipeline for the devices of its stage."""
-    traced = stored_as_planned(traced, plan)
+    traced = with_saved_names(traced, plan)
     staged = make_staged(traced, plan, rules)
     program = staged.program()
     verify_program(program, staged.schedule)  # milliseconds, beside compiling

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.common import jax_compat
-from autopar.compiler.materialize import make_function
-from autopar.compiler.padding import stored_as_planned
+from autopar.compiler.materialize import make_function, with_saved_names
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.step_leaves import LeafwiseStep, put, result_like
 from autopar.frontend.callbacks import raise_failures
@@ -119,7 +118,7 @@ class LoweredWhole:
 @jax_compat.no_mesh_set()
 def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
     """Lowers a step as one program for the devices of a mesh. Raises: as `build_whole`."""
-    traced = stored_as_planned(traced, plan)
+    traced = with_saved_names(traced, plan)
     emitted = make_function(traced, plan, mesh, rules)
     if emitted.lowered.in_host:
         local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from autopar.common import jax_compat
 from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
-from autopar.executables.padded_arrays import PaddedArray, padded_results, stored_leaves
 from autopar.frontend.callback_results import call_with_results
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
@@ -82,10 +81,10 @@ class LeafwiseStep:
         return shardings_in(self.traced.in_tree, self.leaf_shardings, f"compiled {self.traced.name}")
 
     def __call__(self, *args: Any) -> Any:
-        leaves: Sequence[Any] = self.stored(leaves_of(self.traced, args))
+        leaves: Sequence[Any] = leaves_of(self.traced, args)
         if self.across is None:
             leaves = self.placed(leaves)
-        return self.results_of(self.run(without_shared_memory(leaves, self.donated, self.own_constants)))
+        return results_in_tree(self.traced, self.run(without_shared_memory(leaves, self.donated, self.own_constants)))
 
     @property
     def own_constants(self) -> Sequence[Any]:
@@ -101,27 +100,6 @@ class LeafwiseStep:
         refuses others by itself, before it runs anything, always.
         """
         return True
-
-    def stored(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the arguments as they are stored; those that come in another form are moved."""
-        return stored_leaves(leaves, self.traced.padded, self.leaf_shardings)
-
-    def results_of(self, leaves: Sequence[Any]) -> Any:
-        """The results, in their tree and in the shapes of the code, of their leaves as they are stored; callbacks that
-        wait for the step's end are called first.
-        """
-        own = call_with_results(self.traced, leaves) if self.traced.callbacks else leaves
-        return jax.tree.unflatten(self.traced.out_tree, padded_results(own, self.traced.padded, self.traced.tied))
-
-    def code_leaves(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the arguments in the shapes of the code, of those that are stored."""
-        forms = {at.leaf: at.form for at in self.traced.padded}
-        return [PaddedArray(x, forms[i]).unpadded() if i in forms else x for i, x in enumerate(leaves)]
-
-    def code_results(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the results in the shapes of the code, of those that are stored."""
-        results = padded_results(leaves, self.traced.padded, self.traced.tied)
-        return [x.unpadded() if isinstance(x, PaddedArray) else x for x in results]
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step on the leaves of the dynamic arguments. Returns the leaves of the results."""
@@ -140,7 +118,7 @@ class LeafwiseStep:
 @jax_compat.no_mesh_set()
 def copied(leaf: Any) -> Any:
     """A copy of the leaf. A leaf that is neither an array nor a number may wrap an array (`__jax_array__`)."""
-    if isinstance(leaf, (jax.Array, np.ndarray, PaddedArray)):
+    if isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf.copy()
     return jax.numpy.array(leaf) if hasattr(leaf, "__jax_array__") else leaf
 

@@ -15,7 +15,6 @@ from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
-from autopar.frontend.pad_state import pad_state
 from autopar.frontend.parameter_names import with_parameter_names
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import dtype_text
@@ -62,9 +61,6 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         batch=frozenset(offset + i for i in traced.batch),
         written=tuple(builder.written),
     )
-    if traced.padded:
-        forms = {offset + leaf.leaf: leaf.form for leaf in traced.padded}
-        graph = pad_state(graph, forms, pads_summands=traced.pads_summands)
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
 

@@ -39,7 +39,6 @@ def saving(traced: TracedStep, names: Collection[str]) -> TracedStep:
 
     Raises: UnsupportedError for a function whose two traces differ in more than that, or that cannot be traced again.
     """
-    assert not traced.padded, "names are chosen before padding"
     saved = frozenset(names)
     if traced.trace_again is None or not traced.is_pure():
         raise UnsupportedError(

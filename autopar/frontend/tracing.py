@@ -197,7 +197,7 @@ def impurity(traced: TracedStep) -> str | None:
     Plain `jax.jit` keeps what the first trace gives, and so does a step, whose micro-batches are cut out of that trace.
     """
     second_trace = traced.retrace(traced.in_avals)
-    if jaxpr_fingerprint(second_trace) == (traced.code_fingerprint or traced.fingerprint):
+    if jaxpr_fingerprint(second_trace) == traced.fingerprint:
         return None
     at = first_difference(traced.retrace(traced.in_avals), second_trace)
     return (

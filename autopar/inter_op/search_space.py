@@ -85,7 +85,7 @@ def uneven_stages(step: SplitStep, cluster: Cluster) -> list[Rejection]:
     if not numbers:
         return []
     why = (
-        f"not searched: the arrays of all {step.trips} layers would be stored padded, as autopar.PaddedArray; "
+        f"not searched: they do not divide the {step.trips} layers, whose arrays would lie on fewer of the stages; "
         "autopar.recipes.pipeline(stages=...) asks for it"
     )
     return [Rejection(source=SOURCE, text=f"{', '.join(map(str, numbers))} stages of the scan's layers", why=why)]

@@ -10,9 +10,8 @@ import jax
 
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import OpGraph
-from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
-from autopar.passes.split_scan import SplitStep, split_scans, uneven_forms
+from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
@@ -43,11 +42,3 @@ def split_step(
 def whole_batch(step: SplitStep, rules: RuleBook, graphs: StepGraphs) -> OpGraph:
     """The graph of the whole batch of a step in parts."""
     return graphs.of(step.traced, "in parts", lambda: build_graph(step.traced, rules))
-
-
-def forms_of_stages(
-    traced: TracedStep, rules: RuleBook, graphs: StepGraphs, groups: Sequence[int]
-) -> dict[int, PaddedForm]:
-    """`uneven_forms` of a part for each stage, on these groups of devices."""
-    forms = graphs.of(traced, ("uneven", tuple(groups)), lambda: uneven_forms(traced, len(groups), rules, groups))
-    return dict(forms)

@@ -17,8 +17,8 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.rivals import DATA_PARALLEL, TENSOR_PARALLEL, tensor_group
+from autopar.sharding.axis_groups import with_groups
 from autopar.sharding.binding import Binding
-from autopar.sharding.head_groups import splits_heads, with_heads
 from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
 
 SOURCE = "baselines"
@@ -80,6 +80,7 @@ def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
         fixed = dataclasses.replace(request, fixed=along_largest)
         yield Baseline(name=ALONG_LARGEST, mesh=row, request=fixed)
     for name, binding in baseline_bindings(cluster):
+        binding = with_groups(binding, context.views.annotated, cluster.num_devices)
         mesh, _ = binding.on(cluster.num_devices)
         if len(mesh.axis_sizes) <= most_axes:
             yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
@@ -96,8 +97,7 @@ def _tensor_parallelism(context: PlanningContext) -> Baseline | Rejection:
         binding.check(graph, cluster.num_devices)
     except InvalidArgumentError as error:
         return Rejection(source=SOURCE, text=name, why=f"not tried: {error.got}")
-    if splits_heads(binding):
-        binding = with_heads(binding, graph)
+    binding = with_groups(binding, graph, cluster.num_devices)
     mesh, _ = binding.on(cluster.num_devices)
     request = dataclasses.replace(context.request, binding=binding)
     return Baseline(name=name, mesh=mesh, request=request, is_told=True)

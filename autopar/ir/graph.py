@@ -299,8 +299,7 @@ class OpGraph:
     that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
     examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
     `written` are layouts that the step's code gives to values. `per_microbatch` are the patterns of modules that mix
-    the examples of a micro-batch: the step is then one of gradient accumulation. `padded` are inputs that are stored
-    padded (`autopar.ir.padded`).
+    the examples of a micro-batch: the step is then one of gradient accumulation.
     """
 
     values: tuple[Value, ...]
@@ -314,7 +313,6 @@ class OpGraph:
     runs_of_examples: int = 0
     written: tuple[tuple[int, WrittenLayout], ...] = ()
     per_microbatch: tuple[str, ...] = ()
-    padded: frozenset[int] = frozenset()
 
     @property
     def is_cut(self) -> bool:

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-from autopar.ir.padded import PaddedLeaf
-
 
 class ShardingsInCode(enum.StrEnum):
     """What layouts that the step's code names are to a plan."""
@@ -49,14 +47,12 @@ class TracedStep:
     function once more, on the leaves' shapes or on others. `is_pure()`: two traces of it agree, where that was to be
     checked. `blockwise_attention`: its graphs have attention as one operation a pass (`autopar.attention.ring`).
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
-    (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in the
-    containers it was given. `placements` are what was removed from the code, `written` the layouts among them, by the
-    variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its last results
-    (`autopar.frontend.callback_results`). `padded` are leaves that are stored padded: `in_avals` and `out_avals` have
-    their stored shapes, the jaxpr those of the code. `fingerprint` covers them; that of the jaxpr alone is then
-    `code_fingerprint`. `pads_summands`: of a gradient that is a sum (tied embeddings), each summand is padded for
-    itself. `trace_again` is `retrace` with what was removed of the code beside the jaxpr. `saved_names`: the names that
-    `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
+    (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in
+    the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
+    by the variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its
+    last results (`autopar.frontend.callback_results`). `trace_again` is `retrace` with what was removed of the code
+    beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
+    (`autopar.frontend.saved_names`); None: as written.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
     the leaf holds none.
     `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
@@ -87,9 +83,6 @@ class TracedStep:
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
     callbacks: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
-    padded: tuple[PaddedLeaf, ...] = ()
-    code_fingerprint: str = ""
-    pads_summands: bool = False
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
     stacked_over: int = 0

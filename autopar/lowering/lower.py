@@ -242,10 +242,6 @@ class _Lowering:
         scope.append(compute, scope.section)
         for value, place in zip(op.outputs, compute.places, strict=True):
             scope.add(value, place, scope.section)
-        if op.primitive == "pad" and compute.results[0].partial and not scope.section.repeats:
-            # A gradient that is padded to divide among devices is summed to their parts where it is made: kept to the
-            # update, the summands of all parameters would take memory at once.
-            self.read(scope, op.outputs[0], None, Role.UPDATE, op.place, op.count)
 
     def operands(self, scope: _Scope, op: Op) -> tuple[Place | None, ...]:
         """Brings the operands of an equation to where its strategy reads them."""

@@ -10,7 +10,6 @@ import dataclasses
 import math
 
 from autopar.common.progress import Progress
-from autopar.compiler.padding import stored_step
 from autopar.compiler.planner import as_requested, planning_context
 from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
@@ -19,14 +18,12 @@ from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.requested_estimate import estimated_one_stage
 from autopar.inter_op.requested_step import requested_step
 from autopar.inter_op.truncated_model import ESTIMATE_ERROR
-from autopar.ir.graph import Value
-from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Outcome, Problem
 from autopar.manual.walks import LINE_ERROR, least_bubbles
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
-from autopar.sharding.constraints import Constraints
+from autopar.sharding.axis_groups import most_parts
 
 # How far above the limit an estimate may be of what fits as a plan: for devices that share matrices, decisions that
 # need less memory are found for all layers that are not found for a few.
@@ -37,13 +34,6 @@ def best_case(outcome: Outcome) -> tuple[int, float]:
     """The rank of what an estimate may come to at best, to be compared with that of a plan."""
     time_s, peak_bytes = (1 - ESTIMATE_ERROR) * outcome.step_time_s, int(outcome.peak_bytes / (1 + PEAK_ERROR))
     return dataclasses.replace(outcome, step_time_s=time_s, peak_bytes=peak_bytes).rank()
-
-
-def _most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
-    """Into how many parts the axes of a recipe may split a value together, whether its dimensions divide or not."""
-    dims = range(len(value.shape))
-    uses = zip(constraints.axes, mesh.axis_sizes, strict=True)
-    return math.prod(n for use, n in uses if any(constraints.may_split(use, value, d) for d in dims))
 
 
 class Estimates:
@@ -79,8 +69,7 @@ class Estimates:
     def context(self, request: PlanRequest) -> PlanningContext:
         cluster, progress = self.problem.cluster, Progress("", show=False)
         traced = as_requested(self.problem.traced, request)
-        stored = stored_step(traced, cluster, request, self.rules, self.graphs)
-        return planning_context(stored, cluster, request, self.rules, progress, graphs=self.graphs)
+        return planning_context(traced, cluster, request, self.rules, progress, graphs=self.graphs)
 
     def state_exceeds(self, context: PlanningContext) -> Outcome | None:
         """A request under which the arguments alone exceed the memory, each split along every axis that may split it:
@@ -94,7 +83,7 @@ class Estimates:
             in_host |= bound[1].in_host(graph)
         for at in graph.donated:
             value = graph.values[graph.block.inputs[at]]
-            needed_bytes += 0 if value.id in in_host else value.nbytes / (_most_parts(value, *bound) if bound else n)
+            needed_bytes += 0 if value.id in in_host else value.nbytes / (most_parts(value, *bound) if bound else n)
         if needed_bytes <= context.limit_bytes:
             return None
         return Outcome(

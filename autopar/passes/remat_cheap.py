@@ -6,8 +6,7 @@ they are added to. So would what is larger than the part of the batch that it is
 each class.
 
 Half-precision copies of parameters take one pass over memory and occupy memory through the whole step as well. Where
-memory is short, they too may be computed again. Parameters that are cut out of what is stored padded always are: only
-devices that gather them for one micro-batch at a time need to store them so.
+memory is short, they too may be computed again.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ _CHEAP = frozenset({
     "clamp",
 })  # fmt: skip
 
-_CUTTING = frozenset({"slice", "reshape"})  # see autopar.frontend.pad_state.unstore
 
 
 def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations in the sections that read them: those on constants, those on the batch that
     enlarge it, and with `of_state` those on the state.
     """
-    cheap = _cheap(graph, _state(graph) if of_state else frozenset()) | _enlarged(graph) | _cut_of_padded(graph)
+    cheap = _cheap(graph, _state(graph) if of_state else frozenset()) | _enlarged(graph)
     if not cheap:
         return graph
     fresh = Fresh(graph)
@@ -107,17 +105,6 @@ def _enlarged(graph: OpGraph) -> dict[int, Op]:
         if v in cheap and v not in found:
             found[v] = cheap[v]
             waiting += read_by(cheap[v])
-    return found
-
-
-def _cut_of_padded(graph: OpGraph) -> dict[int, Op]:
-    """The operations before the loop that cut state out of what is stored padded."""
-    stored = {graph.block.inputs[position] for position in graph.padded}
-    found: dict[int, Op] = {}
-    for op in graph.block.ops:
-        cuts = op.section is Section.BEFORE and op.primitive in _CUTTING
-        if cuts and all(isinstance(a, int) and (a in stored or a in found) for a in op.inputs):
-            found.update(dict.fromkeys(op.outputs, op))
     return found
 
 

@@ -237,9 +237,7 @@ def _flattened(traced: TracedStep) -> Any:
     def run(*args: Any) -> list[Any]:
         return _inline(traced.jaxpr, traced.constants, args)
 
-    shapes = {leaf.leaf: leaf.shape for leaf in traced.padded}  # of the code, of what is stored padded
-    avals = [a.update(shape=shapes[i]) if i in shapes else a for i, a in enumerate(traced.in_avals)]
-    return jax.make_jaxpr(run)(*avals)
+    return jax.make_jaxpr(run)(*traced.in_avals)
 
 
 def _inline(

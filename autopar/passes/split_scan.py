@@ -15,9 +15,8 @@ that a leaf is one array; what the scans of other groups read of it is sent to t
 sent back.
 
 Where the parts do not divide the layers, all but the last take one number of layers and the last the rest; or, where
-nothing would be left for it (4 layers in 3 parts), the first parts take one more than the others. A stack is then
-stored padded (`uneven_forms`), so that its parts are of one shape: those that are smaller are cut where they enter the
-step, and padded where they leave it.
+nothing would be left for it (4 layers in 3 parts), the first parts take one more than the others. The parts of one
+array are of one size, so the state then lies in fewer parts, as many as divide the layers, on as many groups.
 
 Not cut: stacks with the layer behind the first dimension, scans inside of `jax.checkpoint`.
 """
@@ -36,9 +35,7 @@ from scipy.optimize import linear_sum_assignment
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import role_of
-from autopar.frontend.pad_state import store, unstore
 from autopar.ir.graph import FactorKind, Role, Rule
-from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
@@ -88,6 +85,11 @@ def ranges(trips: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
 
+def _equal_ranges(trips: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Equal ranges of all trips, as many of up to `most` as divide them."""
+    return ranges(trips, max(d for d in divisors(trips) if d <= most))
+
+
 def in_parts_of(step: StackedStep, cuts: Sequence[StackParts], rules: RuleBook) -> Any:
     """The closed jaxpr of the step whose stacked arguments, and the results that replace them, come in parts."""
     evaluation = _Evaluation(step, cuts, rules_of(step.jaxpr, rules))
@@ -110,7 +112,6 @@ class _Evaluation:
         self.cut_of = {leaf: cut for cut in cuts for leaf in cut.stacks.arguments}
         self.cut_of_result = {o: cut for cut in cuts for o in cut.stacks.results}
         self.cut_of_scan = {position: cut for cut in cuts for position in cut.stacks.scans}
-        self.stored: set[Any] = set()  # arguments, which may be stored padded
         self.whole: dict[Any, Any] = {}
         self.apart: dict[Any, _Apart] = {}
         self.slices: dict[tuple[Any, tuple[int, int], int], Any] = {}
@@ -132,7 +133,6 @@ class _Evaluation:
         for i, v in enumerate(jaxpr.invars):
             if (cut := self.cut_of.get(i)) is not None:
                 self.apart[v] = _Apart(cut, cut.stored, [next(rest) for _ in cut.stored])
-                self.stored.add(v)
             else:
                 self.whole[v] = next(rest)
         for position, eqn in enumerate(jaxpr.eqns):
@@ -143,10 +143,7 @@ class _Evaluation:
         out: list[Any] = []
         for o, atom in enumerate(jaxpr.outvars):
             if (cut := self.cut_of_result.get(o)) is not None:
-                stored_shape = cut.shape_of(atom.aval.shape, cut.stored[0])
-                for trips in cut.stored:
-                    form = PaddedForm(cut.shape_of(atom.aval.shape, trips), stored_shape)
-                    out.append(store(self.part(atom, cut, trips), form))
+                out += [self.part(atom, cut, trips) for trips in cut.stored]
             else:
                 out.append(self.joined(atom))
         return out
@@ -155,23 +152,15 @@ class _Evaluation:
         if isinstance(atom, jax_compat.Literal):
             return atom.val
         if atom not in self.whole:
-            pieces = [self.piece(atom, n) for n in range(len(self.apart[atom].ranges))]
+            pieces = self.apart[atom].pieces
             self.whole[atom] = jax.lax.concatenate(pieces, 0) if len(pieces) > 1 else pieces[0]
         return self.whole[atom]
-
-    def piece(self, atom: Any, number: int) -> Any:
-        at = self.apart[atom]
-        if atom not in self.stored:
-            return at.pieces[number]
-        # What is stored padded is cut for each reader: it belongs to the pass that reads it.
-        shape = at.of.shape_of(atom.aval.shape, at.ranges[number])
-        return unstore(at.pieces[number], PaddedForm(shape, at.pieces[number].shape))
 
     def part(self, atom: Any, cut: StackParts, trips: tuple[int, int], dim: int = 0) -> Any:
         """The part of a value that belongs to these trips, cut out of the parts in which it is."""
         at = None if isinstance(atom, jax_compat.Literal) or dim else self.apart.get(atom)
         if at is not None and at.of is cut and trips in at.ranges:
-            return self.piece(atom, at.ranges.index(trips))
+            return at.pieces[at.ranges.index(trips)]
         key = (atom, trips, dim)
         if key not in self.slices:
             if at is not None and at.of is cut:
@@ -189,7 +178,7 @@ class _Evaluation:
             inside = max(start, trips[0]), min(stop, trips[1])
             if inside[0] < inside[1]:
                 (a, b), (first, _) = at.of.bounds(size, inside), at.of.bounds(size, (start, stop))
-                found.append(jax.lax.slice_in_dim(self.piece(atom, number), a - first, b - first))
+                found.append(jax.lax.slice_in_dim(at.pieces[number], a - first, b - first))
         return jax.lax.concatenate(found, 0) if len(found) > 1 else found[0]
 
     def ranges_of(self, eqn: Any, cut: StackParts, operands: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -372,12 +361,14 @@ class LeafSlice:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStack:
     """A scan over `trips` layers in parts, which are called `scopes`: the last part of the module path of each. `work`:
-    the matrix products in it, in multiplications.
+    the matrix products in it, in multiplications. `state_parts`: the parts of the layers' state, where they are fewer
+    than the groups of devices; else 0.
     """
 
     trips: int
     work: float
     scopes: tuple[str, ...]
+    state_parts: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,29 +415,6 @@ class SplitStep:
         return bool(counts) and all(not n or s.trips % n == 0 for s, n in zip(self.stacks, counts, strict=True))
 
 
-def uneven_forms(traced: TracedStep, parts: int, rules: RuleBook, groups: Sequence[int] = ()) -> dict[int, PaddedForm]:
-    """The forms in which stacks of state are stored, by leaf, where so many parts do not divide their layers."""
-    found = find_stacks(traced, rules)
-    if found is None or parts > sum(stacks.trips for stacks in found.stacks):
-        return {}
-    return _forms(found, _cuts(found, parts, groups))
-
-
-def _forms(step: StackedStep, cuts: Sequence[StackParts]) -> dict[int, PaddedForm]:
-    forms = {}
-    for cut in cuts:
-        trips = [stop - start for start, stop in cut.stored]
-        if len(set(trips)) == 1:
-            continue
-        pads_last_alone = all(n == trips[0] for n in trips[:-1])
-        for leaf in cut.stacks.arguments:
-            shape = tuple(step.jaxpr.invars[leaf].aval.shape)
-            of_trip = shape[0] // cut.stacks.trips
-            rows = () if pads_last_alone else tuple(of_trip * n for n in trips)
-            forms[leaf] = PaddedForm(shape, (of_trip * len(trips) * trips[0], *shape[1:]), rows)
-    return forms
-
-
 def split_scans(
     traced: TracedStep,
     parts: int,
@@ -459,8 +427,8 @@ def split_scans(
     `sliced`: leaves that lie in slices, of a step that need not return them. `groups`: the group of devices of each
     part, by default one of its own. Without such scans the step comes back as it was.
 
-    Raises: InvalidArgumentError where a part would have no trips, or where the parts are unequal and the stacks are not
-    stored for them; UnsupportedError where a step with `sliced` leaves has no scan over their layers.
+    Raises: InvalidArgumentError where a part would have no trips; UnsupportedError where a step with `sliced` leaves
+    has no scan over their layers.
     """
     found = find_stacks(traced, rules, sliced) if parts > 1 else None
     if found is None and sliced:
@@ -471,13 +439,6 @@ def split_scans(
         nowhere = (None,) * len(arguments)
         return SplitStep(traced=traced, arguments=arguments, results=results, part_of_argument=nowhere)
     _check_parts(traced, found, parts)
-    if {leaf.leaf: leaf.form for leaf in traced.padded} != _forms(found, cuts):
-        raise InvalidArgumentError(
-            where=f"{traced.name}: {found.stacks[0].name}",
-            expected=f"the number of stages for which the state of its {found.stacks[0].trips} layers is padded",
-            got=f"{parts} stages",
-            hint="use the number of stages of the plan that made the state",
-        )
     return _cut(traced, found, cuts, rules, sliced, groups or tuple(range(parts)))
 
 
@@ -515,7 +476,7 @@ def _cuts(found: StackedStep, parts: int, groups: Sequence[int] = ()) -> tuple[S
     cuts, first = [], 0
     for number, (stacks, count) in enumerate(zip(found.stacks, _parts_of_stacks(found.stacks, parts), strict=True)):
         if count:
-            stored = ranges(stacks.trips, len(set(groups[first : first + count])))
+            stored = _equal_ranges(stacks.trips, len(set(groups[first : first + count])))
             name = "layers" if not number else f"layers.{number + 1}"
             cuts.append(StackParts(stacks=stacks, ranges=ranges(stacks.trips, count), stored=stored, name=name))
         first += count
@@ -570,6 +531,16 @@ def _parts_with_state(cut: StackParts, groups: Sequence[int], first: int) -> lis
     return [-nearest[i, int(group)][1] for i, group in enumerate(chosen)]
 
 
+def _split_stack(cut: StackParts, groups: Sequence[int], first: int) -> SplitStack:
+    own = set(groups[first : first + len(cut.ranges)])
+    return SplitStack(
+        trips=cut.stacks.trips,
+        work=cut.stacks.work,
+        scopes=tuple(map(cut.scope, cut.ranges)),
+        state_parts=len(cut.stored) if len(cut.stored) < len(own) else 0,
+    )
+
+
 def _cut(
     traced: TracedStep,
     found: StackedStep,
@@ -596,8 +567,6 @@ def _cut(
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars
         ),
         out_avals=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars),
-        padded=(),
-        pads_summands=False,
         in_paths=tuple(_path(traced.in_paths, *piece) for piece in arguments),
         out_paths=tuple(_path(traced.out_paths, *piece) for piece in results),
         argument_of=tuple(traced.argument_of[piece.leaf] for piece, _ in arguments),
@@ -622,10 +591,7 @@ def _cut(
         arguments=tuple(piece for piece, _ in arguments),
         results=tuple(piece for piece, _ in results),
         part_of_argument=tuple(state_at[cut.name][piece.part] if cut is not None else None for piece, cut in arguments),
-        stacks=tuple(
-            SplitStack(trips=cut.stacks.trips, work=cut.stacks.work, scopes=tuple(map(cut.scope, cut.ranges)))
-            for cut in cuts
-        ),
+        stacks=tuple(_split_stack(cut, groups, first) for cut, first in zip(cuts, firsts, strict=False)),
         least_parts=_least_parts(found),
     )
 

@@ -400,7 +400,6 @@ def _batch(graph: OpGraph, chain: _Chain, rules: RuleBook) -> _Batch | None:
     own = [n for n, v in enumerate(chain.inputs) if graph.values[v].shape[:1] == (size,)]
     alone = dataclasses.replace(
         graph, block=chain.block, constants=(), tied=(), donated=frozenset(), batch=frozenset(), written=(),
-        padded=frozenset(),
     )  # fmt: skip
     try:
         one = cut_graph(alone, dict.fromkeys(own, 0), size, rules, "update")
@@ -599,7 +598,6 @@ def _with_replacements(graph: OpGraph, replacements: Sequence[_Replacement], rul
         donated=frozenset(map(moved, graph.donated)),
         batch=frozenset(map(moved, graph.batch)),
         repeating=frozenset(map(moved, graph.repeating)),
-        padded=frozenset(map(moved, graph.padded)),
         written=tuple((v, layout) for v, layout in graph.written if v in made),
     )
 

@@ -1,10 +1,9 @@
 """Gradients of 16 bits that micro-batches add up in 32 bits come out of their products in 32 bits.
 
-A product whose result is rounded to 16 bits, laid out anew, padded, and then added to a sum takes several passes over
-memory in each micro-batch. XLA's compilers for GPU and TPU add the sum within the product where nothing stands between
-the two: programs compiled for an H100 (jaxlib 0.10.2) and a v5e slice (libtpu 0.0.42.1) have one kernel. So the product
-keeps its sum of 32 bits, its operands change places where its result was transposed, and what pads the result pads the
-sum, behind the last micro-batch.
+A product whose result is rounded to 16 bits, laid out anew and then added to a sum takes several passes over memory in
+each micro-batch. XLA's compilers for GPU and TPU add the sum within the product where nothing stands between the two:
+programs compiled for an H100 (jaxlib 0.10.2) and a v5e slice (libtpu 0.0.42.1) have one kernel. So the product keeps
+its sum of 32 bits, and its operands change places where its result was transposed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from autopar.common import jax_compat
 from autopar.common.jax_products import run_wide_products_on_cpus
 from autopar.common.records import replaced
-from autopar.ir.graph import SUMMED_PRODUCT, Op, OpGraph, OpKind, Section, free_values
+from autopar.ir.graph import SUMMED_PRODUCT, Op, OpGraph, OpKind, free_values
 from autopar.ir.rewrite import Fresh, makers, remove_dead, renumbered
 from autopar.sharding.rules import RuleBook, equation_key
 
@@ -37,31 +36,23 @@ def with_summed_products(graph: OpGraph, rules: RuleBook) -> OpGraph:
     fresh = Fresh(graph)
     products: dict[int, Op] = {}  # by the operation that they stand for
     sums: dict[int, Op] = {}
-    pads: list[Op] = []
     for op in graph.block.ops:
         found = _Chain.of(op, graph, made, readers) if op.kind is OpKind.ACCUMULATE else None
         if found is None:
             continue
         product = found.wide_product(fresh)
         products[found.product.id] = product
-        names = [fresh.value(_shape(pad.eqn.invars[0]), _WIDE, 4) for pad in found.pads] + [op.outputs[0]]
-        sums[op.id] = replaced(op, inputs=product.outputs, outputs=(names[0],), primitive=SUMMED_PRODUCT)
-        for pad, source, target in zip(found.pads, names, names[1:], strict=False):
-            behind = {"inputs": (source, *pad.inputs[1:]), "outputs": (target,), "section": Section.AFTER, "count": 1.0}
-            pads.append(replaced(pad, id=fresh.op_id(), **behind))
+        sums[op.id] = replaced(op, inputs=product.outputs, primitive=SUMMED_PRODUCT)
     if not sums:
         return graph
     run_wide_products_on_cpus()
     rules.learn((op.key, op.eqn) for op in products.values())
     ops = []
     for op in graph.block.ops:
-        if op.section is Section.AFTER and pads:
-            ops += pads
-            pads = []
         if op.id in products:
             op = replaced(products[op.id], rule=rules.rule(products[op.id].key))
         ops.append(sums.get(op.id, op))
-    block = remove_dead(dataclasses.replace(graph.block, ops=(*ops, *pads)))
+    block = remove_dead(dataclasses.replace(graph.block, ops=tuple(ops)))
     return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
 
 
@@ -75,17 +66,15 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chain:
-    """What a sum adds up: a product, rounded, perhaps transposed, then perhaps padded; nobody else reads what is in
-    between. `pads` from the product on. `swaps`: the transposition is that of the product's operands.
+    """What a sum adds up: a product, rounded, perhaps transposed; nobody else reads what is in between. `swaps`: the
+    transposition is that of the product's operands.
     """
 
     product: Op
-    pads: Sequence[Op]
     swaps: bool
 
     @classmethod
     def of(cls, op: Op, graph: OpGraph, made: Mapping[int, Op], readers: Mapping[int, int]) -> _Chain | None:
-        pads: list[Op] = []
         order: tuple[int, ...] | None = None
         (at,) = op.inputs
         widened = False
@@ -97,11 +86,9 @@ class _Chain:
                 is_narrow = all(str(v.aval.dtype) == graph.values[at].dtype for v in maker.eqn.invars)
                 swaps = _swaps(maker.eqn, order)
                 good = widened and is_narrow and swaps is not None
-                return cls(product=maker, pads=pads[::-1], swaps=bool(swaps)) if good else None
+                return cls(product=maker, swaps=bool(swaps)) if good else None
             at = maker.inputs[0]
-            if maker.primitive == "pad" and not widened and order is None and _pads_with_zeros(maker):
-                pads.append(maker)
-            elif maker.primitive == "transpose":
+            if maker.primitive == "transpose":
                 after = tuple(maker.eqn.params["permutation"])
                 order = after if order is None else tuple(after[i] for i in order)
             elif maker.primitive == "convert_element_type" and not widened and _widens(maker):
@@ -142,11 +129,6 @@ def _swaps(eqn: Any, order: tuple[int, ...] | None) -> bool | None:
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     left = len(eqn.invars[0].aval.shape) - len(contracted) - len(batch)
     return True if not batch and order == (*range(left, rank), *range(left)) else None
-
-
-def _pads_with_zeros(op: Op) -> bool:
-    filler = op.eqn.invars[1]
-    return str(op.eqn.outvars[0].aval.dtype) == _WIDE and isinstance(filler, jax_compat.Literal) and not filler.val
 
 
 def _widens(op: Op) -> bool:

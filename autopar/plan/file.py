@@ -186,7 +186,6 @@ def _value(record: PlanRecord, value: PlannedValue, place: str, kinds: Sequence[
     yield from _outside(f"{place}.stages", stages, num_stages if record.pipeline is not None else 0)
     if not 0 <= value.stage < num_stages:
         yield Fault(place=f"{place}.stage", expected=_range(num_stages), got=str(value.stage))
-    yield from _padding(place, value)
     mesh, shape = _mesh_of(record, value.stage), value.shape
     if stages:
         if len(set(stages)) < len(stages) or len(stages) < 2:
@@ -207,19 +206,6 @@ def _value(record: PlanRecord, value: PlannedValue, place: str, kinds: Sequence[
     if not value.layout.fits(shape, mesh):
         expected = f"a split of shape {list(shape)} into equal parts on mesh {mesh}"
         yield Fault(place=f"{place}.layout.dims", expected=expected, got=value.layout.text(mesh))
-
-
-def _padding(place: str, value: PlannedValue) -> Iterator[Fault]:
-    shape, rows = value.shape, value.code_rows
-    code = value.code_shape if value.code_shape is not None else shape
-    is_flat = len(code) != len(shape)
-    elements = (math.prod(code),) if is_flat else code
-    if len(elements) != len(shape) or any(n > s for n, s in zip(elements, shape, strict=True)):
-        expected = f"a shape that can be stored as {list(shape)}"
-        yield Fault(place=f"{place}.code_shape", expected=expected, got=f"{list(code)}")
-    elif rows and (is_flat or not shape or sum(rows) != code[0] or max(rows) * len(rows) > shape[0]):
-        expected = f"parts of {list(code)} along dimension 0 that can be stored as {list(shape)}"
-        yield Fault(place=f"{place}.code_rows", expected=expected, got=f"{list(rows)}")
 
 
 def _layout(place: str, layout: Layout, mesh: LogicalMesh) -> Iterator[Fault]:

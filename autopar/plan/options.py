@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
-from autopar.ir.padded import PaddedForm
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.schema import PlannedValue
 from autopar.sharding.binding import Binding
@@ -121,7 +120,6 @@ class PlanRequest:
         axis_sizes: The only logical mesh of a step in one program.
         fixed: Required layouts of argument leaves (by number).
         in_host: Argument leaves (by number) that come from the memory of the host.
-        padded: Argument leaves (by number) that come padded, and their forms; without them the planner chooses.
         followed_stages: Stages of another step, of which `num_stages` and `chunks` are taken too.
         num_stages: Groups of devices of a pipeline; each runs `chunks` stages.
         num_microbatches: The number of parts of the batch.
@@ -145,7 +143,6 @@ class PlanRequest:
     axis_sizes: tuple[int, ...] | None = None
     fixed: tuple[tuple[int, Layout], ...] = ()
     in_host: tuple[int, ...] = ()
-    padded: tuple[tuple[int, PaddedForm], ...] = ()
     followed_stages: FollowedStages | None = None
     num_stages: int | None = None
     num_microbatches: int | None = None

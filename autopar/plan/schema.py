@@ -7,7 +7,6 @@ import dataclasses
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
-from autopar.ir.padded import PaddedForm
 from autopar.lowering.decisions import SolverReport
 from autopar.plan.memory_use import MemoryUse
 
@@ -25,9 +24,7 @@ class PlannedValue:
 
     `layout` is on the mesh of `stage`, the first stage of a value that several stages read. With `stages`, each of them
     holds an equal slice along dimension 0, in this order, and the layout is that of a slice. `in_host`: the value is in
-    the memory of the host before and after the step. `code_shape`: that of the step's code, of a value that is stored
-    padded (`autopar.ir.padded`) in `shape`; None of others. `code_rows`: the rows of its parts, where not only the last
-    of them is padded.
+    the memory of the host before and after the step.
     """
 
     path: str
@@ -39,12 +36,6 @@ class PlannedValue:
     stage: int = 0
     stages: tuple[int, ...] = ()
     in_host: bool = False
-    code_shape: tuple[int, ...] | None = None
-    code_rows: tuple[int, ...] = ()
-
-    @property
-    def form(self) -> PaddedForm | None:
-        return None if self.code_shape is None else PaddedForm(self.code_shape, self.shape, self.code_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,11 +351,6 @@ class PlanRecord:
     def leaves(self) -> dict[int, PlannedValue]:
         """The leaves of the arguments by number."""
         return dict(enumerate(v for v in self.arguments if v.kind != "constant"))
-
-    @property
-    def padded(self) -> dict[int, PaddedForm]:
-        """The leaves of the arguments that are stored padded, by number, and their forms."""
-        return {i: v.form for i, v in self.leaves.items() if v.form is not None}
 
     @property
     def sliced(self) -> frozenset[int]:

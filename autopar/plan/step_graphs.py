@@ -20,9 +20,9 @@ class StepGraphs:
         self._made: dict[Hashable, tuple[Any, Any]] = {}
 
     def of(self, traced: TracedStep, what: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns for a step as it is stored; `what` names all else that the result depends on."""
-        stored = traced.blockwise_attention, traced.padded, traced.pads_summands, traced.per_microbatch
-        key = id(traced.jaxpr), *stored, traced.stacked_over, traced.uneven_over, what
+        """What `make` returns for a step; `what` names all else that the result depends on."""
+        options = traced.blockwise_attention, traced.per_microbatch, traced.stacked_over, traced.uneven_over
+        key = id(traced.jaxpr), *options, what
         if key not in self._made:
             self._made[key] = traced.jaxpr, make()
         return self._made[key][1]

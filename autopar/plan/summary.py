@@ -133,7 +133,7 @@ def num_parameters(record: PlanRecord) -> int:
     counted = max((use.throughout.get(MemoryKind.PARAMETER, 0) for use in record.predicted.memory), default=0)
     if not found or abs(_on_fullest(record, found)[1] - counted) > (ABOUT - 1) * counted:
         return 0
-    return sum(math.prod(value.code_shape or value.shape) for value in found)
+    return sum(math.prod(value.shape) for value in found)
 
 
 def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:

@@ -23,7 +23,8 @@ class Binding:
 
     Several axes without a size are equally large. `offloads_optimizer`: between steps, the optimiser's state is in the
     memory of the host; `offloads_activations`: between the passes, what is saved for the backward pass. `heads`: how
-    many devices can share the heads of attention, 0 where that is unknown (`autopar.sharding.head_groups`).
+    many devices can share the heads of attention, `state_parts`: how many the state divides among; 0 where that is
+    unknown, or all (`autopar.sharding.axis_groups`).
     """
 
     axes: tuple[AxisUse, ...]
@@ -31,6 +32,7 @@ class Binding:
     offloads_optimizer: bool = False
     offloads_activations: bool = False
     heads: int = 0
+    state_parts: int = 0
 
     @property
     def blockwise_attention(self) -> bool:
@@ -60,7 +62,8 @@ class Binding:
             )
         equal = self._equal_size(num_devices // given)
         sizes = [equal if n is None else n for n in self.sizes]
-        used = self._by_heads([(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)])
+        used = [(a, n) for a, n in zip(self.axes, sizes, strict=True) if n > 1] or [(self.axes[0], 1)]
+        used = self._by_state(self._by_heads(used))
         if len(used) > len(AXIS_NAMES):
             raise InvalidArgumentError(
                 where="recipe",
@@ -97,6 +100,20 @@ class Binding:
                 out += [(axis, size) for axis, size in ((ring, n // shared), (heads, shared)) if size > 1]
             else:
                 out += [(use, shared)] if shared == n else [(use, shared), (group, n // shared)]
+        return out
+
+    def _by_state(self, used: list[tuple[AxisUse, int]]) -> list[tuple[AxisUse, int]]:
+        """With two axes for one that shares the state out among more devices than divide it, neighbours in the second,
+        beside those of others.
+        """
+        free, out = len(AXIS_NAMES) - len(used), []
+        for use, n in used:
+            shared = math.gcd(n, self.state_parts) if free > 0 and use.shares_state else n
+            if 1 < shared < n:
+                out += [(dataclasses.replace(use, name=f"{use.name} group"), n // shared), (use, shared)]
+                free -= 1
+            else:
+                out.append((use, n))
         return out
 
     def _equal_size(self, num_devices: int) -> int:

@@ -69,6 +69,11 @@ class AxisUse:
     collective_matmul: bool = False
 
     @property
+    def shares_state(self) -> bool:
+        """Whether it holds copies of the model, of examples of their own, that share out the optimiser's state."""
+        return self.dimensions == (Dimension.EXAMPLE,) and Purpose.OPTIMIZER in self.must_shard
+
+    @property
     def splits_heads(self) -> bool:
         """Whether attention is shared by heads among its devices: beside its matrices, or in exchange for positions."""
         if Dimension.HEAD in self.exchanges:

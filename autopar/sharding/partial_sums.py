@@ -13,7 +13,7 @@ import functools
 import operator
 from collections.abc import Mapping
 
-from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind, Role
+from autopar.ir.graph import Atom, Block, FactorKind, Op, OpGraph, OpKind
 from autopar.ir.primitives import is_summing_type, linear_operands, sums_locally
 
 _ADDING = frozenset({"add", "add_any", "sub"})
@@ -141,18 +141,8 @@ def _forward(
         origins[result] = functools.reduce(operator.or_, of_each, 0)
         carriers[result] = (op, members)
         adds = op.primitive in _ADDING and all(of_each) and not of_each[0] & of_each[1]
-        if adds or (op.primitive == "pad" and _is_last_of_gradient(op, readers)):
+        if adds:
             wanted.append(result)
-
-
-def _is_last_of_gradient(op: Op, readers: dict[int, list[Op | None]]) -> bool:
-    """Whether only the update, or a sum over micro-batches, reads what a padding makes of a gradient: then it divides
-    among devices that the gradient does not, and is reduced to their parts.
-    """
-    reads = readers.get(op.outputs[0], [])
-    return op.role is Role.BACKWARD and all(
-        r is not None and (r.role is Role.UPDATE or r.kind is OpKind.ACCUMULATE) for r in reads
-    )
 
 
 def _summands(op: Op) -> list[int]:

@@ -18,9 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar.checkpoint import Checkpointer
 from autopar.checkpoint.array_files import _InFlight
-from autopar.executables.padded_arrays import PaddedArray
-from autopar.frontend.pad_state import store
-from autopar.ir.padded import PaddedForm
 from benchmarks.zoo import CASES
 from tests.checkpoint.trees import assert_equal
 
@@ -131,17 +128,6 @@ def test_arrays_keep_their_layouts_and_their_memory(tmp_path):
     for name, array in back.items():
         assert array.sharding.is_equivalent_to(state[name].sharding, 1)
         assert array.sharding.memory_kind == state[name].sharding.memory_kind
-
-
-def test_keys_that_are_stored_padded_come_back_padded_or_whole(tmp_path):
-    keys, form = jax.random.split(jax.random.key(1), 4), PaddedForm((4,), (6,), (2, 1, 1))
-    stored = jax.jit(lambda x: store(x, form), out_shardings=over(3, "x"))(keys)
-    state = {"keys": PaddedArray(stored, form)}
-    with saved(tmp_path, state) as checkpoints:
-        back = checkpoints.restore(like=state)["keys"]
-        assert_equal(checkpoints.restore(like={"keys": keys}), {"keys": keys})
-    assert (back.form, back.sharding) == (form, stored.sharding)
-    assert_equal(back.unpadded(), keys)
 
 
 def test_a_layout_can_be_given_for_all_leaves_or_for_each(tmp_path):

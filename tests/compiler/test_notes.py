@@ -57,7 +57,7 @@ def test_data_parallelism_splits_every_leaf_whose_examples_divide():
     )
 
 
-def test_zero_splits_every_leaf_and_notes_what_is_padded_for_it():
+def test_zero_splits_what_divides_and_notes_what_stays_whole():
     def loss_fn(state, batch):
         return jnp.mean((jnp.tanh(batch["x"] @ state["odd"]) @ state["even"] + state["bias"]) ** 2)
 
@@ -65,11 +65,11 @@ def test_zero_splits_every_leaf_and_notes_what_is_padded_for_it():
     plan, layouts = planned(trained(loss_fn), (state, {"x": normal(8, 3)}), recipes.zero(3))
     assert layouts["state['even']"] == ((), (0,))
     assert layouts["state['bias']"] == ((0,),)
-    # What has none is stored in a row, padded, and so divides too.
-    assert layouts["state['odd']"] == ((0,),)
-    assert not recipe_notes(plan)
-    assert "1 array is stored padded" in plan.record.notes[0]
-    assert "state['odd'] [3, 5] as [16]" in plan.record.notes[0]
+    assert layouts["state['odd']"] == ((), ())
+    assert recipe_notes(plan) == [
+        "recipe, data axis of 4 devices: arrays stay whole, since 4 does not divide what is to be split: "
+        "state['odd'] [3, 5] (dimension 0: 3, dimension 1: 5)"
+    ]
 
 
 def fused_attention(width=16, heads=4):

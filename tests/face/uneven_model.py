@@ -1,4 +1,4 @@
-"""A model with tied embeddings of sizes that 8 and 48 devices do not divide, clipped and decayed by AdamW."""
+"""A model with tied embeddings of sizes that two devices divide and no four, clipped and decayed by AdamW."""
 
 import collections
 

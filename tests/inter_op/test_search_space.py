@@ -19,7 +19,7 @@ def test_stages_divide_the_layers_of_a_scan():
     assert stage_numbers(six, cluster) == [1, 2]
     (rejection,) = uneven_stages(six, cluster)
     assert rejection.text == "4 stages of the scan's layers"
-    assert "padded" in rejection.why
+    assert "do not divide the 6 layers" in rejection.why
     assert not rejection.is_note
 
 

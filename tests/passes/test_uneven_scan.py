@@ -1,4 +1,4 @@
-"""Stages that do not divide the layers of a scan: unequal ranges of trips, the state stored padded, the numbers."""
+"""Stages that do not divide the layers of a scan: unequal ranges of trips, the state on fewer stages, the numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,7 @@ from autopar import recipes
 from autopar.checkpoint import Checkpointer
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
-from autopar.executables.padded_arrays import PaddedArray, store_on_host
-from autopar.frontend.pad_state import padded_step, store, unstore
-from autopar.ir.padded import PaddedForm
-from autopar.passes.split_scan import LeafSlice, ranges, split_scans, uneven_forms
+from autopar.passes.split_scan import LeafSlice, ranges, split_scans
 from tests.passes.test_split_scan import traced
 from tests.sections import BOOK
 from tests.small_steps import assert_close, slow_cluster
@@ -79,34 +76,24 @@ def test_the_last_part_takes_the_rest():
     assert ranges(9, 6) == ((0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9))
 
 
-def test_parts_are_stored_with_as_many_layers_as_the_first():
-    whole = traced(train_step, make_state(3), make_batch())
-    forms = uneven_forms(whole, 2, BOOK)
-    stacks = [i for i, aval in enumerate(whole.in_avals) if aval.shape[:1] == (3,)]
-    assert forms == {i: PaddedForm(whole.in_avals[i].shape, (4, *whole.in_avals[i].shape[1:])) for i in stacks}
-    step = split_scans(padded_step(whole, forms, num_stages=2), 2, BOOK)
-    assert step.scopes == ("layers[0:2]", "layers[2:3]")
+def test_the_state_lies_in_as_many_parts_as_divide_the_layers():
+    whole = traced(train_step, make_state(6), make_batch())
+    stacks = [i for i, aval in enumerate(whole.in_avals) if aval.shape[:1] == (6,)]
+    step = split_scans(whole, 4, BOOK)
+    assert step.scopes == ("layers[0:2]", "layers[2:4]", "layers[4:5]", "layers[5:6]")
     for i in stacks:
         pieces = [n for n, piece in enumerate(step.arguments) if piece.leaf == i]
-        assert [step.arguments[n] for n in pieces] == [LeafSlice(i, 0, 2), LeafSlice(i, 1, 2)]
+        assert [step.arguments[n] for n in pieces] == [LeafSlice(i, part, 3) for part in range(3)]
         assert {step.traced.in_avals[n].shape for n in pieces} == {(2, *whole.in_avals[i].shape[1:])}
+        assert [step.part_of_argument[n] for n in pieces] == [0, 1, 2]
     lengths = [e.params["length"] for e in jax_compat.equations_in(step.traced.jaxpr) if e.primitive.name == "scan"]
-    assert lengths == [2, 1, 1, 2]  # forward, then backward
-    assert not uneven_forms(traced(train_step, make_state(4), make_batch()), 2, BOOK)
+    assert lengths == [2, 2, 1, 1, 1, 1, 2, 2]  # forward, then backward
 
 
-def test_parts_that_are_padded_in_the_middle():
-    """4 layers in 3 parts: what is added stands behind the second part too."""
-    whole = traced(train_step, make_state(4), make_batch())
-    forms = set(uneven_forms(whole, 3, BOOK).values())
-    assert {f.rows for f in forms} == {(2, 1, 1)}
-    form = PaddedForm((4, 3), (6, 3), (2, 1, 1))
-    array = np.arange(12.0, dtype=np.float32).reshape(4, 3)
-    stored = store_on_host(array, form)
-    assert stored[:, 0].tolist() == [0, 3, 6, 0, 9, 0]
-    np.testing.assert_array_equal(store(array, form), stored)
-    np.testing.assert_array_equal(unstore(stored, form), array)
-    np.testing.assert_array_equal(np.asarray(PaddedArray(stored, form)), array)
+def test_layers_that_no_part_divides_lie_together():
+    step = split_scans(traced(train_step, make_state(3), make_batch()), 2, BOOK)
+    assert step.scopes == ("layers[0:2]", "layers[2:3]")
+    assert {piece.parts for piece in (*step.arguments, *step.results)} == {1}
 
 
 def test_a_part_without_layers_is_refused():
@@ -135,10 +122,12 @@ def test_it_computes_what_plain_jit_does(layers, stages, options):
     compared = autopar.verify(step, make_state(layers), make_batch())
     assert compared.difference < 1e-5
     assert len(compared.plan.record.pipeline.stages) == stages
-    stacks = [v for v in compared.plan.record.arguments if v.stages]
+    stacks = [v for v in compared.plan.record.arguments if v.kind == "state" and v.shape[:1] == (layers,)]
     assert len(stacks) == 9  # parameters and two moments
-    assert {v.code_shape[0] for v in stacks} == {layers}
-    assert {v.shape[0] for v in stacks} == {stages * -(-layers // stages)}
+    parts = max(n for n in range(1, stages + 1) if layers % n == 0)
+    assert {max(1, len(v.stages)) for v in stacks} == {parts}
+    text = f"{parts} equal parts, on as many stages" if parts > 1 else "1 equal part, on one stage"
+    assert any(f"{layers} layers of a scan lie in {text}" in note for note in compared.plan.record.notes)
 
 
 @pytest.mark.slow
@@ -154,11 +143,11 @@ def test_a_run_is_saved_restored_and_goes_on_under_other_plans(tmp_path, layers,
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(2, state, plan=step)
         checkpoints.wait()
-        assert_close(autopar.unpadded(trained(step, state, (2, 3))), expected)
+        assert_close(trained(step, state, (2, 3)), expected)
         for other in (step_on(stages), step_on(0, num_devices=4)):
             other.plan(jax.eval_shape(lambda: make_state(layers)), make_batch())
             restored = checkpoints.restore(like=jax.eval_shape(lambda: make_state(layers)), step=other)
-            assert_close(autopar.unpadded(trained(other, restored, (2, 3))), expected)
+            assert_close(trained(other, restored, (2, 3)), expected)
 
 
 @pytest.mark.slow
@@ -176,4 +165,4 @@ def test_a_saved_plan_and_a_short_batch_keep_the_stages(tmp_path, layers, stages
         state, loss = again(state, make_batch(examples=examples))
         expected, expected_loss = jax.jit(train_step)(expected, make_batch(examples=examples))
         assert_close(loss, expected_loss)
-    assert_close(autopar.unpadded(state), expected)
+    assert_close(state, expected)

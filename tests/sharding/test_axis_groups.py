@@ -1,4 +1,4 @@
-"""Tensor parallelism and Ulysses over more devices than key and value heads."""
+"""Mesh axes cut in two: more devices than key and value heads, or than divide the state."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,11 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.sharding.axis_groups import with_groups
+from autopar.sharding.rules import RuleBook
+from autopar.sharding.semantics import annotate_semantics
 from tests.small_steps import assert_close, slow_cluster
 
 B, L, W, H, K, D, F = 2, 128, 32, 8, 2, 4, 64
@@ -146,3 +151,46 @@ def test_sequence_groups_take_the_heads_that_tensor_groups_leave():
     recipe = recipes.combine(dp=1, sp=4, tp=2)
     _, plan = verified_step(grouped, 4, recipe, 8)
     assert (plan.record.axis_names, plan.mesh.axis_sizes) == (("sequence", "sequence group", "tensor"), (2, 2, 2))
+
+
+# State
+
+
+def zero_mesh(shape, recipe, num_devices, bias=0):
+    """Names and sizes of the mesh axes of a recipe on so many devices, for a matrix of this shape beside a bias."""
+
+    def step(state, batch):
+        def loss(params):
+            hidden = batch @ params["w"]
+            return jnp.mean(hidden**2) + (jnp.sum(params["b"] ** 2) if bias else 0.0)
+
+        gradients = jax.grad(loss)(state["p"])
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], gradients)
+        return {"m": momentum, "p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], momentum)}
+
+    params = {"w": jax.ShapeDtypeStruct(shape, "float32")}
+    params |= {"b": jax.ShapeDtypeStruct((bias,), "float32")} if bias else {}
+    args = ({"m": params, "p": params}, jax.ShapeDtypeStruct((96, shape[0]), "float32"))
+    traced = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = annotate_semantics(build_graph(traced, RuleBook()))
+    mesh, constraints = with_groups(recipe.request.binding, graph, num_devices).on(num_devices)
+    return dict(zip((use.name for use in constraints.axes), mesh.axis_sizes, strict=True))
+
+
+def test_state_that_all_devices_divide_is_shared_out_over_one_axis():
+    assert zero_mesh((96, 1601), recipes.zero(1), 48) == {"data": 48}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_they_do_not_divide_is_shared_out_in_groups(stage):
+    assert zero_mesh((4096, 1024), recipes.zero(stage), 24) == {"data group": 3, "data": 8}
+    assert zero_mesh((50257, 1600), recipes.zero(stage), 48) == {"data group": 3, "data": 16}
+
+
+def test_small_arrays_make_no_groups():
+    assert zero_mesh((1024, 1024), recipes.zero(1), 8, bias=10) == {"data": 8}
+    assert zero_mesh((257, 51), recipes.zero(1), 8) == {"data": 8}  # no two of them divide it either
+
+
+def test_groups_stand_beside_tensor_parallelism():
+    assert zero_mesh((1024, 1024), recipes.combine(zero=1, tp=2), 48) == {"data group": 3, "data": 8, "tensor": 2}
