@@ -20,16 +20,14 @@ from autopar.calls.placement import has_sharding, on_one_device, put_copies, put
 from autopar.calls.plan_sources import PlanSources
 from autopar.calls.plans import StepPlans
 from autopar.calls.signatures import Signature
-from autopar.calls.step_options import StepOptions
+from autopar.calls.step_options import StepOptions, WarnOnce
 from autopar.calls.trace_call import trace_call
-from autopar.calls.warn_once import WarnOnce
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
 from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.compiled_spmd import lower_whole
-from autopar.executables.compiled_step import CompiledStep, build
-from autopar.executables.lowered_step import Lowered
+from autopar.executables.compiled_step import CompiledStep, Lowered, build
 from autopar.executables.step_leaves import results_in_tree
 from autopar.frontend.static_leaves import RawLeaves, set_apart
 from autopar.frontend.tracing import name_of

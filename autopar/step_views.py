@@ -15,7 +15,7 @@ from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_op
 from autopar.calls.step_options import DEFAULT_ARGNUMS
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
-from autopar.executables.other_batches import peak_of_other_batch
+from autopar.executables.smaller_batch import peak_of_other_batch
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster

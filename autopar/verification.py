@@ -23,8 +23,7 @@ from autopar.executables.compiled_spmd import Compiled, LoweredWhole
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.step_leaves import results_in_tree
 from autopar.frontend.static_leaves import set_apart
-from autopar.kernels.check_rules import check_rules
-from autopar.kernels.check_twins import check_twins, half_of_digits
+from autopar.kernels.check_rules import check_rules, check_twins, half_of_digits
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
 from autopar.moved_arguments import moved

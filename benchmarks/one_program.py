@@ -36,8 +36,7 @@ from jax.sharding import Mesh
 import autopar
 from autopar.compiler.materialize import make_staged
 from autopar.cost.peak_memory import allocated_bytes
-from autopar.executables.compiled_pipeline import stage_meshes
-from autopar.executables.lower_tasks import aval_of, lower_joined, lower_tasks, sharding_of
+from autopar.executables.compiled_pipeline import aval_of, lower_joined, lower_tasks, sharding_of, stage_meshes
 from autopar.frontend.tracing import trace
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import groups_of_examples, layout_of, shape_of

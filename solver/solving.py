@@ -243,8 +243,7 @@ def _solve_anytime(
 ) -> Answer:
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
     from autopar.solver.anytime.anytime import Limits, improve
-    from autopar.solver.anytime.finish import Finish
-    from autopar.solver.anytime.tables import TableSearch
+    from autopar.solver.anytime.finish import Finish, TableSearch
 
     settings = run.settings
 

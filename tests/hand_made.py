@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from autopar.hardware.cluster import Link
 from autopar.inter_op.tasks import LoweredStage
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, Value
+from autopar.ir.graph import ALL, Block, Op, OpGraph, OpKind, Role, Section, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import ALL
 from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.lower import lower
 from autopar.passes.stage_graph import StageGraph, split_stages

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from autopar.calls.following import with_followed_layouts
-from autopar.calls.step_options import StepOptions
-from autopar.calls.warn_once import WarnOnce
+from autopar.calls.step_options import StepOptions, WarnOnce
 from autopar.common import jax_compat
 from autopar.common.cache_dir import cache_directory, default_directory
 from autopar.common.progress import Progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,25 @@ from autopar.calls.signatures import Signature
 from autopar.hardware.cluster import Cluster
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
+
+# Warnings about a step, each given once.
+
+
+logger = logging.getLogger("autopar")
+
+
+class WarnOnce:
+    """Logs sentences about a step; a sentence that was logged before is left out."""
+
+    def __init__(self, step_name: str) -> None:
+        self._step_name = step_name
+        self._logged: set[str] = set()
+
+    def __call__(self, sentence: str) -> None:
+        if sentence not in self._logged:
+            self._logged.add(sentence)
+            logger.warning("%s: %s", self._step_name, sentence)
+
 
 DEFAULT_ARGNUMS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
 

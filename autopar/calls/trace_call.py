@@ -3,19 +3,104 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import jax
 
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import CallArguments
-from autopar.calls.step_options import DEFAULT_ARGNUMS
-from autopar.calls.warn_once import WarnOnce
+from autopar.calls.step_options import DEFAULT_ARGNUMS, WarnOnce
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.callback_results import with_callbacks_as_results
-from autopar.frontend.donation import untied_arguments
+from autopar.frontend.static_leaves import StaticLeaf, static_leaves
 from autopar.frontend.tracing import tie_state, trace
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Trees
+
+# Donated arguments that no result replaces: their memory cannot be reused, and a training step would not train.
+
+
+_KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
+
+
+def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[int]) -> list[str]:
+    """A warning for each donated argument with leaves that no result replaces."""
+    tied = {traced.argument_of[leaf] for leaf in traced.tied}
+    missing = sorted({traced.argument_of[i] for i in traced.donated} & set(donate) - tied)
+    return [_sentence(traced, names[i], i) for i in missing]
+
+
+def _sentence(traced: TracedStep, name: str, argument: int) -> str:
+    leaves = [i for i, owner in enumerate(traced.argument_of) if owner == argument]
+    leaves_by_path = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
+    changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
+    difference = _difference(name, argument, leaves_by_path, traced)
+    text = f"argument {name!r} is donated, but no result replaces it: {difference}."
+    if changed:
+        text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
+    return text + (
+        " Nothing of it is donated. Return the new value with the tree, shapes and dtypes of the old one, or say "
+        "donate_argnums=() for a step that only reads it"
+    )
+
+
+def _difference(name: str, number: int, argument: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
+    """The first leaf that differs between an argument and the most similar result."""
+    best = max(_results(traced), key=lambda candidate: _similarity(argument, candidate[1]), default=None)
+    if best is None or not _similarity(argument, best[1]):
+        return "the step returns nothing that is like it"
+    prefix, result = best
+    if static := _static_difference(name, number, prefix, traced):
+        return static
+    for path, aval in argument.items():
+        if path not in result:
+            return f"{prefix} has no {path or 'such leaf'}"
+        if (result[path].shape, result[path].dtype) != (aval.shape, aval.dtype):
+            return f"{name}{path} is {_text(aval)}, and {prefix}{path} is {_text(result[path])}"
+    for path in result:
+        if path not in argument:
+            return f"{prefix}{path} is not in {name}"
+    return f"{prefix} has the same leaves in another kind of tree"
+
+
+def _static_difference(name: str, number: int, prefix: str, traced: TracedStep) -> str:
+    """The first static leaf of an argument that another value, or an array, is to replace."""
+    results = {f"result{path}": value for path, value in static_leaves(traced.out_tree).items()}
+    for path, value in static_leaves(traced.in_tree.children()[number]).items():
+        by = prefix + path
+        if by in traced.out_paths or (by in results and StaticLeaf(results[by]) != StaticLeaf(value)):
+            other = "an array" if by in traced.out_paths else repr(results[by])
+            return f"{name}{path} is static, {value!r}, and {by} is {other}; what changes has to be an array"
+    return ""
+
+
+def _results(traced: TracedStep) -> list[tuple[str, dict[str, jax.ShapeDtypeStruct]]]:
+    """(prefix, leaves by the path behind it) of the result and its parts, which may replace an argument."""
+    pairs = list(zip(traced.out_paths, traced.out_avals, strict=True))
+    candidates = [("result", {path.removeprefix("result"): aval for path, aval in pairs})]
+    tree = traced.out_tree
+    start = 0
+    for child in tree.children() if not jax.tree_util.treedef_is_leaf(tree) else ():
+        part = pairs[start : start + child.num_leaves]
+        start += child.num_leaves
+        if part:
+            key = _KEY.match(part[0][0], len("result"))
+            prefix = key.string[: key.end()] if key is not None else part[0][0]
+            candidates.append((prefix, {path.removeprefix(prefix): aval for path, aval in part}))
+    return candidates
+
+
+def _similarity(argument: dict[str, jax.ShapeDtypeStruct], result: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """The number of leaves with the same path; a single array is similar to one of its shape."""
+    if "" in argument:
+        return int("" in result and result[""].shape == argument[""].shape != ())
+    return len(argument.keys() & result.keys())
+
+
+def _text(aval: jax.ShapeDtypeStruct) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"
 
 
 def trace_call(

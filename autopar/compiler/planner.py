@@ -3,40 +3,314 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 
+from autopar.attention.checks import check_attention
 from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
-from autopar.compiler.advice import advice_note, with_pins_of_code
-from autopar.compiler.comparison import choose, near, notes, rejections
+from autopar.common.units import text_of_s
+from autopar.compiler.advice import advice_note, advised, with_pins_of_code
+from autopar.compiler.comparison import best_program, choose, near, notes, rejections
 from autopar.compiler.memory_fallbacks import last_resort
-from autopar.compiler.no_plan import no_plan_error
-from autopar.compiler.pin_costs import price_of_pins
+from autopar.compiler.no_plan import no_plan_error, refuse_large_state
 from autopar.compiler.saved_names import fastest_saving
-from autopar.compiler.sources import NOT_WORTH_SEARCHING, ask_sources, searched_pipelines
-from autopar.compiler.uneven_batch import faster_split
 from autopar.compiler.whole_graph import stacked_step, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.cost.least_time import least_time_s
-from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
+from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.handing_out import least_handed_out_s
+from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
+from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
+from autopar.inter_op.search import pipeline_candidates
+from autopar.intra_op.memory_refusals import check_state_fits
+from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
+from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import check_islands
 from autopar.microbatch.accumulation import check_patterns
+from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.saved_arrays import offloaded_by_policy
-from autopar.plan.context import Candidate, PlanningContext
-from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest
+from autopar.passes.split_scan import divisors
+from autopar.plan import summary
+from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.options import AS_WRITTEN, Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
-from autopar.plan.schema import PlanRecord
+from autopar.plan.schema import PinRecord, PinsRecord, PlanRecord
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.axis_groups import with_groups
+from autopar.sharding.binding import Binding
+from autopar.sharding.parallelisms import data_axis
+from autopar.sharding.pins import Pin, PinsOnMesh
 from autopar.sharding.rules import RuleBook
+
+# The cost of pins: the predicted step time with them and without them.
+
+
+# So many pins are priced alone too: each takes another search on one mesh.
+PRICED_ALONE = 4
+
+
+def price_of_pins(context: PlanningContext, chosen: SpmdCandidate | PipelineCandidate) -> PinsRecord:
+    """Searches again without pins, over all meshes; for one program also with each pin alone, on the plan's mesh."""
+    pins = chosen.pins
+    assert pins is not None, "a plan with pins knows their axes"
+    fresh = dataclasses.replace(context, results=(), to_beat_s=float("inf"))
+    without = dataclasses.replace(fresh.silent(), request=dataclasses.replace(context.request, pins=None))
+    with context.progress.pass_("price of the pins"):
+        if isinstance(chosen, PipelineCandidate):
+            return _record(pins, chosen.step_time_s, _free_stages_s(without), {})
+        free = best_program(without.after(mesh_candidates(without)))
+        alone = _alone_s(fresh, chosen, pins)
+    return _record(pins, chosen.step_time_s, free.step_time_s if free is not None else None, alone)
+
+
+def _alone_s(context: PlanningContext, chosen: SpmdCandidate, pins: PinsOnMesh) -> dict[Pin, float]:
+    """The step time with each pin alone, on the mesh of the plan, where that plan fits."""
+    several = pins.pinned.pins.every
+    if len(several) == 1:
+        return {several[0]: chosen.step_time_s}
+    alone = {}
+    for pin in several if len(several) <= PRICED_ALONE else ():
+        only = dataclasses.replace(pins, pinned=pins.pinned.only(pin))
+        candidate = search_mesh(context, chosen.model, only, time_limit_s=context.deadline.solve_s())
+        if isinstance(candidate, SpmdCandidate) and candidate.peak_bytes <= context.limit_bytes:
+            alone[pin] = candidate.step_time_s
+    return alone
+
+
+def _free_stages_s(context: PlanningContext) -> float | None:
+    """The step time of the same stages without pins; None where they do not fit, or have no plan."""
+    try:
+        (free,) = requested_pipelines(context)
+    except SolverError:
+        return None
+    return free.step_time_s if free.fits(context.limit_bytes) else None
+
+
+def _record(pins: PinsOnMesh, step_time_s: float, free_s: float | None, alone: Mapping[Pin, float]) -> PinsRecord:
+    rows = []
+    for pin in pins.pinned.pins.every:
+        count, of = pins.pinned.num_named(pin)
+        rows.append(PinRecord(pattern=pin.pattern, spec=pin.text, count=count, of=of, alone_s=alone.get(pin)))
+    return PinsRecord(pins=tuple(rows), step_time_s=step_time_s, free_step_time_s=free_s)
+
+
+# A batch that devices do not divide: planned with its examples split unevenly too, and the faster plan taken.
+
+
+Plans = tuple[Plan, ...]
+
+
+def uneven_parts(traced: TracedStep, request: PlanRequest, num_devices: int) -> int:
+    """Over how many devices a request may split the examples of a step, where these are more and do not divide; else 0.
+
+    Layouts that are asked for, and micro-batches, are in equal parts.
+    """
+    has_layouts = request.pins is not None or bool(request.fixed)
+    if has_layouts or request.names_pipeline or traced.uneven_over or request.followed_stages is not None:
+        return 0
+    dims = ((i, traced.example_dim(i)) for i in traced.batch)
+    sizes = {traced.in_avals[i].shape[dim] for i, dim in dims if dim is not None}
+    parts = num_devices if request.binding is None else request.binding.example_parts(num_devices)
+    (examples,) = sizes if len(sizes) == 1 else (0,)
+    return parts if examples > parts and examples % parts else 0
+
+
+def faster_split(
+    traced: TracedStep, request: PlanRequest, num_devices: int, plans_of: Callable[[TracedStep, PlanRequest], Plans]
+) -> Plans:
+    """The plans of a step with its examples split unevenly, or in equal parts, whichever are faster; under a recipe
+    that splits examples, the former. `plans_of` makes those of a step as it is split.
+
+    Raises: as `plans_of`; MemoryLimitError where neither fits.
+    """
+    parts = uneven_parts(traced, request, num_devices)
+    if not parts:
+        return plans_of(traced, request)
+    uneven = dataclasses.replace(traced, uneven_over=parts)
+    if request.binding is not None:
+        return plans_of(uneven, request)
+    deadline, refused = Deadline.after(request.time_limit_s), None
+    plans: Plans = ()
+    try:
+        plans = plans_of(traced, request)
+    except MemoryLimitError as error:
+        refused = error
+    if plans and deadline.passed:
+        return plans
+    left_s = None if request.time_limit_s is None else deadline.left_s
+    try:
+        others = plans_of(uneven, dataclasses.replace(request, time_limit_s=left_s))
+    except MemoryLimitError:
+        if refused is not None:
+            raise refused from None
+        return plans
+    step_s = others[0].predicted.step_time_s
+    if not plans or step_s < plans[0].predicted.step_time_s:
+        return others
+    notes = plans[0].record.notes
+    if not any(note.startswith(summary.BATCH_WHOLE) for note in notes):
+        return plans
+    why = (
+        f"{summary.BATCH_WHOLE}: with its examples split unevenly over {parts} devices a step takes {text_of_s(step_s)}"
+    )
+    kept = [why if note.startswith(summary.BATCH_WHOLE) else note for note in notes]
+    best = dataclasses.replace(plans[0], record=dataclasses.replace(plans[0].record, notes=tuple(kept)))
+    return (best, *plans[1:])
+
+
+# The sources of candidates in order, and the requests and steps to which each applies.
+
+
+# Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
+# batch, so that it needs more memory, and its search costs more.
+WHOLE_UP_TO = 64
+# Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
+# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
+LOST = 0.1
+NOT_WORTH_SEARCHING = Rejection(
+    source=PIPELINES, why="not searched: the program without stages sends and waits too little"
+)
+
+
+def ask_sources(context: PlanningContext) -> PlanningContext:
+    """The context with the results of all sources: one program, then pipelines, as far as they may pay.
+
+    Requested stages or micro-batches under a recipe or pins are built without a search. Raises: MemoryLimitError for a
+    step that exceeds the memory of all devices; InvalidArgumentError.
+    """
+    request = context.request
+    if request.is_built_as_asked:
+        context = context.after(advised(context))
+        return context.after(requested_pipelines(_for_stages(context)))
+    if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
+        check_state_fits(context)
+    context = _bound(context)
+    if admits_one_program(context):
+        context = context.after(mesh_candidates(context))
+        context = context.after(advised(context))
+        refuse_large_state(context)
+    best = best_program(context)
+    context = context.after(_stage_with_stacks(context))
+    if best is not None or context.fastest_s < math.inf:
+        beaten_s = best.step_time_s if best is not None else math.inf
+        context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s))
+    context = context.after(_pipelines_that_may_pay(context, best))
+    if not context.candidates and not admits_one_program(context):
+        context = context.after(one_stage_candidates(_for_stages(context)))
+    return context
+
+
+def _for_stages(context: PlanningContext) -> PlanningContext:
+    """The context for stages, which cut the graph of the step without stacks: several stages update each its own
+    layers, and a single one that was asked for stacks what is left of the update.
+    """
+    if not context.traced.stacked_over and not context.traced.uneven_over:
+        return context
+    plain = dataclasses.replace(context.traced, stacked_over=0, uneven_over=0)
+    views = whole_graph(plain, context.rules, context.graphs)
+    request = context.request
+    is_single = request.is_built_as_asked and (request.num_stages or 1) * (request.chunks or 1) == 1
+    traced = context.traced if is_single else plain
+    return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
+
+
+def _stage_with_stacks(context: PlanningContext) -> Iterator[Candidate | Rejection]:
+    """One stage under ZeRO in the fewest micro-batches that fit, where no program fits: the update that comes after
+    them has stacks, which the search over stages does without.
+    """
+    request, traced = context.request, context.traced
+    is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
+    if not traced.stacked_over or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
+        return
+    binding, source = Binding(axes=(data_axis(3),), sizes=(None,)), "one stage with stacks"
+    for number in divisors(num_examples(traced) // context.cluster.num_devices)[1:]:
+        if context.deadline.passed:
+            return
+        asked = dataclasses.replace(request, binding=binding, num_stages=1, num_microbatches=number)
+        try:
+            found = list(requested_pipelines(_for_stages(dataclasses.replace(context, request=asked))))
+        except (UnsupportedError, BatchMismatchError) as error:
+            yield Rejection(source=source, why=f"{error.where}: {error.got}")
+            return
+        yield from (dataclasses.replace(candidate, source=source, name="ZeRO-3") for candidate in found)
+        if any(candidate.fits(context.limit_bytes) for candidate in found):
+            return
+
+
+def admits_one_program(context: PlanningContext) -> bool:
+    """Whether the step may run as one program over all devices."""
+    if not context.request.admits_one_program:
+        return False
+    few = context.cluster.num_devices <= WHOLE_UP_TO
+    return not context.request.leaves_layouts_free or few or any_callbacks(context.traced.jaxpr)
+
+
+def _bound(context: PlanningContext) -> PlanningContext:
+    """The context of a recipe for one program, with the purposes of values in its graph."""
+    binding = context.request.binding
+    if binding is None:
+        return context
+    graph = context.views.annotated
+    binding.check(graph, context.cluster.num_devices)
+    if binding.shares_sequences:
+        check_attention(graph)
+    return dataclasses.replace(context, graph=graph)
+
+
+def searched_pipelines(context: PlanningContext) -> list[Candidate | Rejection]:
+    """The pipelines of the search over stages, or the reason for which the step has none."""
+    try:
+        return list(pipeline_candidates(_for_stages(context)))
+    except (UnsupportedError, BatchMismatchError) as error:
+        why = f"no pipeline was weighed: {error.where}: {error.got}"
+        return [Rejection(source=PIPELINES, why=why, is_note=True, error=error)]
+
+
+def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
+    """Whether a pipeline may be faster than one program: where no program fits (on one device a pipeline is the step in
+    micro-batches), or where communication and duplicated work take long, and longer than the fewest tasks of a pipeline
+    are handed out in.
+    """
+    if best is None:
+        return True
+    if best.step_time_s <= least_handed_out_s(cluster, 2, 1, has_backward=False):
+        return False
+    if cluster.parts:
+        return True  # one program is as slow as the slowest devices
+    return 1 - best.shared_out_s / best.step_time_s > LOST
+
+
+def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None) -> list[Candidate | Rejection]:
+    """The pipelines of the search, where the request names them, or where they may be faster than one program."""
+    request = context.request
+    if context.traced.uneven_over:
+        return []  # micro-batches and stages hold equal parts
+    if request.admits_one_program and not request.leaves_layouts_free:
+        return []  # stages would not have the layouts that were asked for
+    # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
+    if best is not None and request.admits_one_program:
+        quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
+        if not context.may_gain or quick:
+            untried = "effort='quick' takes one program where one fits" if context.may_gain else context.why_no_gain
+            return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
+    thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
+    if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
+        return [NOT_WORTH_SEARCHING]
+    if best is not None and context.deadline.passed:
+        why = f"no pipeline was searched for: {context.deadline.text}"
+        return [Rejection(source=PIPELINES, why=why, is_note=True)]
+    return searched_pipelines(context)
+
 
 # The part of a device's memory that is left where no limit is given: predictions come within it of what XLA's CPU
 # compiler allocates, of which 1 % in the median of 37 models, and more than 10 % in four, is lost between buffers.

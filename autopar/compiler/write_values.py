@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import UnsupportedError
 from autopar.inter_op.staged import StagedStep
-from autopar.ir.graph import OpGraph
+from autopar.ir.graph import HOST, UNREDUCED, OpGraph
 from autopar.ir.layout import replicated
 from autopar.ir.traced_step import TracedStep
-from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import LoweredBlock, Place
 from autopar.passes.split_scan import LeafSlice
 from autopar.plan.schema import PlannedValue

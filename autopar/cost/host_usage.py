@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from autopar.cost.cost_model import CostModel
 from autopar.cost.xla_program import MemoryStep as MemoryStep
-from autopar.ir.graph import OpGraph
+from autopar.ir.graph import HOST, OpGraph
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST
 from autopar.lowering.instructions import HostCopy, Instruction, LoweredBlock, host_copies_in
 
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_program import Compiler
-from autopar.ir.graph import Op, OpGraph
+from autopar.ir.graph import REDUCED, RETURNED, UNREDUCED, Op, OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import REDUCED, RETURNED, UNREDUCED
 from autopar.lowering.instructions import Compute, Instruction, Move
 
 

@@ -27,11 +27,10 @@ from autopar.cost.memory_facts import facts_of, transposed_alone
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile
 from autopar.hardware.kinds import DeviceKind
-from autopar.ir.graph import Op, OpGraph, OpKind
+from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
-from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,

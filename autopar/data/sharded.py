@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import functools
 import hashlib
+import importlib
+import itertools
 import json
 import math
 import sys
@@ -15,16 +19,246 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.data.libraries import grain_library
-from autopar.data.order import Order, Tail
-from autopar.data.reading import HostRows, NumberedReader, Place, StreamReader
-from autopar.data.sources import StreamExamples, check_not_batched, is_stream, numbered
+from autopar.data.sources import NumberedExamples, StreamExamples, check_not_batched, is_stream, numbered, stacked
 from autopar.errors import InvalidArgumentError, ProcessMismatchError
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
 from autopar.runtime.execution.cross_process import absent, is_here
 from autopar.runtime.execution.global_arrays import aval_of
 from autopar.runtime.processes.agreement import exchange_in_turn
+
+# The library that reads data, imported where it is needed: `import autopar` does without.
+
+
+def grain_library() -> Any:
+    """The module `grain`. Raises: ImportError, which says how to install it."""
+    try:
+        return importlib.import_module("grain")
+    except ImportError as error:
+        raise ImportError(
+            f"autopar.data reads through Grain, which is not here: pip install grain ({error})"
+        ) from error
+
+
+# Which examples are in which batch: numbers only, the same in all processes, whatever their number.
+#
+# The examples of an epoch are permuted by seed and epoch, as `torch.utils.data.DistributedSampler` does. Where they are
+# many, by Grain's index shuffle: each place is computed alone, so that the order of all examples takes no memory.
+
+
+_ROUNDS = 4  # of the cipher that permutes, as Grain's own shuffle has
+# The cipher's smallest block has 16 bits. For fewer numbers it is run again and again until it gives one of them, which
+# takes milliseconds an example for some tens of them; so few are sorted by random keys instead.
+SORTED_EXAMPLES = 2**16
+
+
+class Tail(enum.StrEnum):
+    """What happens to the last examples of an epoch, where they are fewer than a batch."""
+
+    PAD = "pad"  # the batch is filled with the first examples of the epoch
+    DROP = "drop"  # they are left out
+    MASK = "mask"  # as PAD, and each batch says which of its examples count
+    SHORT = "short"  # the batch is shorter
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The order of all examples. `seed` None leaves them in the order of the source."""
+
+    num_examples: int
+    batch_size: int
+    seed: int | None
+    tail: Tail
+
+    @property
+    def batches_per_epoch(self) -> int:
+        whole, rest = divmod(self.num_examples, self.batch_size)
+        return whole + bool(rest and self.tail != Tail.DROP)
+
+    def num_rows(self, batch: int) -> int:
+        """The rows of a batch of an epoch."""
+        return self.num_real(batch) if self.tail == Tail.SHORT else self.batch_size
+
+    def num_real(self, batch: int) -> int:
+        """How many of its rows count: the first ones."""
+        assert 0 <= batch < self.batches_per_epoch, f"there is no batch {batch} in {self}"
+        return min(self.batch_size, self.num_examples - batch * self.batch_size)
+
+    def examples(self, epoch: int, batch: int, rows: np.ndarray) -> np.ndarray:
+        """The numbers of the examples in some rows of a batch."""
+        places = (batch * self.batch_size + rows) % self.num_examples
+        if self.seed is None:
+            return places
+        if self.num_examples <= SORTED_EXAMPLES:
+            return _sorted_by_key(self.num_examples, self.seed, epoch)[places]
+        # Grain's `MapDataset.shuffle` adds the epoch to the seed: an epoch of one seed is the next one of the seed
+        # before. Mixed, all of them differ.
+        mixed = int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0])
+        shuffled = grain_library().experimental.index_shuffle
+        last = self.num_examples - 1
+        return np.array([shuffled(int(i), max_index=last, seed=mixed, rounds=_ROUNDS) for i in places], np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _sorted_by_key(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(num_examples, np.uint64)
+    return np.argsort(keys, kind="stable")
+
+
+# Reading of batches on the host: by number, or from a stream one after the other, with the position after each.
+
+
+# Examples that processes compare. Each is read twice: where that gives other data, nothing is said of their content.
+NUM_COMPARED = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Place:
+    """The next batch: its epoch, and its number in it."""
+
+    epoch: int
+    batch: int
+
+
+# The rows of a batch that this process reads, from the number of rows of the batch.
+OwnRows = Callable[[int], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """Some rows of a batch, stacked; `is_real`: which of them count; `after`: the place of the next batch."""
+
+    tree: Any
+    rows: np.ndarray
+    num_rows: int
+    is_real: np.ndarray
+    after: Place
+
+
+class NumberedReader:
+    """Batches of examples that are read by number; any of them at any time, from several threads too."""
+
+    is_sequential = False
+    can_begin_again = True
+
+    def __init__(self, examples: NumberedExamples, order: Order, stop_epoch: int | None) -> None:
+        self._examples, self._order, self._stop_epoch = examples, order, stop_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self._order.batches_per_epoch
+
+    def example(self) -> Any:
+        """An example, as a stack of one."""
+        return self._examples.rows(np.arange(1), 0)
+
+    def sample(self) -> Any:
+        """A few examples, stacked: the first, the last and some by the seed, by which processes compare their data."""
+        last, seed = self._order.num_examples - 1, self._order.seed or 0
+        others = np.random.SeedSequence(seed).generate_state(NUM_COMPARED - 2, np.uint64) % (last + 1)
+        return self._examples.rows(np.unique([0, last, *others.tolist()]), 0)
+
+    def num_batches(self, first: Place) -> int | None:
+        """From a place at the beginning of an epoch on; None where there is no end."""
+        return None if self._stop_epoch is None else (self._stop_epoch - first.epoch) * self._order.batches_per_epoch
+
+    def begin(self, place: Place) -> Callable[[int, OwnRows], HostRows | None]:
+        """A function from the number of a batch, counted from this place, and the rows of it, to these rows; None
+        behind the last epoch.
+        """
+        per_epoch = self._order.batches_per_epoch
+
+        def read(number: int, own: OwnRows) -> HostRows | None:
+            further, batch = divmod(place.batch + number, per_epoch)
+            epoch = place.epoch + further
+            if self._stop_epoch is not None and epoch >= self._stop_epoch:
+                return None
+            after = Place(epoch=epoch, batch=batch + 1)
+            if after.batch == per_epoch:
+                after = Place(epoch=epoch + 1, batch=0)
+            return self._rows(epoch, batch, own, after)
+
+        return read
+
+    def _rows(self, epoch: int, batch: int, own: OwnRows, after: Place) -> HostRows:
+        num_rows = self._order.num_rows(batch)
+        rows = own(num_rows)
+        # A process that holds nothing of a batch reads one example, for its shapes.
+        examples = self._order.examples(epoch, batch, rows if rows.size else np.arange(1))
+        is_real = rows < self._order.num_real(batch)
+        return HostRows(
+            tree=self._examples.rows(examples, epoch), rows=rows, num_rows=num_rows, is_real=is_real, after=after
+        )
+
+
+class StreamReader:
+    """Batches of consecutive examples of a stream. Every process passes over all examples and keeps its own."""
+
+    is_sequential = True
+
+    def __init__(self, examples: StreamExamples, batch_size: int, tail: Tail, stop_epoch: int | None) -> None:
+        self._examples, self._batch_size, self._tail, self._stop_epoch = examples, batch_size, tail, stop_epoch
+
+    batches_per_epoch = None  # not known before the end
+
+    @property
+    def can_begin_again(self) -> bool:
+        return self._examples.can_begin_again
+
+    def example(self) -> Any:
+        """An example, as a stack of one. Raises: InvalidArgumentError where there is none."""
+        return stacked([self._examples.first()])
+
+    def sample(self) -> Any:
+        """As `NumberedReader.sample`: the first example alone, since an iterable has no numbers."""
+        return self.example()
+
+    def num_batches(self, first: Place) -> int | None:
+        """Not known before the end."""
+        return None
+
+    def begin(self, place: Place) -> Callable[[int, OwnRows], HostRows | None]:
+        """As `NumberedReader.begin`, for numbers that are asked for in order."""
+        batches = self._batches(place)
+        numbers = itertools.count()
+
+        def read(number: int, own: OwnRows) -> HostRows | None:
+            expected = next(numbers)
+            assert number == expected, f"a stream is read in order: {number} is not {expected}"
+            found = next(batches, None)
+            if found is None:
+                return None
+            examples, num_real, after = found
+            rows = own(len(examples))
+            tree = stacked([examples[i] for i in rows] or examples[:1])
+            return HostRows(tree=tree, rows=rows, num_rows=len(examples), is_real=rows < num_real, after=after)
+
+        return read
+
+    def _batches(self, place: Place) -> Iterator[tuple[list[Any], int, Place]]:
+        """(examples, how many of them count, the place after) of each batch."""
+        size, epoch, batch = self._batch_size, place.epoch, place.batch
+        while self._stop_epoch is None or epoch < self._stop_epoch:
+            examples = self._examples.epoch(epoch, batch * size)
+            ahead = list(itertools.islice(examples, size))
+            while ahead:
+                following = list(itertools.islice(examples, size))
+                is_last = len(following) < size and (not following or self._tail == Tail.DROP)
+                after = Place(epoch=epoch + 1, batch=0) if is_last else Place(epoch=epoch, batch=batch + 1)
+                if len(ahead) == size or self._tail != Tail.DROP:
+                    batch += 1
+                    yield self._filled(ahead), len(ahead), after
+                ahead = [] if is_last else following
+            if batch == 0:
+                return  # without a batch, epochs would have no end
+            epoch, batch = epoch + 1, 0
+
+    def _filled(self, examples: list[Any]) -> list[Any]:
+        """As many examples as a batch has: those that are there again. What came first in the epoch is not kept."""
+        if self._tail == Tail.SHORT:
+            return examples
+        return [examples[i % len(examples)] for i in range(self._batch_size)]
+
 
 # All processes shard the same data in the same way. Before the first batch each says how, and all compare.
 #

@@ -14,9 +14,9 @@ from autopar.compiler.materialize import make_function, with_saved_names
 from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.step_leaves import LeafwiseStep, put, result_like
 from autopar.frontend.callbacks import raise_failures
+from autopar.ir.graph import HOST
 from autopar.ir.jax_sharding import check_host_memory, named_sharding
 from autopar.ir.traced_step import TracedStep
-from autopar.ir.value_state import HOST
 from autopar.plan.plan import Plan
 from autopar.runtime.execution.dispatch import InFlight, in_flight_on, smallest
 from autopar.sharding.rules import RuleBook

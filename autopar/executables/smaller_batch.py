@@ -22,6 +22,8 @@ from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
 from autopar.inter_op.isomorphism import CanonicalGraph, carried_over
+from autopar.inter_op.joined_tasks import joined_as_named
+from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -332,3 +334,41 @@ def fit(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
 def _without(layout: Layout, dropped: set[int]) -> Layout:
     dims = tuple(tuple(a for a in axes if a not in dropped) for axes in layout.dims)
     return Layout(dims, tuple(a for a in layout.partial if a not in dropped))
+
+
+# What a plan's decisions come to on a batch of another size, without a search: the peak of a device.
+
+
+def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: RuleBook) -> int | None:
+    """Bytes of a device under a plan's decisions, on the step as it is traced on another batch; None where the step has
+    other operations or layers then.
+
+    `planned` is the step for which the plan was made. On a cluster of several kinds the bytes are to be compared with
+    the memory of the smallest device.
+    """
+    planned, traced = (with_options_of(plan, t) for t in (planned, traced))
+    if plan.record.pipeline is not None:
+        return _of_stages(plan, plan.record.pipeline, planned, traced, rules)
+    planned_graph, graph = program_graph(planned, rules), program_graph(traced, rules)
+    model = cost_model(plan.cluster, plan.mesh)
+    decided = sharding_plan_of(plan.record.decisions, plan.record.solver, plan.mesh, planned_graph)
+    sharding = on_other_sizes(decided, planned_graph, graph)
+    if sharding is None:
+        return None
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links), sharding)
+    return memory_of(graph, lowered, model).estimate.peak_bytes
+
+
+def _of_stages(
+    plan: Plan, record: PipelineRecord, planned: TracedStep, traced: TracedStep, rules: RuleBook
+) -> int | None:
+    try:
+        own, other = (stages_of(t, record, rules, plan.record.sliced) for t in (planned, traced))
+    except AutoparError:
+        return None  # the batch cannot be cut into these micro-batches
+    shardings = stages_on_other_sizes(record, own[1], other[1]) if own is not None and other is not None else None
+    if other is None or shardings is None:
+        return None
+    microbatched, graphs = other
+    staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
+    return joined_as_named(staged, record.joined, traced.name).peak_of_smallest_bytes

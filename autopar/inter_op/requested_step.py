@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from autopar.attention.checks import check_attention
 from autopar.cost.product_rate import main_dtype
+from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import part_number
 from autopar.inter_op.build_stages import (
@@ -16,18 +20,52 @@ from autopar.inter_op.build_stages import (
 )
 from autopar.inter_op.followed_stages import schedule_beside
 from autopar.inter_op.search_space import few_bubbles, meshes_inside, submesh_sizes
-from autopar.inter_op.split_steps import split_step, whole_batch
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import default_chunks
 from autopar.inter_op.submeshes import part_of
+from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
 from autopar.passes.assign_stages import balanced, more_layers
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
+from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
+from autopar.plan.step_graphs import StepGraphs
 from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
+from autopar.sharding.rules import RuleBook
+
+# Steps with their scans over layers in parts, and what is made of them: once for all plans of a step.
+
+
+def split_step(
+    traced: TracedStep,
+    parts: int,
+    rules: RuleBook,
+    graphs: StepGraphs,
+    groups: Sequence[int] = (),
+    sliced: frozenset[int] = frozenset(),
+) -> SplitStep:
+    """`split_scans`, the same object for the same parts; and the step is traced once on a number of examples, for all
+    parts. Raises: as `split_scans`.
+    """
+    groups = tuple(groups or range(parts))
+
+    def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        shapes = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        return graphs.of(traced, ("traced on", shapes), lambda: traced.retrace(avals))
+
+    def split() -> SplitStep:
+        return split_scans(dataclasses.replace(traced, retrace=retrace), parts, rules, sliced, groups)
+
+    return graphs.of(traced, ("split", parts, groups, sliced), split)
+
+
+def whole_batch(step: SplitStep, rules: RuleBook, graphs: StepGraphs) -> OpGraph:
+    """The graph of the whole batch of a step in parts."""
+    return graphs.of(step.traced, "in parts", lambda: build_graph(step.traced, rules))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,20 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from autopar.common.units import text_of_bytes
 from autopar.common.worker_processes import begin_workers
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, cost_model
+from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model
+from autopar.cost.least_time import in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster_parts import WHOLE
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import WHOLE, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.held_memory import why_too_large
-from autopar.inter_op.least_pipeline import least_pipeline_s
+from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.mesh_options import MeshOptions
 from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_counts import MicrobatchCounts, refine_in_other_counts
@@ -24,26 +28,127 @@ from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_number
 from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
 from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
+from autopar.inter_op.requested_step import split_step, whole_batch
 from autopar.inter_op.search_space import (
     FINEST_PARTS,
     NEAR_THE_BEST,
+    chunk_numbers,
     is_long,
     microbatch_numbers,
     odd_part,
     schedules_of,
     sizes_for,
+    submesh_sizes,
     uneven_stages,
 )
-from autopar.inter_op.split_steps import split_step, whole_batch
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
+from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
+from autopar.passes.assign_stages import sums_in_place
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, finest_parts
 from autopar.plan.context import PlanningContext, Rejection
-from autopar.plan.options import Effort
-from autopar.solver import StagePlan, StageProblem, best_stages
+from autopar.plan.options import Effort, PlanRequest
+from autopar.solver import Schedule, StageOption, StagePlan, StageProblem, best_stages
+
+# What every pipeline of a step holds through its micro-batches, and whether the devices of a cluster can.
+
+
+def held_bytes(graph: OpGraph) -> int:
+    """Bytes that all devices together hold through the last micro-batch, however its layers are cut into stages and
+    sharded: the state, which the update reads, and the sums of the micro-batches before, if there are any.
+    """
+    state = (v for position, v in enumerate(graph.block.inputs) if position not in graph.batch)
+    sums = sums_in_place(graph) if graph.num_microbatches > 1 else ()
+    return sum(graph.values[v].nbytes for v in (*state, *sums))
+
+
+def why_too_large(graph: OpGraph, cluster: Cluster, limit_bytes: int) -> str | None:
+    """Why no pipeline of this graph fits into `limit_bytes` on each device (of the smallest kind); None where one may
+    fit.
+    """
+    of_parts = zip(cluster.parts, memory_shares(cluster), strict=True)
+    in_devices = sum(part.num_devices * share for part, share in of_parts) or cluster.num_devices
+    held = held_bytes(graph)
+    if held <= limit_bytes * in_devices:
+        return None
+    return (
+        f"the state and the sums of {graph.num_microbatches} micro-batches, split over all devices, take "
+        f"{text_of_bytes(held / in_devices)} on each"
+    )
+
+
+# The least time of a pipeline in a number of micro-batches, from its operations alone.
+
+
+def least_pipeline_s(
+    microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest, under_s: float = math.inf
+) -> float:
+    """Seconds of a pipeline of this step in two stages or more at least, whatever its decisions; `under_s` where no
+    pipeline takes less than that.
+
+    It is the best division into stages by the tables, were no memory short, nothing sent, and every operation of a
+    stage shared evenly by the devices of it, each of which runs its kernels, which take their time however small they
+    are. Nor are tasks handed out faster than a process can.
+    """
+    if cluster.parts:
+        return 0.0
+    problems = tuple(_problems(microbatched, cluster, request))
+    if not problems:
+        return math.inf
+    m, has_backward = problems[0].num_microbatches, any(o.backward_s.any() for o in problems[0].options)
+    handed_s = least_handed_out_s(cluster, 2, m, has_backward=has_backward)
+    if handed_s >= under_s:
+        return under_s
+    return max(handed_s, min(answer.bound_s for answer in best_stages(problems, under_s=under_s)))
+
+
+def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest) -> Iterator[StageProblem]:
+    """Of each schedule, the problem with stages on fewer devices than all."""
+    num_layers, num_devices = len(microbatched.layers), cluster.num_devices
+    sizes = [size for size in submesh_sizes(cluster, request, num_layers) if size < num_devices]
+    costs = NodeCosts(microbatched.graph, cost_model(cluster, LogicalMesh(axis_sizes=(num_devices,))))
+    options = tuple(_shared_option(microbatched, costs, size) for size in sizes)
+    for name in schedules_of(request, cluster) if options else ():
+        for chunks in chunk_numbers(request, name, num_layers):
+            yield StageProblem(
+                options=options,
+                num_devices=num_devices,
+                num_layers=num_layers,
+                num_microbatches=microbatched.graph.num_microbatches,
+                schedule=Schedule(name),
+                limit_bytes=1,
+                host_devices=cluster.domain_devices,
+                chunks=chunks,
+                fixed_num_stages=request.num_stages,
+            )
+
+
+def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) -> StageOption:
+    """The layers on so many devices: the operations of each, shared by all of these. What runs wherever it is read, and
+    what is done once in a step, is left out.
+    """
+    graph, num_layers = microbatched.graph, len(microbatched.layers)
+    seconds = {section: np.zeros(num_layers) for section in (Section.FORWARD, Section.BACKWARD)}
+    for op, layer in zip(graph.block.ops, microbatched.assignment.layer_of, strict=True):
+        if layer is not None and op.section in seconds:
+            step_s = in_turn_s([op], lambda each: costs.shared_s(each, size))
+            seconds[op.section][layer] += step_s / graph.num_microbatches
+    none, no_bytes = np.zeros(num_layers), np.zeros(num_layers, dtype=np.int64)
+    return StageOption(
+        num_devices=size,
+        forward_s=seconds[Section.FORWARD],
+        backward_s=seconds[Section.BACKWARD],
+        weight_s=seconds[Section.BACKWARD],  # may all be put off
+        once_s=none,
+        state_bytes=no_bytes,
+        saved_bytes=no_bytes,
+        working_bytes=no_bytes,
+        send_s=none,
+    )
+
 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.

@@ -9,7 +9,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.pipeline_candidate import SOURCE
 from autopar.inter_op.staged import default_chunks
-from autopar.intra_op.logical_meshes import distinct_meshes
+from autopar.intra_op.mesh_choice import distinct_meshes
 from autopar.intra_op.spmd_search import LONG_STEP
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep

@@ -23,10 +23,9 @@ from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
-from autopar.ir.graph import OpKind, Section, read_by, walk
+from autopar.ir.graph import HOST, OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import HOST
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,

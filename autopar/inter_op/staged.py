@@ -18,9 +18,9 @@ from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.handing_out import handed_out_s
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
+from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
-from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout

@@ -7,11 +7,10 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from autopar.ir.graph import OpGraph, OpKind, Section, read_by
+from autopar.ir.graph import HOST, UNREDUCED, OpGraph, OpKind, Section, read_by
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rewrite import makers
-from autopar.ir.value_state import HOST, UNREDUCED
 from autopar.lowering.instructions import (
     Accumulate,
     HostCopy,

@@ -11,6 +11,7 @@ import numpy as np
 from autopar import solver
 from autopar.attention.checks import check_heads, check_rings
 from autopar.cost.cost_model import CostModel
+from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.choice_graph import ChoiceGraph
 from autopar.intra_op.formulation import (
     charge_batch,
@@ -24,7 +25,6 @@ from autopar.intra_op.formulation import (
 )
 from autopar.intra_op.masks import Masks
 from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
-from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure, discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
-from autopar.ir.graph import OpGraph, Purpose, Role, Value
+from autopar.ir.graph import ALL, OpGraph, Purpose, Role, Value
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.value_state import ALL
 from autopar.lowering.decisions import Relaxation
 from autopar.sharding.constraints import Constraints
 

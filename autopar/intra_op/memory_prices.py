@@ -10,8 +10,7 @@ import numpy as np
 from autopar import solver
 from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite, Reshard
 from autopar.intra_op.formulation import SolverInput, shards
-from autopar.ir.graph import OpGraph, OpKind, Section, read_by
-from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
+from autopar.ir.graph import ALL, REDUCED, UNREDUCED, OpGraph, OpKind, Section, read_by
 from autopar.passes.saved_arrays import waiting_in_host
 
 

@@ -8,8 +8,7 @@ from autopar.cost.cost_model import cost_model
 from autopar.cost.memory_facts import place_names
 from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
-from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of
-from autopar.intra_op.unfold import unfold
+from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of, unfold
 from autopar.ir.graph import Block, OpGraph, read_by
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.host_copies import with_host_copies

@@ -13,17 +13,17 @@ from autopar.common.shared_job import shared_job
 from autopar.common.worker_processes import worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.intra_op.baselines import MOST_AXES, baseline_candidates
-from autopar.intra_op.logical_meshes import logical_meshes
+from autopar.intra_op.build_choice_graph import tables_of
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.mesh_choice import (
     SOURCE,
     fastest_fitting,
+    logical_meshes,
     longest_s,
     not_tried,
     slower,
     worth_trying,
 )
-from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.spmd_candidate import SpmdCandidate, timed_sharding, with_memory
 from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
 from autopar.ir.mesh import LogicalMesh

@@ -18,8 +18,7 @@ from autopar import solver
 from autopar.cost.roofline import is_fusible
 from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
 from autopar.intra_op.formulation import SolverInput
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
-from autopar.ir.value_state import ALL
+from autopar.ir.graph import ALL, Block, Op, OpGraph, OpKind, Section, read_by
 
 
 class Exposure(NamedTuple):

@@ -14,13 +14,45 @@ from autopar.cost.overlap import timed
 from autopar.cost.stream_work import Ran
 from autopar.cost.xla_program import Compiler
 from autopar.hardware import host_cpu
-from autopar.ir.graph import OpGraph
+from autopar.ir.graph import ALL, OpGraph, Role, values_of
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import lower
+from autopar.passes.fold_step import FoldedStep
 from autopar.plan.schema import MeshTrial
+from autopar.sharding.partial_sums import Partials
 from autopar.sharding.pins import PinsOnMesh
+
+# Decisions for a folded graph, unfolded to those for the whole one.
+
+
+_READERS = (ALL, *(role.value for role in Role))
+
+
+def unfold(plan: ShardingPlan, partials: Partials, graph: OpGraph, step: FoldedStep) -> ShardingPlan:
+    """The decisions for the whole graph: everything is decided as its counterpart in the folded one.
+
+    This also holds for the layouts of an operation's own operands and results: its counterpart has the same structure,
+    and its results lie as those of its counterpart do. `partials` are those of the whole graph.
+    """
+    values = list(values_of(graph.block))
+    like = step.value_of
+    return dataclasses.replace(
+        plan,
+        partials=partials,
+        strategy={op.id: plan.strategy[step.op_of[op.id]] for op in graph.ops() if step.op_of[op.id] in plan.strategy},
+        unreduced={v: plan.unreduced[like[v]] for v in values if like[v] in plan.unreduced},
+        reduced={v: plan.reduced[like[v]] for v in values if like[v] in plan.reduced},
+        copies={
+            (v, readers): plan.copies[like[v], readers]
+            for v in values
+            for readers in _READERS
+            if (like[v], readers) in plan.copies
+        },
+        in_host=frozenset(v for v in graph.block.inputs if like[v] in plan.in_host),
+        saved_in_host=frozenset(v for v in values if like[v] in plan.saved_in_host),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

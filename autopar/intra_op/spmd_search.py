@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
+from autopar.intra_op.build_choice_graph import tables_of
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
 from autopar.intra_op.mesh_choice import (
@@ -20,7 +21,6 @@ from autopar.intra_op.mesh_choice import (
     slower,
 )
 from autopar.intra_op.overlapped_axes import with_overlapped_axes
-from autopar.intra_op.shared_tables import tables_of
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure
 from autopar.intra_op.spmd_candidate import (
     ProgramMemory,
@@ -28,10 +28,10 @@ from autopar.intra_op.spmd_candidate import (
     TimedSharding,
     over_limit_values,
     timed_sharding,
+    unfold,
     with_memory,
 )
 from autopar.intra_op.symmetry import SMALL, whole_nodes
-from autopar.intra_op.unfold import unfold
 from autopar.ir.graph import OpGraph
 from autopar.passes.fold_step import ONE_EACH, FoldedStep
 from autopar.plan.context import PlanningContext, Rejection

@@ -18,6 +18,16 @@ import numpy as np
 from autopar.common.records import HashedById, made_often
 from autopar.ir.traced_step import WrittenLayout
 
+# The states in which a value of a graph can lie, beside its layout.
+
+
+# The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it,
+# once its sums are reduced, and as a copy for readers of all roles; in the memory of the host, which nothing reads; and
+# back from there.
+UNREDUCED, REDUCED, ALL = "raw", "placed", "all"
+HOST, RETURNED = "host", "back from the host"
+
+
 _Atom = TypeVar("_Atom")
 # Equinox names what its layers do after their classes: all layers of a class have one name.
 _CLASSES = re.compile(r"eqx\.nn\.\w+(/eqx\.nn\.\w+)*")

@@ -8,6 +8,7 @@ else is left to the partitioner between constraints that leave it nothing to dec
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from autopar.attention import execute, ring
 from autopar.attention.form import letters
@@ -24,13 +25,19 @@ from autopar.common import jax_compat
 from autopar.common.while_any import while_any
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
-from autopar.ir.graph import Constant, OpGraph, OpKind
+from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
 from autopar.ir.jax_sharding import named_sharding, partition_spec
 from autopar.ir.layout import Layout, replicated
-from autopar.ir.primitives import IN_EQUAL_PARTS, looked_up_dim
-from autopar.ir.value_state import HOST, UNREDUCED
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
+from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
+from autopar.kernels.custom_partitions import is_custom_partition
+from autopar.kernels.grouped import WHOLE, Part, grouped_places, is_grouped_product, product_on_part
+from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
 from autopar.kernels.local import runs_locally
-from autopar.lowering.gradient_rows import gradients_in_rows, in_rows, in_whole_tiles
+from autopar.kernels.opaque import is_opaque, run_opaque
+from autopar.kernels.operation import is_kernel
+from autopar.kernels.run_island import run_parts
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -46,12 +53,175 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.lowering.local_parts import run_on_parts
 from autopar.lowering.ring_products import gathered_product, scattered_product
-from autopar.lowering.uneven_parts import cut_to, filled_up, params_of_filled
 from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
+
+# Gradients that lie in memory row by row, as the state does, in programs for TPUs.
+#
+# The gradient of a weight is a product and its transpose, which XLA's TPU compiler makes of the product by writing it
+# column by column. From there it gives that order to the whole update: it copies the weight and its moments into
+# columns before, and back into rows after, six copies of state that one order of the gradient saves. (Seen in programs
+# that libtpu 0.0.42.1 compiles for v5e and v6e; a step of two such weights reads and writes a quarter less on v6e.)
+
+
+# What lies without gaps in a TPU's tiles lies row by row where nobody says otherwise; of other arrays the compiler may
+# put another dimension last.
+_TILE = (8, 128)
+
+
+def gradients_in_rows(graph: OpGraph, mesh: Mesh) -> frozenset[int]:
+    """The matrices that operations of the top block make for the update, or to be added up for it; none where the
+    devices are no TPUs.
+    """
+    if mesh.devices.flat[0].platform != "tpu":
+        return frozenset()
+    readers = (op for op in graph.block.ops if op.role is Role.UPDATE or op.kind is OpKind.ACCUMULATE)
+    read = {v for op in readers for v in op.inputs if isinstance(v, int)}
+    return frozenset(
+        v
+        for op in graph.block.ops
+        if op.role is Role.BACKWARD and op.kind is OpKind.EQUATION
+        for v in op.outputs
+        if v in read and len(graph.values[v].shape) >= len(_TILE)
+    )
+
+
+def in_rows(array: Any, layout: Layout, mesh: Mesh) -> Any:
+    """An array on the devices, each part of it laid out in memory row by row.
+
+    Said on each device's part: a partitioner gathers what it does not know.
+    """
+    spec = partition_spec(layout, mesh.axis_names)
+    run = jax.shard_map(jax_compat.in_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return run(array)
+
+
+def in_whole_tiles(array: Any, layout: Layout, mesh: Mesh) -> Any:
+    """The same, where each device's part fills whole tiles of a TPU; other arrays as they are."""
+    sizes = [functools.reduce(lambda n, a: n * mesh.devices.shape[a], axes, 1) for axes in layout.dims]
+    shape = array.shape[len(array.shape) - len(sizes) :]
+    part = [n // split for n, split in zip(shape, sizes, strict=True)]
+    fills = all(n % tile == 0 for n, tile in zip(part[-len(_TILE) :], _TILE, strict=True))
+    return in_rows(array, layout, mesh) if fills else array
+
+
+# Runs an operation that is a program for one device on each device's part: a kernel, or an island.
+
+
+def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Layout], mesh: Mesh, operands: Any) -> Any:
+    """The results of an equation whose operands lie as `reads` says (None: whole), as `results` says."""
+    layouts = [at or replicated(len(v.aval.shape)) for at, v in zip(reads, eqn.invars, strict=True)]
+    if is_custom_partition(eqn):  # its own function is asked how, by the partitioner
+        return jax_compat.bind(eqn, operands)
+    if is_island(eqn):
+        return _run_island(eqn, layouts, results, mesh, operands)
+
+    logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
+
+    def local(*parts: Any) -> tuple[Any, ...]:
+        made = _on_part(eqn, layouts, results, mesh, logical, parts)
+        return tuple(a[None] if at.partial else a for a, at in zip(made, results, strict=True))
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in layouts),
+        out_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in results),
+        check_vma=False,
+    )
+    return run(*operands)
+
+
+def _on_part(
+    eqn: Any, reads: Sequence[Layout], results: Sequence[Layout], mesh: Mesh, logical: LogicalMesh, parts: Sequence[Any]
+) -> Sequence[Any]:
+    """What one device makes of its parts of the operands."""
+    if is_kernel(eqn):
+        made: Sequence[Any] = eqn.params["function"](*parts)
+        return made
+    if is_opaque(eqn):
+        shapes = [
+            [n // logical.size(axes) for n, axes in zip(v.aval.shape, at.dims, strict=True)]
+            for v, at in zip(eqn.outvars, results, strict=True)
+        ]
+        return run_opaque(eqn, shapes, parts)
+    if is_cudnn_attention(eqn):
+        return run_cudnn(eqn, parts)
+    if is_grouped_product(eqn):
+        rows, groups = grouped_places(eqn)
+        at = (*reads, *results)
+        return product_on_part(eqn, parts, *(_part(at[i].dims[d], mesh, logical) for i, d in (rows, groups)))
+    return jax_compat.bind(eqn, parts)
+
+
+def _part(axes: Sequence[int], mesh: Mesh, logical: LogicalMesh) -> Part:
+    """Which part of a dimension that is split over these axes the device that asks has."""
+    names = tuple(mesh.axis_names[a] for a in axes)
+    return (jax.lax.axis_index(names), logical.size(axes)) if names else WHOLE
+
+
+def _run_island(eqn: Any, reads: Sequence[Layout], results: Sequence[Layout], mesh: Mesh, operands: Any) -> Any:
+    """An island under the plan's devices, as a mesh with the island's names for the axes that stand for its own."""
+    island = island_of(eqn)
+    logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
+    mapped = mesh_axes(island, (*reads, *results), logical)
+    assert mapped is not None, "the strategy was admitted"
+    names: dict[tuple[int, ...], str] = {axes: name for name, axes in mapped.items()}
+    taken = {a for axes in names for a in axes}
+    others = {(a,): f"_{name}" for a, name in enumerate(mesh.axis_names) if a not in taken}
+    in_order = sorted([*names.items(), *others.items()])
+    sizes = [logical.size(axes) for axes, _ in in_order]
+    renamed = Mesh(mesh.devices.reshape(sizes), [name for _, name in in_order])
+
+    def specs(of: Sequence[Spec]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(*(tuple(x for x in names if x in mapped) for names in spec)) for spec in of)
+
+    run = jax.shard_map(
+        lambda *parts: tuple(run_parts(eqn, island, mapped, parts)),
+        mesh=renamed, in_specs=specs(island.operands), out_specs=specs(island.results), check_vma=False,
+    )  # fmt: skip
+    return run(*operands)
+
+
+# Unevenly split arrays, filled up with zeros where a program takes equal parts only (`shard_map`, gathers).
+
+
+def filled_up(array: Any, at: Layout, mesh: Mesh, parts: Layout | None = None) -> Any:
+    """An array with zeros behind those dimensions that the mesh axes of its layout, or of `parts`, do not divide.
+
+    A dimension that is split unevenly has room for them in its last parts: nothing is sent.
+    """
+    sizes = array.shape[1:] if at.partial else array.shape
+    by = [math.prod(mesh.shape[mesh.axis_names[a]] for a in axes) for axes in (parts or at).dims]
+    more = [(0, -n % k) for n, k in zip(sizes, by, strict=True)]
+    if not any(m for _, m in more):
+        return array
+    filled = jnp.pad(array, [(0, 0), *more] if at.partial else more)
+    return jax.lax.with_sharding_constraint(filled, named_sharding(at, mesh))
+
+
+def cut_to(array: Any, shape: Sequence[int]) -> Any:
+    """The first part of an array, without what was filled up in its operands."""
+    return array if array.shape == tuple(shape) else jax.lax.slice(array, [0] * array.ndim, shape)
+
+
+def params_of_filled(eqn: Any, operands: Sequence[Any], filled: Sequence[Any]) -> dict[str, Any]:
+    """The parameters that an equation has otherwise on operands that are filled up.
+
+    Zeros add nothing, and where they make rows of their own these are cut off. Of indices they repeat the first one.
+    """
+    shapes = [(before.shape, after.shape) for before, after in zip(operands, filled, strict=True)]
+    if all(before == after for before, after in shapes):
+        return {}
+    if eqn.primitive.name in SCATTERS:
+        return {"unique_indices": False, "indices_are_sorted": False}
+    if eqn.primitive.name == "gather":  # a whole row stays one
+        rows = zip(eqn.params["slice_sizes"], *shapes[0], strict=True)
+        return {"slice_sizes": tuple(after if size == before else size for size, before, after in rows)}
+    return {}
+
 
 # Dynamic slices with clamped starts: XLA drops the clamp of a slice that a plan splits.
 #

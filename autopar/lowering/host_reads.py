@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from autopar.ir.graph import Role
+from autopar.ir.graph import HOST, RETURNED, Role
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import HOST, RETURNED
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,

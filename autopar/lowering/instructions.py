@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.common.cached_attribute import lazy
 from autopar.common.records import made_often
 from autopar.frontend.callbacks import is_callback
-from autopar.ir.graph import Atom, Block, Op, Role, Section
+from autopar.ir.graph import HOST, REDUCED, UNREDUCED, Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import HOST, REDUCED, UNREDUCED
 from autopar.sharding.resharding import ReshardStep
 from autopar.sharding.strategies import Strategy
 

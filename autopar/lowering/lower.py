@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import ChainMap
 
 from autopar.frontend.callbacks import is_callback
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section
+from autopar.ir.graph import ALL, REDUCED, UNREDUCED, Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import ALL, REDUCED, UNREDUCED
 from autopar.kernels.local import leaves_summands
 from autopar.lowering.collective_matmul import with_collective_matmuls
 from autopar.lowering.decisions import ShardingPlan

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.ir.graph import Op
+from autopar.ir.graph import UNREDUCED, Op
 from autopar.ir.layout import Layout
-from autopar.ir.value_state import UNREDUCED
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import Compute
 

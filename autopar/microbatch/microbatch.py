@@ -11,29 +11,295 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.attention.score_kernels import mark_score_kernels
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
-from autopar.frontend.build_graph import build_graph
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, read_by
+from autopar.frontend.build_graph import build_graph, graph_of_body
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values, read_by
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
+from autopar.kernels.islands import Spec, is_island, island_of
+from autopar.kernels.run_island import TYPE_CHANGES, collective_axes
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
-from autopar.microbatch.alignment import with_literals_of
 from autopar.microbatch.cut_graph import cut_graph
-from autopar.microbatch.forms import Form, State
+from autopar.microbatch.example_places import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
+from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State, differs_by_trip
 from autopar.microbatch.hoist_draws import hoist_draws
-from autopar.microbatch.island_states import body_states
+from autopar.microbatch.jaxpr_pairs import with_literals_of
 from autopar.microbatch.known_results import split_known_results
-from autopar.microbatch.loop_sections import LoopSections
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
+from autopar.microbatch.part_of_results import part_of_results
 from autopar.microbatch.running_state import UpdateWriter
 from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.microbatch.written_operations import one_equation, scaling
 from autopar.sharding.rules import RuleBook, with_rules
+
+# The section of each operation: before the loop over micro-batches, in it, or after it, by where values are needed.
+
+
+class LoopSections:
+    """The values that are needed `before` the loop, in `each` micro-batch and `after` the loop.
+
+    `apart[v]`, v being the first result of an operation in the loop, is what makes those of its results that are the
+    same in every micro-batch, or that hold blocks of examples, on the whole batch: it runs after the loop. `leaving`
+    are the values needed after it that are joined over the micro-batches, or computed there by what reads all examples.
+
+    Raises: UnsupportedError for a result that neither adds up over micro-batches nor has one row for each example.
+    """
+
+    def __init__(self, step_name: str, whole: OpGraph, states: ValueStates, num_microbatches: int) -> None:
+        self.step_name, self.whole, self.states = step_name, whole, states
+        self.num_microbatches = num_microbatches
+        self.before: set[int] = set()
+        self.each: set[int] = set()
+        self.after: set[int] = set()
+        self.apart: dict[int, Op] = {}
+        self._same: set[int] = set()  # needed after the loop, and the same in every micro-batch
+        self._in_blocks: set[int] = set()  # needed after the loop, and of several blocks of examples
+        self._find()
+        self.leaving = self.after - self._same - self._in_blocks
+
+    def _find(self) -> None:
+        for atom in self.whole.block.outputs:
+            self._need(atom, self.after)
+        for op in reversed(self.whole.block.ops):
+            if op.kind is OpKind.BARRIER:
+                for v in op.outputs:
+                    for needs in (self.before, self.after, self.each):
+                        if v in needs:
+                            self._need(self.states.passes[v], needs)
+                continue
+            for v in op.outputs:
+                self._settle(v)
+            self._set_apart(op)
+            if self.run_once(op) is Section.BEFORE:
+                for atom in op.inputs:
+                    self._need(atom, self.before)
+            elif self.run_once(op) is Section.AFTER:
+                for atom in op.inputs:
+                    self._need(atom, self.after)
+            if self.repeats(op):
+                for i, atom in enumerate(op.inputs):
+                    self._need(atom, self.before if i in self.states.whole_operands.get(op.id, ()) else self.each)
+                self.each |= {v for block in op.blocks for v in free_values(block)}
+        for v in self.whole.block.inputs:
+            self._settle(v)
+
+    def _need(self, atom: Atom, needs: set[int]) -> None:
+        if isinstance(atom, int):
+            needs.add(atom)
+
+    def _settle(self, v: int) -> None:
+        """Adds the needs that follow from those of a value."""
+        s = self.states.of[v]
+        if v in self.each and s.early and (s.form is Form.INVARIANT or s.cut):
+            self.before.add(v)
+        if v in self.after and s.early and s.form is Form.INVARIANT and self.whole.values[v].size == 1:
+            self.before.add(v)  # step counts and rates: known at once, so that no stage waits for them at the end
+        if v in self.after and s.streams and not s.cut and v not in self.before:
+            if s.form is Form.INVARIANT:
+                self._same.add(v)
+                return
+            if s.outer != 1 and self.num_microbatches > 1:
+                self._in_blocks.add(v)
+                return
+            self.each.add(v)
+
+    def _set_apart(self, op: Op) -> None:
+        """Plans the work of an operation in the loop that makes results which are the same in every micro-batch."""
+        blocks = self._in_blocks.intersection(op.outputs)
+        if blocks and is_heavy(op):
+            raise self._refusal(min(blocks), "in which examples lie inside of a dimension")
+        same = self._same.intersection(op.outputs)
+        if blocks:
+            self.apart[op.outputs[0]] = op
+            self.after.update(read_by(op))
+        if blocks or not same:
+            return
+        apart = part_of_results(op, same)
+        read = read_by(apart) if apart is not None else ()
+        before = {v for v in read if self.states.of[v].early and self.states.of[v].form is Form.PARTIAL_SUM}
+        if apart is None or any(self.states.of[v].form is not Form.INVARIANT for v in read if v not in before):
+            raise self._refusal(min(same), f"that {op.primitive} makes beside them")
+        self.apart[op.outputs[0]] = apart
+        self.before |= before
+        self.after |= set(read) - before
+
+    def _refusal(self, v: int, how: str) -> UnsupportedError:
+        return UnsupportedError(
+            where=self.step_name,
+            expected="results that are sums over examples or have one row for each",
+            got=f"one of shape {self.whole.values[v].shape} {how}",
+            hint="return it in another shape, or use num_microbatches=1",
+        )
+
+    def run_once(self, op: Op) -> Section | None:
+        """When an operation runs on the whole batch, if it does."""
+        if not self.before.isdisjoint(op.outputs):
+            return Section.BEFORE
+        return Section.AFTER if any(v in self.after and not self.states.of[v].streams for v in op.outputs) else None
+
+    def repeats(self, op: Op) -> bool:
+        return any(self.is_made_in_loop(v) for v in op.outputs)
+
+    def is_made_in_loop(self, v: int) -> bool:
+        """Whether a value of each micro-batch is needed and comes from an operation in the loop."""
+        s = self.states.of[v]
+        if v not in self.each or s.cut or s.form is Form.UNAVAILABLE:
+            return False
+        return s.form is not Form.INVARIANT or not s.early
+
+
+# What an island makes of the examples of a micro-batch, from its body on one part.
+#
+# Examples may lie on several devices of an island's axis. A collective over such an axis mixes them, but for a sum of
+# sums over examples; what numbers the devices of the axis, or is not the same on all of them, tells examples by their
+# position.
+
+
+# Collectives that combine or send elements in their places.
+_IN_PLACE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "ppermute"})
+_SUMS = frozenset({"psum", "psum_invariant"})
+
+
+def body_states(op: Op, part: Op, states: Sequence[State], num_microbatches: int) -> list[State]:
+    """The states of the results of an operation with a body. Raises: CombinesExamples where they have no form."""
+    if is_island(op.eqn):
+        return island_states(op, part, states, num_microbatches)
+    whole, smaller = graph_of_body(op.eqn.params["call"]), graph_of_body(part.eqn.params["call"])
+    follower = Follower(whole, smaller, num_microbatches, body_states=body_states)
+    constants = [follower.by_shape(v) for v in whole.block.inputs[: len(whole.constants)]]
+    inside = [dataclasses.replace(s, early=False, streams=True, cut=False) for s in states]
+    try:
+        return follower.block_states(whole.block, smaller.block, [*constants, *inside])
+    except CombinesExamples as error:
+        raise CombinesExamples(op, f"in its body, {error.op.primitive}: {error.why}") from None
+
+
+def island_states(
+    op: Op, part: Op, states: Sequence[State], num_microbatches: int, around: frozenset[str] = frozenset()
+) -> list[State]:
+    """The states of an island's results. Raises: CombinesExamples where they have no form.
+
+    `around`: the axes that examples lie on, of the island in whose body this one is.
+    """
+    island = island_of(op.eqn)
+    pairs = list(zip(island.operands, states, strict=True))
+    axes = _example_axes(op, pairs)
+    whole, smaller = graph_of_body(op.eqn.params["jaxpr"]), graph_of_body(part.eqn.params["jaxpr"])
+    follower = _BodyFollower(whole, smaller, num_microbatches, island=op, axes=around | frozenset(axes))
+    constants = [follower.by_shape(v) for v in whole.block.inputs[: len(whole.constants)]]
+    inside = [
+        dataclasses.replace(s, early=False, streams=True, cut=False, laid=s.laid and s.laid.inside) for s in states
+    ]
+    try:
+        made = follower.block_states(whole.block, smaller.block, [*constants, *inside])
+    except CombinesExamples as error:
+        raise CombinesExamples(op, f"in its body, {error.op.primitive}: {error.why}") from None
+    return [_result(op, spec, s, axes) for spec, s in zip(island.results, made, strict=True)]
+
+
+def _example_axes(op: Op, pairs: Sequence[tuple[Spec, State]]) -> tuple[str, ...]:
+    """The axes that examples lie on, from the specs and states of the operands."""
+    held = {
+        s.laid.axes if s.laid is not None else spec[s.dim]
+        for spec, s in pairs
+        if s.form is Form.SPLIT or s.laid is not None
+    }
+    if len(held) > 1:
+        raise CombinesExamples(op, SEVERAL)
+    axes = held.pop() if held else ()
+    for spec, s in pairs:
+        is_laid = s.laid is not None and s.laid.spec == spec
+        mixed = s.outer > 1 and bool(spec[s.dim]) if s.form is Form.SPLIT else not _names(spec).isdisjoint(axes)
+        read_apart = s.laid is not None and (s.form is Form.SPLIT or s.laid.inside is not None)
+        if not is_laid and (mixed or read_apart):
+            raise CombinesExamples(op, BY_POSITION)
+    return axes
+
+
+def _names(spec: Spec) -> set[str]:
+    return {name for names in spec for name in names}
+
+
+def _result(op: Op, spec: Spec, s: State, axes: tuple[str, ...]) -> State:
+    """The state of an island's result from that of its part on one device."""
+    laid = IslandLayout(spec=spec, axes=axes, inside=s.laid) if s.laid is not None else None
+    if s.form is Form.PARTIAL_SUM and not _names(spec).isdisjoint(axes):
+        raise CombinesExamples(op, BY_POSITION)
+    if s.form is Form.SPLIT and spec[s.dim] != axes:
+        if not set(axes) <= set(spec[s.dim]):
+            raise CombinesExamples(op, BY_POSITION)
+        laid = IslandLayout(spec=spec, axes=axes, inside=s.laid)
+    if s.form is Form.INVARIANT and not _names(spec).isdisjoint(axes):
+        laid = IslandLayout(spec=spec, axes=axes, inside=s.laid)
+    cause = CombinesExamples(op, "it sums over examples") if s.form is Form.PARTIAL_SUM else None
+    return dataclasses.replace(s, cause=cause, laid=laid)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _BodyFollower(Follower):
+    """Follows examples through the body of an island, whose `axes` they lie on."""
+
+    island: Op
+    axes: frozenset[str]
+
+    def follow(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        if op.primitive in TYPE_CHANGES:
+            return list(states)
+        if is_island(op.eqn):
+            return self._island_inside(op, part, states, around)
+        names = collective_axes(op.eqn) if op.eqn is not None else ()
+        if not names:
+            return Follower.follow(self, op, part, states, around)
+        forms = {s.form for s in states}
+        if self.axes.isdisjoint(names):
+            return self._beside(op, states) if states else [State(form=Form.INVARIANT) for _ in op.outputs]
+        if op.primitive in _SUMS and forms <= {Form.PARTIAL_SUM, Form.INVARIANT}:
+            return list(states)
+        raise CombinesExamples(op, BY_POSITION if op.primitive == "axis_index" else COMBINES)
+
+    def _island_inside(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
+        """Results of an island in the body of this one, whose collectives may be over the axes of both."""
+        if not any(s.form is Form.RUNNING or differs_by_trip(s) for s in states):
+            return self._checked(op, island_states(op, part, states, self.num_microbatches, self.axes))
+        body = jax_compat.open_jaxpr(op.eqn.params["jaxpr"])
+        if any(not self.axes.isdisjoint(collective_axes(e)) for e in jax_compat.equations_in(body)):
+            raise CombinesExamples(op, COMBINES)
+        return Follower.follow(self, op, part, states, around)
+
+    def _beside(self, op: Op, states: Sequence[State]) -> list[State]:
+        """Results of a collective between devices that have the same examples."""
+        if op.primitive in _IN_PLACE:
+            if op.primitive not in _SUMS and any(s.form is Form.PARTIAL_SUM for s in states):
+                raise CombinesExamples(op, "it is not linear in a sum over examples")
+            return list(states)
+        (state,) = states
+        params = op.eqn.params
+        if state.form is not Form.SPLIT:
+            return [state for _ in op.outputs]
+        if op.primitive in ("all_gather", "all_gather_invariant"):
+            at = params["all_gather_dimension"]
+            if params["tiled"]:
+                return [self._unless(op, state, {at})]
+            return [dataclasses.replace(state, dim=state.dim + (at <= state.dim))]
+        if op.primitive == "reduce_scatter":
+            at = params["scatter_dimension"]
+            kept = self._unless(op, state, {at})
+            return [kept if params["tiled"] else dataclasses.replace(kept, dim=kept.dim - (at < kept.dim))]
+        if op.primitive == "all_to_all" and params["tiled"]:
+            return [self._unless(op, state, {params["split_axis"], params["concat_axis"]})]
+        raise CombinesExamples(op, UNKNOWN)
+
+    def _unless(self, op: Op, state: State, dims: set[int]) -> State:
+        if state.dim in dims:
+            raise CombinesExamples(op, COMBINES)
+        return state
+
 
 # The operations of a graph over micro-batches: those of the whole batch and of one micro-batch, section by section.
 

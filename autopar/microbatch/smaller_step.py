@@ -15,8 +15,7 @@ from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.fingerprints import jaxpr_fingerprint
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.alignment import with_literals_of
-from autopar.microbatch.jaxpr_pairs import PairRewriter
+from autopar.microbatch.jaxpr_pairs import PairRewriter, with_literals_of
 
 # The program of a step for one number of examples, from those for two other numbers.
 #

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import operator
 import os
+import queue
 import statistics
 import threading
 import time
@@ -16,16 +17,162 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from autopar.common import jax_distributed
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_count, text_of_s
 from autopar.errors import InvalidArgumentError, MissingPackageError
-from autopar.monitoring.completions import Completion, Completions, StepCall
 from autopar.monitoring.goodput import Goodput, RunRecord, RunsFile, goodput, now_s
-from autopar.monitoring.row import MonitorRow
 from autopar.plan.plan import Plan
+
+# One row of a monitor: what it saw of the steps since the row before.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorRow:
+    """What was seen up to a step. A value that is not known is None.
+
+    Attributes:
+        step_time_s: The median of the steps since the row before that followed another one directly.
+        predicted_s: The step time of the plan.
+        mfu: The model's operations over what the devices do at their peak rate in the step's time.
+        memory_bytes: The highest peak of this process's devices, where their runtime counts it.
+        data_s: The mean wait of the loop for a batch.
+        idle_s: The median of the time that devices have no work after the step before.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    step_time_s: float | None
+    predicted_s: float | None
+    examples_per_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    memory_bytes: int | None
+    data_s: float
+    idle_s: float | None
+    goodput: Goodput
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers under names for loggers: metrics as they are called, the rest below `autopar/`."""
+        own = {
+            "step_time_s": self.step_time_s,
+            "predicted_step_time_s": self.predicted_s,
+            "examples_per_s": self.examples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "data_wait_s": self.data_s,
+            "idle_s": self.idle_s,
+            "goodput": self.goodput.fraction,
+        }
+        known = {f"autopar/{name}": float(value) for name, value in own.items() if value is not None}
+        return dict(self.metrics) | known
+
+
+# When the steps of a run end on the devices: a thread waits for their metrics, so that the training loop does not.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """A step as the loop called it. Times are those of `time.perf_counter`.
+
+    Attributes:
+        called_s: When its program was given to the devices; None where that is not known.
+        data_s: The time that the loop waited for its batch.
+        other_s: The time that went to something else since the step before: a checkpoint, an evaluation, a new plan.
+    """
+
+    step: int
+    called_s: float | None
+    data_s: float
+    other_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A step that has ended."""
+
+    call: StepCall
+    ended_s: float
+    metrics: Mapping[str, float]
+
+
+class Completions:
+    """Hands on the end of each step, in order, from a thread of its own."""
+
+    def __init__(self, ended: Callable[[Completion], None]) -> None:
+        self._ended = ended
+        self._waiting: queue.SimpleQueue[tuple[StepCall, Any] | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="autopar monitor", daemon=True)
+        self._thread.start()
+
+    def add(self, call: StepCall, metrics: Any) -> None:
+        """A step that was called, and what it returned for the log. Raises: what an earlier `ended` raised."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        self._waiting.put((call, metrics))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the steps that were called, at most `timeout_s`. Raises: what `ended` raised."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(timeout_s)
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            call, metrics = item
+            for leaf in jax.tree.leaves(metrics):
+                _wait(leaf)
+            ended_s = time.perf_counter()
+            try:
+                self._ended(Completion(call=call, ended_s=ended_s, metrics=numbers_of(metrics)))
+            except Exception as error:  # raised where the loop waits
+                self._failed = error
+
+
+def _wait(leaf: Any) -> None:
+    """Waits for an array. One that is a part of the state may be donated to the next step meanwhile; and of a step that
+    failed the loop sees the error.
+    """
+    if isinstance(leaf, jax.Array):
+        with contextlib.suppress(RuntimeError):
+            leaf.block_until_ready()
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """The scalars of a tree by their paths (`loss`, `norms/gradients`); other leaves are left out."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+        value = _scalar(leaf)
+        if value is not None:
+            found[jax.tree_util.keystr(path, simple=True, separator="/") or "loss"] = value
+    return found
+
+
+def _scalar(leaf: Any) -> float | None:
+    """A number, or None for what is none, is gone, or lies on the devices of other processes only."""
+    if isinstance(leaf, jax.Array):
+        if leaf.shape or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return None
+        if not leaf.is_fully_addressable:
+            if not leaf.is_fully_replicated or not leaf.addressable_shards:
+                return None
+            leaf = leaf.addressable_data(0)
+    elif not isinstance(leaf, (bool, int, float, np.generic)):
+        return None
+    try:
+        return None if np.iscomplexobj(leaf) else float(leaf)
+    except RuntimeError:  # it was donated to a later step, or its own has failed
+        return None
+
 
 # A monitor in a process that does not report.
 

@@ -27,7 +27,6 @@ _CHEAP = frozenset({
 })  # fmt: skip
 
 
-
 def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     """The graph with cheap operations in the sections that read them: those on constants, those on the batch that
     enlarge it, and with `of_state` those on the state.

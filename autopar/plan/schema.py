@@ -302,7 +302,7 @@ class PlanRecord:
 
     With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names`: the names that a
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
-    (`autopar.compiler.axis_roles`). `timeline`: that of a step in one program; a pipeline has its own.
+    (`autopar.compiler.write_plan`). `timeline`: that of a step in one program; a pipeline has its own.
     `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.

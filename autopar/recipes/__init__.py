@@ -6,12 +6,9 @@ May import: common to calls, in the order of tests/test_imports.py.
 """
 
 from autopar.recipes.combined import combine
-from autopar.recipes.data import data_parallel, zero
-from autopar.recipes.expert import expert_parallel
 from autopar.recipes.recipe import Recipe
-from autopar.recipes.sequence import sequence_parallel
 from autopar.recipes.stages import cut, pipeline
-from autopar.recipes.tensor import tensor_parallel
+from autopar.recipes.tensor import data_parallel, expert_parallel, sequence_parallel, tensor_parallel, zero
 
 __all__ = [
     "Recipe",

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.recipes.checks import check_number
-from autopar.recipes.recipe import Recipe
+from autopar.recipes.recipe import Recipe, check_number
 from autopar.sharding.pins import Pin, Pins
 
 

@@ -7,9 +7,7 @@ import dataclasses
 from autopar.errors import InvalidArgumentError
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
-from autopar.recipes.checks import check_number, check_schedule
-from autopar.recipes.names import named
-from autopar.recipes.recipe import Recipe
+from autopar.recipes.recipe import Recipe, check_number, check_schedule, named
 
 # What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
 _OFFLOADS = {

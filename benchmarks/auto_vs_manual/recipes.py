@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 from autopar import recipes
-from autopar.intra_op.logical_meshes import distinct_meshes
+from autopar.intra_op.mesh_choice import distinct_meshes
 from autopar.ir.layout import even_layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.manual.settings import Attempt, Point, Problem, Walk

@@ -14,8 +14,8 @@ from autopar.solver.stages.problem import (
     check,
     peak_bytes,
     step_time_s,
+    validate,
 )
-from autopar.solver.stages.validation import validate
 
 
 def brute_force_stages(problem: StageProblem) -> StagePlan | NoStages:

@@ -10,9 +10,8 @@ import time
 import msgspec
 import pytest
 
-from autopar.checkpoint import Checkpointer, folder_owner
-from autopar.checkpoint.checkpointer import compare
-from autopar.checkpoint.folder_owner import FolderOwner, Owner, begun, this_process
+from autopar.checkpoint import Checkpointer, checkpointer
+from autopar.checkpoint.checkpointer import FolderOwner, Owner, begun, compare, this_process
 from autopar.errors import CheckpointFolderInUseError, ProcessMismatchError
 
 STATE = {"n": 1}
@@ -99,9 +98,9 @@ def test_a_restart_of_the_same_launch_takes_the_folder(tmp_path, other, monkeypa
 
 
 def test_an_owner_on_another_machine_is_gone_when_its_file_is_not_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_owner, "WATCHED_S", 0.1)
-    monkeypatch.setattr(folder_owner, "LEASE_S", 30.0)
-    monkeypatch.setattr(folder_owner, "_LOOK_S", 0.02)
+    monkeypatch.setattr(checkpointer, "WATCHED_S", 0.1)
+    monkeypatch.setattr(checkpointer, "LEASE_S", 30.0)
+    monkeypatch.setattr(checkpointer, "_LOOK_S", 0.02)
     file = written(tmp_path, 4, msgspec.structs.replace(this_process(), run="other", machine="elsewhere"))
     touching = threading.Thread(target=lambda: [time.sleep(0.05), os.utime(file)])
     touching.start()
@@ -116,7 +115,7 @@ def test_an_owner_on_another_machine_is_gone_when_its_file_is_not_touched(tmp_pa
 
 
 def test_an_owner_touches_its_file_and_finds_out_that_it_was_taken_for_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_owner, "BEAT_S", 0.01)
+    monkeypatch.setattr(checkpointer, "BEAT_S", 0.01)
     owner = FolderOwner(tmp_path)
     owner.take()
     file = tmp_path / ".writer-1" / "owner.json"
@@ -135,8 +134,8 @@ def test_an_owner_touches_its_file_and_finds_out_that_it_was_taken_for_gone(tmp_
 
 @pytest.mark.parametrize("left", ["nothing", "a dead owner", "a damaged file", "an empty folder"])
 def test_of_many_at_once_one_gets_the_folder(tmp_path, left, monkeypatch):
-    monkeypatch.setattr(folder_owner, "WATCHED_S", 0.05)
-    monkeypatch.setattr(folder_owner, "LEASE_S", -1.0)
+    monkeypatch.setattr(checkpointer, "WATCHED_S", 0.05)
+    monkeypatch.setattr(checkpointer, "LEASE_S", -1.0)
     if left == "a dead owner":
         written(tmp_path, 3, msgspec.structs.replace(this_process(), run="earlier", begun="12"))
     elif left != "nothing":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.common import free_memory
-from autopar.common.free_memory import GivingBack, give_back_free_memory
+from autopar.checkpoint import array_files
+from autopar.checkpoint.array_files import GivingBack, give_back_free_memory
 
 ROOT = Path(__file__).parents[2]
 PIECE, PIECES = 64 << 10, 2000  # below the size from which malloc maps memory of its own
@@ -108,8 +108,8 @@ def test_the_end_of_another_threads_arena_is_given_back_while_it_works():
 
 def test_the_threshold_is_low_from_the_first_beginning_to_the_last_end(monkeypatch):
     called = []
-    monkeypatch.setattr(free_memory, "_function", lambda name: lambda *args: called.append((name, *args)))
-    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: False)
+    monkeypatch.setattr(array_files, "_function", lambda name: lambda *args: called.append((name, *args)))
+    monkeypatch.setattr(array_files, "_is_set_by_user", lambda: False)
     first, second = GivingBack(), GivingBack()
     assert called == [("mallopt", -3, 32 << 20), ("mallopt", -1, 128 << 10)]
     first.end()
@@ -122,11 +122,11 @@ def test_the_threshold_is_low_from_the_first_beginning_to_the_last_end(monkeypat
 @needs_glibc
 def test_thresholds_that_a_user_sets_are_left(monkeypatch):
     called = []
-    monkeypatch.setattr(free_memory, "_function", lambda name: lambda *args: called.append((name, *args)))
-    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: True)
+    monkeypatch.setattr(array_files, "_function", lambda name: lambda *args: called.append((name, *args)))
+    monkeypatch.setattr(array_files, "_is_set_by_user", lambda: True)
     GivingBack().end()
     assert called == [("malloc_trim", 0)]
-    monkeypatch.setattr(free_memory, "_is_set_by_user", lambda: False)
+    monkeypatch.setattr(array_files, "_is_set_by_user", lambda: False)
     first, second = GivingBack(), GivingBack()
     first.end()
     first.end()

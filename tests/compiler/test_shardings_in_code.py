@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_s
-from autopar.compiler import sources
+from autopar.compiler import planner
 from autopar.compiler.advice import with_pins_of_code
 from autopar.compiler.comparison import choose
 from autopar.compiler.planner import planning_context
@@ -73,7 +73,7 @@ def searched(step, constraints):
     traced = trace(step, args, names=("params", "batch"), donate=(0,), batch=(1,))
     request = PlanRequest(constraints=constraints)
     context = planning_context(traced, slow_cluster(4), request, RuleBook(), Progress("", show=False))
-    context = sources.ask_sources(with_pins_of_code(context))
+    context = planner.ask_sources(with_pins_of_code(context))
     return context, choose(context)
 
 
@@ -152,8 +152,8 @@ def test_advice_tells_what_the_authors_sharding_costs():
 
 def test_advice_that_is_faster_is_the_plan(monkeypatch):
     """As if the search had missed it."""
-    monkeypatch.setattr(sources, "mesh_candidates", lambda context: [])
-    monkeypatch.setattr(sources, "_pipelines_that_may_pay", lambda context, best: [])
+    monkeypatch.setattr(planner, "mesh_candidates", lambda context: [])
+    monkeypatch.setattr(planner, "_pipelines_that_may_pay", lambda context, best: [])
     step, args = mlp(laid(mesh(2, 2), "data", "model")), arguments()
     found = parallel(step, 4)
     assert note(found.plan(*args)).endswith("and is the plan")

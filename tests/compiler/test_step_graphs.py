@@ -12,7 +12,7 @@ from autopar.compiler import whole_graph
 from autopar.compiler.planner import make_plan
 from autopar.errors import UnsupportedError
 from autopar.frontend.tracing import trace
-from autopar.inter_op import requested_step, split_steps
+from autopar.inter_op import requested_step
 from autopar.microbatch import microbatch
 from autopar.plan.plan import Trees
 from autopar.plan.step_graphs import StepGraphs
@@ -76,8 +76,8 @@ def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monk
         return make_plan(traced, trees, slow_cluster(2), request, RuleBook(), Progress("", show=False), shared).record
 
     alone = [plan(request) for request in requests]
-    counted(monkeypatch, split_steps, "split_scans", calls)
-    counted(monkeypatch, split_steps, "build_graph", calls)
+    counted(monkeypatch, requested_step, "split_scans", calls)
+    counted(monkeypatch, requested_step, "build_graph", calls)
     traces.clear()
     graphs = StepGraphs()
     assert [plan(request, graphs) for request in requests] == alone

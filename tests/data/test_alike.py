@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.data.order import Order, Tail
-from autopar.data.reading import NumberedReader
-from autopar.data.sharded import CONTENT, EXAMPLE, compare, seen_of
+from autopar.data.sharded import CONTENT, EXAMPLE, NumberedReader, Order, Tail, compare, seen_of
 from autopar.data.sources import numbered
 from autopar.errors import ProcessMismatchError
 from tests.in_processes import launch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.data.reading import NUM_COMPARED
+from autopar.data.sharded import NUM_COMPARED
 from tests import small_steps
 from tests.data.processes_with_data import BATCH, EPOCHS, EXAMPLES, Stream, examples
 from tests.in_processes import launch

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.data.order import Order, Tail
-from autopar.data.reading import NumberedReader, Place, StreamReader
-from autopar.data.sharded import rows_of
+from autopar.data.sharded import NumberedReader, Order, Place, StreamReader, Tail, rows_of
 from autopar.data.sources import ArrayExamples, StreamExamples
 
 SIZES = st.integers(1, 40)

@@ -56,7 +56,7 @@ def test_what_is_asked_for_is_planned_without_time_too(options):
 
 def test_a_step_whose_arguments_do_not_fit_is_refused_without_a_search_for_stages(monkeypatch):
     monkeypatch.setattr(
-        autopar.compiler.sources, "pipeline_candidates", lambda *_: pytest.fail("stages are searched for")
+        autopar.compiler.planner, "pipeline_candidates", lambda *_: pytest.fail("stages are searched for")
     )
     with pytest.raises(MemoryLimitError, match="nor do stages fit: the arguments alone") as caught:
         planned(memory_limit_bytes=8_000)

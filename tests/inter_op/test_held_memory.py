@@ -12,7 +12,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op import search
 from autopar.inter_op.build_stages import cut_layers
-from autopar.inter_op.held_memory import held_bytes, why_too_large
+from autopar.inter_op.search import held_bytes, why_too_large
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step

@@ -12,7 +12,7 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import handing_out
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.handing_out import HAND_OUT_S, least_handed_out_s, process_devices
-from autopar.inter_op.least_pipeline import least_pipeline_s
+from autopar.inter_op.search import least_pipeline_s
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook

@@ -8,9 +8,9 @@ import pytest
 
 from autopar.common.jax_pickle import dumps
 from autopar.common.worker_processes import WorkerProcess
-from autopar.inter_op import option_tables
+from autopar.inter_op import stage_problems
 from autopar.inter_op.mesh_screen import MeshScreen
-from autopar.inter_op.option_tables import DecidedOptions, tables
+from autopar.inter_op.stage_problems import DecidedOptions, tables
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
 from tests.workers import wait_for_workers
 
@@ -18,7 +18,7 @@ from tests.workers import wait_for_workers
 @pytest.fixture(scope="module")
 def worker():
     made = WorkerProcess()
-    made.call(pickle.loads, dumps(option_tables.MeshOptions)).result(120)
+    made.call(pickle.loads, dumps(stage_problems.MeshOptions)).result(120)
     yield made
     made.end()
 
@@ -37,8 +37,8 @@ def test_a_shared_table_is_the_same(monkeypatch, worker, screens):
     on, places = dataclasses.replace(cluster(), num_hosts=4), wait_for_workers(monkeypatch)
     found, decided = [], []
     for workers, worth in (([], 10**9), ([worker], 0)):
-        monkeypatch.setattr(option_tables, "worker_processes", lambda workers=workers: workers)
-        monkeypatch.setattr(option_tables, "WORTH_PROCESSES", worth)
+        monkeypatch.setattr(stage_problems, "worker_processes", lambda workers=workers: workers)
+        monkeypatch.setattr(stage_problems, "WORTH_PROCESSES", worth)
         screen = MeshScreen(num_devices=8) if screens else None
         decided.append(DecidedOptions())
         found += [

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import autopar
 from autopar import Cluster
 from autopar.hardware.cluster_parts import WHOLE
-from autopar.inter_op import option_tables
+from autopar.inter_op import stage_problems
 from autopar.inter_op.mesh_screen import MUCH_SLOWER, MeshScreen
-from autopar.inter_op.option_tables import DecidedOptions
+from autopar.inter_op.stage_problems import DecidedOptions
 from tests.inter_op.test_search import arguments
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
 from tests.small_steps import chain_step
@@ -65,14 +65,14 @@ def test_where_no_mesh_of_a_size_pays_none_of_its_multiples_is_decided_but_of_al
     step, on = cut(8), dataclasses.replace(cluster(), num_hosts=8)
     screen = MeshScreen(num_devices=16, longest_s=1e-9)  # less than any pipeline takes
     decided = DecidedOptions()
-    found = option_tables.tables(step, on, [2, 4, 8, 16], LIMITS, decided, screen=screen)
+    found = stage_problems.tables(step, on, [2, 4, 8, 16], LIMITS, decided, screen=screen)
     assert {o.mesh.num_devices for o in found} == {key[0].num_devices for key in decided} == {16}
     assert screen.has_left_out
 
 
 def test_no_table_is_made_for_a_mesh_that_is_left_out():
     step, on = cut(8), cluster()
-    every = option_tables.tables(step, on, [2, 4], LIMITS, DecidedOptions())
+    every = stage_problems.tables(step, on, [2, 4], LIMITS, DecidedOptions())
     seen = []
 
     @dataclasses.dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def test_no_table_is_made_for_a_mesh_that_is_left_out():
             return num_devices == self.num_devices
 
     decided = DecidedOptions()
-    found = option_tables.tables(step, on, [2, 4], LIMITS, decided, screen=OnlyAll(num_devices=4))
+    found = stage_problems.tables(step, on, [2, 4], LIMITS, decided, screen=OnlyAll(num_devices=4))
     assert {o.mesh.num_devices for o in every} == {2, 4}
     assert [o.option.name for o in found] == [o.option.name for o in every if o.mesh.num_devices == 4]
     assert {key[0].num_devices for key in decided} == {4}  # what is left out may be decided for larger micro-batches

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler import sources
+from autopar.compiler import planner
 from autopar.compiler.planner import MEMORY_MARGIN
 from autopar.errors import AutoparError, BatchMismatchError, InvalidArgumentError, MemoryLimitError
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import evaluate, option_tables, search, search_space, stage_problems
+from autopar.inter_op import evaluate, search, search_space, stage_problems
 from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
@@ -97,7 +97,7 @@ def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
     in_flight = []
 
     def noted(*given, **named):
-        options = option_tables.tables(*given, **named)
+        options = stage_problems.tables(*given, **named)
         in_flight.extend(o.terms.in_flight for o in options)
         return options
 
@@ -327,7 +327,7 @@ def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
 )
 def test_stages_are_searched_where_a_program_loses_enough(hosts, step_time_s, lost, pays):
     best = SimpleNamespace(step_time_s=step_time_s, shared_out_s=(1.0 - lost) * step_time_s)
-    assert sources.pipeline_may_pay(best, cluster(hosts=hosts, each=8)) is pays
+    assert planner.pipeline_may_pay(best, cluster(hosts=hosts, each=8)) is pays
 
 
 def test_each_task_is_called():
@@ -394,8 +394,8 @@ def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(mon
 
 
 def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monkeypatch):
-    monkeypatch.setattr(sources, "LONG_STEP", 10)
-    monkeypatch.setattr(sources, "pipeline_candidates", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(planner, "LONG_STEP", 10)
+    monkeypatch.setattr(planner, "pipeline_candidates", lambda *_: pytest.fail("it was"))
     with pytest.raises(MemoryLimitError, match="the state of chain_step, split over all 4 devices") as caught:
         plan(cluster(), *arguments(), memory_limit_bytes=arguments_bytes() // 4 - 1)
     assert caught.value.needed_bytes == arguments_bytes() // 4

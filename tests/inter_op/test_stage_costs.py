@@ -13,18 +13,17 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import decide_stages, mesh_options, option_tables
+from autopar.inter_op import decide_stages, mesh_options, stage_problems
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
-from autopar.inter_op.option_tables import DecidedOptions, tables
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
+from autopar.inter_op.stage_problems import DecidedOptions, tables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values, state_values
-from autopar.ir.graph import OpKind, Section
+from autopar.ir.graph import UNREDUCED, OpKind, Section
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.value_state import UNREDUCED
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.split_scan import split_scans
@@ -174,7 +173,7 @@ def test_in_long_steps_what_is_saved_has_a_price_where_it_crowds_the_memory(monk
     monkeypatch.setattr(mesh_options, "LayerDecider", Noted)
     limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), DecidedOptions()
     for m in (128, 8, 4):  # of 2, 32 and 64 examples: the last is not decided anew, for it is crowded as well
-        assert option_tables.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
+        assert stage_problems.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
     assert priced == [0, 2]
 
 

@@ -6,8 +6,8 @@ from autopar import Cluster
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.roofline import flops_of
 from autopar.intra_op.baselines import state_along_largest
+from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
-from autopar.intra_op.shared_tables import SharedTables
 from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import timed_sharding
 from autopar.ir.mesh import LogicalMesh

@@ -13,7 +13,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
-from autopar.intra_op import shared_tables
+from autopar.intra_op import build_choice_graph
 from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
 from autopar.intra_op.mesh_choice import longest_s, worth_trying
 from autopar.intra_op.mesh_searches import mesh_candidates
@@ -107,10 +107,10 @@ def with_limit(context, limit_bytes):
 def test_programs_on_one_mesh_share_their_tables(monkeypatch):
     """Another program on the mesh computes no seconds anew and builds nothing, unless axes split in another order."""
     context, computed, built = context_on(slow_cluster()), [], []
-    seconds, build = NodeCosts._strategy_s, shared_tables.build_choice_graph
+    seconds, build = NodeCosts._strategy_s, build_choice_graph.build_choice_graph
     monkeypatch.setattr(NodeCosts, "_strategy_s", lambda *args, **named: computed.append(1) or seconds(*args, **named))
     monkeypatch.setattr(
-        shared_tables, "build_choice_graph", lambda *args, **named: built.append(1) or build(*args, **named)
+        build_choice_graph, "build_choice_graph", lambda *args, **named: built.append(1) or build(*args, **named)
     )
 
     def search(context, axis_sizes=(8,)):

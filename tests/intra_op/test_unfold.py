@@ -13,9 +13,8 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.slack import Exposure
-from autopar.intra_op.spmd_candidate import evaluated, timed_sharding
+from autopar.intra_op.spmd_candidate import evaluated, timed_sharding, unfold
 from autopar.intra_op.symmetry import SMALL, whole_nodes
-from autopar.intra_op.unfold import unfold
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.fold_step import ONE_EACH
 from autopar.passes.graph_views import GraphViews

@@ -14,7 +14,7 @@ from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.grouped import as_grouped_product, grouped_rule, is_grouped_product
 from autopar.kernels.local import admits
-from autopar.lowering.local_parts import run_on_parts
+from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies
 from tests.small_steps import assert_close, slow_cluster

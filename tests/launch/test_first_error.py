@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autopar.launch.first_error import Ended, first_error, how_it_ended, report, shell_code
+from autopar.launch.supervisor import Ended, first_error, how_it_ended, report, shell_code
 
 TRACEBACK = ("Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: no data")
 FOLLOWER = (

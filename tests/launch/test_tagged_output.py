@@ -3,7 +3,7 @@
 import os
 import threading
 
-from autopar.launch.tagged_output import MOST_LINE_BYTES, LineSplitter, OutputOfProcess, Tagger, tagged
+from autopar.launch.supervisor import MOST_LINE_BYTES, LineSplitter, OutputOfProcess, Tagger, tagged
 
 
 def test_pieces_become_lines():

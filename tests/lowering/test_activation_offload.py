@@ -12,12 +12,11 @@ from autopar import recipes
 from autopar.compiler.materialize import make_staged
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.lower_tasks import lower_task
+from autopar.executables.compiled_pipeline import lower_task
 from autopar.hardware import presets
 from autopar.inter_op.tasks import groups_of_examples
-from autopar.ir.graph import Section
+from autopar.ir.graph import RETURNED, Section
 from autopar.ir.layout import local_bytes
-from autopar.ir.value_state import RETURNED
 from autopar.lowering.instructions import HostCopy
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.sharding.rules import RuleBook

@@ -16,7 +16,7 @@ from autopar.compiler.materialize import make_function
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware import discovery, presets
-from autopar.lowering.host_offload import AHEAD, BUCKETS
+from autopar.lowering.host_copies import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.memory_use import MemoryKind
 from autopar.verification import compile_for_target

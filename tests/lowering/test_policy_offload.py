@@ -15,8 +15,7 @@ from autopar import recipes
 from autopar.compiler.materialize import make_function, make_staged
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError
-from autopar.ir.graph import OpKind, Section
-from autopar.ir.value_state import HOST, RETURNED
+from autopar.ir.graph import HOST, RETURNED, OpKind, Section
 from autopar.lowering.instructions import HostCopy, Loop, host_copies_in
 from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target

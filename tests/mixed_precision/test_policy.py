@@ -14,7 +14,8 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.mixed_precision import LossScale, all_finite, gradients
+from autopar.mixed_precision import LossScale, all_finite
+from autopar.mixed_precision import policy as precision_policy
 from tests.mixed_precision.small_training import OPTIMIZER
 from tests.small_steps import ROOT, mlp_batch, mlp_loss, new_mlp_state
 
@@ -220,7 +221,7 @@ def test_arguments_are_counted_from_the_end_too():
 
 
 def test_float16_without_a_loss_scale_warns_once(caplog):
-    gradients._warn_of_no_scale.cache_clear()
+    precision_policy._warn_of_no_scale.cache_clear()
     differentiated = autopar.precision("fp16").value_and_grad(lambda w: jnp.sum(w**2))
     for _ in range(2):
         differentiated(jnp.ones(3))

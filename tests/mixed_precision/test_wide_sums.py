@@ -76,7 +76,7 @@ CASES = [
     (tied, {"dot_general": 1, "scatter-add": 1}),
     (scaled, {"dot_general": 1, "reduce_sum": 2}),
     (masked, {"dot_general": 1}),
-    (convolved, {}),  # as it is: see autopar.mixed_precision.gradients
+    (convolved, {}),  # as it is: see autopar.mixed_precision.policy
     (recurrent, {"dot_general": 1, "reduce_sum": 1}),
 ]
 

@@ -11,9 +11,8 @@ import pytest
 
 import autopar
 from autopar.errors import InvalidArgumentError
-from autopar.monitoring.completions import Completion, StepCall, numbers_of
 from autopar.monitoring.goodput import RUNS_FILE, RunRecord, RunsFile, goodput
-from autopar.monitoring.monitor import StepTimer, StepTimes, slow_lane, warning_text
+from autopar.monitoring.monitor import Completion, StepCall, StepTimer, StepTimes, numbers_of, slow_lane, warning_text
 
 
 def step(params, batch):

@@ -14,8 +14,7 @@ from autopar.runtime.pipeline.joining import joinable
 from autopar.runtime.pipeline.program import Free, Joined, Run, TaskKind
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
 from autopar.runtime.pipeline.verify import verify_program
-from autopar.runtime.simulation.simulated_timeline import timeline_of
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.simulation.simulator import simulate, timeline_of
 from tests.runtime.pipelines import Builder, chain, random_pipeline
 
 BEFORE, F, B, W, AFTER = TaskKind

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from autopar.runtime.processes import progress
-from autopar.runtime.processes.progress import Sign, Steps, Stillness, behind, differing, is_mismatch, place_of, stuck
+from autopar.runtime.processes import heartbeat
+from autopar.runtime.processes.heartbeat import Sign, Steps, Stillness, behind, differing, is_mismatch, place_of, stuck
 
 LIMIT_S = 40.0
 WAITS = Sign(steps=5, joint=5, ended=4, last_ended_s=41.0, longest_s=1.0, still_s=41.0, where="train.py:9 in main")
@@ -162,7 +162,7 @@ def test_steps_end_in_their_order_when_their_results_are_there():
 
 def test_the_longest_step_is_not_one_of_the_first(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
     steps = Steps()
     for seconds in (100.0, 50.0, 20.0, 3.0, 5.0, 4.0):
         clock[0] += 1000.0  # between steps the devices have nothing to do
@@ -181,14 +181,14 @@ def wait_here(started: threading.Event, end: threading.Event) -> None:
 
 
 def test_a_process_stands_still_until_a_thread_moves(monkeypatch):
-    monkeypatch.setattr(progress, "IDLE_SHARE", 1e9)
+    monkeypatch.setattr(heartbeat, "IDLE_SHARE", 1e9)
     started, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=wait_here, args=(started, end))
     thread.start()
     started.wait()
     time.sleep(0.05)
     frames = {thread.ident: sys._current_frames()[thread.ident or 0]}
-    monkeypatch.setattr(progress.sys, "_current_frames", lambda: frames)
+    monkeypatch.setattr(heartbeat.sys, "_current_frames", lambda: frames)
     stillness = Stillness()
     stillness.look()
     stillness.look()

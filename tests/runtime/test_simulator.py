@@ -10,8 +10,7 @@ from autopar.common.trace_events import chrome_trace, write_trace
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.program import Free, Run, Send, TaskKind
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES, Times, make_schedule, place
-from autopar.runtime.simulation.simulated_timeline import timeline_of
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.simulation.simulator import simulate, timeline_of
 from tests.runtime.pipelines import Builder, chain
 
 BEFORE, F, B, W, AFTER = TaskKind

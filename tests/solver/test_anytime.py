@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
-from autopar.solver.anytime import anytime, tables
-from autopar.solver.anytime.anytime import Best, Limits, Settled, improve
+from autopar.solver.anytime import anytime, finish
+from autopar.solver.anytime.anytime import Best, Limits, Settled, combine, drop_costly, improve
 from autopar.solver.anytime.compiled_loops import Loops
-from autopar.solver.anytime.reduced_cost_fixing import combine, drop_costly
-from autopar.solver.anytime.tables import TableSearch
+from autopar.solver.anytime.finish import TableSearch
 from autopar.solver.ilp.flat_arrays import flatten
 from autopar.solver.ilp.memory_rows import least_memory, shares, used
 from autopar.solver.presolve.presolve import reduce_all
@@ -166,7 +165,7 @@ def test_tables_find_the_optimum_of_a_hard_problem_without_a_round():
 
 
 def test_tables_that_are_too_large_leave_the_rounds_to_the_core(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tables, "solve_by_tables", lambda problem: None)
+    monkeypatch.setattr(finish, "solve_by_tables", lambda problem: None)
     lines: list[str] = []
     by_tables(hard_problem(), rounds=8, lines=lines)
     assert [line.split(":")[0] for line in lines] == [f"round {i}" for i in range(1, 9)]
