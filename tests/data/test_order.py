@@ -69,7 +69,7 @@ def test_each_epoch_and_seed_has_a_permutation_of_its_own():
 
 
 def test_many_examples_are_permuted_without_their_list(monkeypatch):
-    monkeypatch.setattr("autopar.data.order.SORTED_EXAMPLES", 10_000)
+    monkeypatch.setattr("autopar.data.sharded.SORTED_EXAMPLES", 10_000)
     every = np.arange(10_001)
     orders = [Order(num_examples=10_001, batch_size=10_001, seed=seed, tail=Tail.PAD) for seed in (0, 1)]
     first, second, other = (orders[i].examples(epoch, 0, every) for i, epoch in ((0, 0), (0, 1), (1, 0)))
