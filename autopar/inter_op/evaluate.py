@@ -183,7 +183,7 @@ class PipelineEvaluator:
         return PipelineEstimate(
             num_microbatches=m,
             choice=choice,
-            step_time_s=found.step_time_s,
+            step_time_s=max(found.step_time_s, self.context.least_s),  # proven, where few layers say less
             peak_bytes=found.peak_bytes[0],
             binding=binding,
             name=name,
