@@ -290,20 +290,31 @@ def _ways_by_name(problem: Problem, recipes: Mapping[str, Way] | Iterable[Way] |
     found: dict[str, Walk | Plan] = {SEARCH: _as_it_is(problem.request)}
     if recipes is None:
         return found | {name: WAYS[name](problem) for name in applicable(problem)}
+    for name, way in named_ways(recipes).items():
+        if isinstance(way, Recipe):
+            found[name] = _as_it_is(problem.under(way))
+        else:
+            found[name] = way if isinstance(way, Plan) else WAYS[way](problem)
+    return found
+
+
+def named_ways(recipes: Mapping[str, Way] | Iterable[Way]) -> dict[str, Way]:
+    """By name what the search is to be compared with: plans, recipes, and names of `WAYS`. Raises:
+    InvalidArgumentError.
+    """
+    found: dict[str, Way] = {}
     if isinstance(recipes, str | Recipe | Plan):
         recipes = [recipes]
     named = recipes.items() if isinstance(recipes, Mapping) else ((_name_of(way), way) for way in recipes)
     for name, way in named:
         known = way_called(way) if isinstance(way, str) else None
         if known is not None:
-            found[known if name == way else name] = WAYS[known](problem)
+            found[known if name == way else name] = known
             continue
         if isinstance(way, str):
-            way = Plan.load(way) if Path(way).is_file() else recipe_of(way)
-        if isinstance(way, Plan):
+            way = Plan.load(way) if Path(way).is_file() else recipe_of(way, tuple(WAYS))
+        if isinstance(way, Plan | Recipe):
             found[name] = way
-        elif isinstance(way, Recipe):
-            found[name] = _as_it_is(problem.under(way))
         else:
             raise InvalidArgumentError(
                 where="autopar.bench(recipes=...)",

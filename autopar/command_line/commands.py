@@ -17,6 +17,7 @@ import msgspec
 
 import autopar
 from autopar.api import as_step, planned_with, with_search
+from autopar.benching import named_ways
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
@@ -117,10 +118,13 @@ def bench(parsed: argparse.Namespace) -> Output:
     """Compares the plan of the search with manual ways to run a step."""
     _check_folder("--report", parsed.report)
     clusters = parsed.cluster or ["local"]
+    for cluster in clusters:  # what is named wrongly is said before the step and its arguments are made
+        Cluster.parse(cluster)
+    recipes = None if parsed.recipes is None else named_ways(parsed.recipes)
     step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
     step = with_search(as_step(step), effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
     with _told_on_stderr(on_terminal=True):
-        found = autopar.bench(step, *arguments, clusters=clusters, recipes=parsed.recipes, measure=parsed.measure)
+        found = autopar.bench(step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure)
     if parsed.report:
         found.report(parsed.report)
     return Output(found.text, found.to_dict())
