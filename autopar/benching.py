@@ -26,10 +26,9 @@ from autopar.manual.settings import Attempt, Problem, Walk
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan import bench_text
-from autopar.plan.bench_row import BenchRow, ranked
+from autopar.plan.bench_row import BenchRow, ranked, setting_of
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
-from autopar.plan.render import in_short
 from autopar.plan.step_graphs import StepGraphs
 from autopar.recipes import Recipe
 from autopar.recipes.parse import recipe_of
@@ -258,13 +257,13 @@ def _row(problem: Problem, name: str, way: Walk | Plan, progress: Progress) -> B
     if error is None and not made.attempts:
         why = f"the batch of {problem.examples} does not divide over the devices that would share it"
     else:
-        why = "" if error is None else f"{error.where}: expected {error.expected}, got {error.got}"
+        why = "" if error is None else f"{error.where}: expected {error.expected}, got {error.got}; {error.hint}"
     return BenchRow(
         name=name,
         cluster=problem.cluster.name,
         examples=problem.examples,
         tokens=num_tokens(problem.traced),
-        setting=made.text or (in_short(made.plan.record) if made.plan is not None else ""),
+        setting=made.text or (setting_of(made.plan.record) if made.plan is not None else ""),
         plan=made.plan,
         fits=fits,
         why=why,

@@ -274,7 +274,7 @@ def row_of(first: Run, second: Run, before: dict[str, Any] | None) -> list[str]:
         f"{first.passes['trace']:.2f}",
         f"{first.passes['graph']:.2f}",
         meshes,
-        f"{first.passes['record']:.2f}",
+        f"{first.passes['write the plan']:.2f}",
         verdict(Run(**before), None) if before is not None else "",
         verdict(first, TARGETS_S.get((first.layers, first.devices))),
         verdict(second, CACHED_TARGET_S),

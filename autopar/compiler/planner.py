@@ -86,7 +86,7 @@ def make_plans(
     shared = graphs or StepGraphs()
 
     def plans_of(step: TracedStep, asked: PlanRequest) -> tuple[Plan, ...]:
-        with progress.pass_("padding"):
+        with progress.pass_("prepare the state"):
             step = stored_step(as_requested(step, asked), cluster, asked, rules, shared)
         context = planning_context(step, cluster, asked, rules, progress, keep_tolerance, shared)
 

@@ -51,7 +51,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a candidate; under a recipe, with the names of its mesh axes and notes on arrays left whole."""
     binding = context.request.binding
-    with context.progress.pass_("record"):
+    with context.progress.pass_("write the plan"):
         if isinstance(chosen, PipelineCandidate):
             record = _pipeline_record(context, chosen)
         else:

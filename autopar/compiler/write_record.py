@@ -25,7 +25,7 @@ from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.staged import PlannedStage, StagedStep
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.graph import Constant, Op, OpGraph, OpKind
+from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Role
 from autopar.ir.layout import replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -237,9 +237,12 @@ def module_rows(
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
     time: dict[str, float] = {}
+    update: dict[str, float] = {}
     for op, compute in _computes(lowered):
         count[op.place] = count.get(op.place, 0) + 1
         time[op.place] = time.get(op.place, 0.0) + seconds.get(op.id, 0.0)
+        if op.role is Role.UPDATE:
+            update[op.place] = update.get(op.place, 0.0) + seconds.get(op.id, 0.0)
         products = splits.setdefault(op.place, {})
         if op.primitive in MATRIX_PRODUCTS:
             replicated_operands = [
@@ -263,6 +266,7 @@ def module_rows(
             splits=tuple(splits.get(m, ())),
             compute_time_s=time.get(m, 0.0),
             collectives=tuple(by_module.get(m, ())),
+            update_time_s=update.get(m, 0.0),
             saved_bytes=saved.get(m, 0),
             stage=stage,
         )

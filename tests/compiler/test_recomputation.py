@@ -45,7 +45,9 @@ def told(plan: autopar.Plan) -> list[str]:
 def test_the_time_and_the_peak_are_those_of_the_step_without_it():
     with_it, without_it = plan(True), plan(False)
     (note,) = told(with_it)
-    peak, part = re.search(r"peak about ([\d.]+) .B of the 72 GB available, and take about ([\d.]+) % less", note).groups()
+    peak, part = re.search(
+        r"peak about ([\d.]+) .B of the 72 GB available, and take about ([\d.]+) % less", note
+    ).groups()
     spared = 1 - without_it.predicted.step_time_s / with_it.predicted.step_time_s
     assert float(part) / 100 == pytest.approx(spared, abs=0.03)
     predicted_bytes = max(without_it.predicted.peak_bytes)

@@ -274,7 +274,7 @@ def test_a_reader_that_has_read_enough_is_no_error(job):
     assert child.stderr is not None
     child.stdout.close()
     try:
-        assert child.stderr.read() == ""
+        assert child.stderr.read() in ("", "train_step: the plan of an earlier search, from the cache\n")
         assert child.wait(timeout=TIMEOUT_S) == 0
     finally:
         child.kill()
@@ -314,6 +314,16 @@ def test_a_plan_as_json_and_with_every_row(job, capsys):
     assert made["plan"]["step"] == "train_step"
     assert "tried on mesh" in out_of(capsys, *named, "--table")
     assert "tried on mesh" not in out_of(capsys, *named)
+
+
+def test_what_was_written_and_what_was_not_searched_for_is_told(job, tmp_path, capsys):
+    page, named = tmp_path / "page.html", ["plan", small_job(job), "--cluster", "dgx-a100-40g"]
+    assert main([*named, "--report", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nWritten to {page}\n")
+    assert main(named) == 0
+    out, err = capsys.readouterr()
+    assert "Written to" not in out
+    assert "train_step: the plan of an earlier search, from the cache" in err
 
 
 def test_a_plan_is_written_as_a_page(job, saved, tmp_path, capsys):
