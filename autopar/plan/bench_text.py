@@ -24,7 +24,7 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
     """The rows of one cluster, ranked."""
     first = rows[0]
     tokens = f", {first.tokens:,} tokens" if first.tokens else ""
-    hosts = "" if best is None or best.record is None else f" ({summary.hosts_text(best.record.cluster)})"
+    hosts = "" if best is None or best.record is None else f" ({summary.devices_text(best.record.cluster)})"
     console.line(f"{step} on {first.cluster}{hosts}: a batch of {first.examples:,} examples{tokens}", style="bold")
     if best is not None:
         console.table(_speeds([row for row in rows if row.fits], best))

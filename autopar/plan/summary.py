@@ -139,10 +139,18 @@ def num_parameters(record: PlanRecord) -> int:
     return sum(math.prod(value.code_shape or value.shape) for value in found)
 
 
-def hosts_text(cluster: Cluster) -> str:
+def where(cluster: Cluster) -> str:
+    """The name of a cluster, with its hosts where it has several: `dgx-h100, 8 hosts of 8`."""
+    return f"{cluster.name}{_hosts(cluster)}"
+
+
+def devices_text(cluster: Cluster) -> str:
     """`64 x H100, 8 hosts of 8`."""
-    hosts = f", {cluster.num_hosts:,} hosts of {cluster.devices_per_host}" if cluster.num_hosts > 1 else ""
-    return f"{cluster.num_devices:,} x {cluster.device.name}{hosts}"
+    return f"{cluster.num_devices:,} x {cluster.device.name}{_hosts(cluster)}"
+
+
+def _hosts(cluster: Cluster) -> str:
+    return f", {cluster.num_hosts:,} hosts of {cluster.devices_per_host}" if cluster.num_hosts > 1 else ""
 
 
 def in_short(record: PlanRecord) -> str:

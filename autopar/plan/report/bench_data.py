@@ -84,7 +84,7 @@ def _cluster(rows: Sequence[BenchRow]) -> ClusterRows:
     longest_s, best = max((row.step_time_s or 0.0 for row in rows), default=0.0), rows[0].record
     return ClusterRows(
         name=rows[0].cluster,
-        hosts="" if best is None else summary.hosts_text(best.cluster),
+        hosts="" if best is None else summary.devices_text(best.cluster),
         memory="" if best is None else summary.memory_text(best),
         num_parameters=0 if best is None else summary.num_parameters(best),
         examples=rows[0].examples,
