@@ -29,8 +29,9 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
     if best is not None:
         console.table(_speeds([row for row in rows if row.fits], best))
         legend = ", ".join(f"{MARKS[part]} {part}" for part in PARTS)
-        memory = "" if best.record is None else summary.memory_text(best.record)
-        console.line(f"Bars are seconds of a step: {legend}. {memory}".rstrip())
+        console.line(f"Bars are seconds of a step: {legend}.")
+        if best.record is not None and (memory := summary.memory_text(best.record)):
+            console.line(memory)
         console.table(_shares([row for row in rows if row.fits]))
         if checked := [row for row in rows if row.difference is not None]:
             worst = max(checked, key=lambda row: row.difference or 0.0)

@@ -242,7 +242,8 @@ class WhyNot:
             for path, seconds in others.items()
             if seconds - own.get(path, 0.0) >= MOST * self.slower_s and own.get(path, 0.0) < ALL_OF_STEP * step_s
         }
-        return "/".join(max(much, key=lambda path: (len(path), much[path]))) if much else ""
+        innermost: tuple[str, ...] = max(much, key=lambda path: (len(path), much[path]), default=())
+        return "/".join(innermost)
 
     @property
     def _sends(self) -> str:
