@@ -261,7 +261,9 @@ def export_checkpoint(parsed: argparse.Namespace) -> Output:
 def _with_written(text: Callable[[TextFormat], str], *files: str | None) -> Callable[[TextFormat], str]:
     """A text, and below it the files that were written."""
     written = [f"Written to {file}" for file in files if file]
-    return lambda text_format: "\n".join([text(text_format).rstrip("\n"), *written])
+    if not written:
+        return text
+    return lambda text_format: "\n".join([text(text_format).rstrip("\n"), text_format.broken(written)])
 
 
 def _sentence(text: str) -> Callable[[TextFormat], str]:
