@@ -26,10 +26,9 @@ from autopar.manual.settings import Attempt, Problem, Walk
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan import bench_text
-from autopar.plan.bench_row import BenchRow, ranked
+from autopar.plan.bench_row import BenchRow, ranked, setting_of
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
-from autopar.plan.render import in_short
 from autopar.plan.step_graphs import StepGraphs
 from autopar.recipes import Recipe
 from autopar.recipes.parse import recipe_of
@@ -258,13 +257,13 @@ def _row(problem: Problem, name: str, way: Walk | Plan, progress: Progress) -> B
     if error is None and not made.attempts:
         why = f"the batch of {problem.examples} does not divide over the devices that would share it"
     else:
-        why = "" if error is None else f"{error.where}: expected {error.expected}, got {error.got}"
+        why = "" if error is None else f"{error.where}: expected {error.expected}, got {error.got}; {error.hint}"
     return BenchRow(
         name=name,
         cluster=problem.cluster.name,
         examples=problem.examples,
         tokens=num_tokens(problem.traced),
-        setting=made.text or (in_short(made.plan.record) if made.plan is not None else ""),
+        setting=made.text or (setting_of(made.plan.record) if made.plan is not None else ""),
         plan=made.plan,
         fits=fits,
         why=why,
@@ -290,20 +289,31 @@ def _ways_by_name(problem: Problem, recipes: Mapping[str, Way] | Iterable[Way] |
     found: dict[str, Walk | Plan] = {SEARCH: _as_it_is(problem.request)}
     if recipes is None:
         return found | {name: WAYS[name](problem) for name in applicable(problem)}
+    for name, way in named_ways(recipes).items():
+        if isinstance(way, Recipe):
+            found[name] = _as_it_is(problem.under(way))
+        else:
+            found[name] = way if isinstance(way, Plan) else WAYS[way](problem)
+    return found
+
+
+def named_ways(recipes: Mapping[str, Way] | Iterable[Way]) -> dict[str, Way]:
+    """By name what the search is to be compared with: plans, recipes, and names of `WAYS`. Raises:
+    InvalidArgumentError.
+    """
+    found: dict[str, Way] = {}
     if isinstance(recipes, str | Recipe | Plan):
         recipes = [recipes]
     named = recipes.items() if isinstance(recipes, Mapping) else ((_name_of(way), way) for way in recipes)
     for name, way in named:
         known = way_called(way) if isinstance(way, str) else None
         if known is not None:
-            found[known if name == way else name] = WAYS[known](problem)
+            found[known if name == way else name] = known
             continue
         if isinstance(way, str):
-            way = Plan.load(way) if Path(way).is_file() else recipe_of(way)
-        if isinstance(way, Plan):
+            way = Plan.load(way) if Path(way).is_file() else recipe_of(way, tuple(WAYS))
+        if isinstance(way, Plan | Recipe):
             found[name] = way
-        elif isinstance(way, Recipe):
-            found[name] = _as_it_is(problem.under(way))
         else:
             raise InvalidArgumentError(
                 where="autopar.bench(recipes=...)",

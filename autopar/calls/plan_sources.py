@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from autopar.runtime.processes.agreement import agree
 from autopar.sharding.rules import RuleBook
 
 DEFAULT_CACHE = "default"  # the user's cache directory
+logger = logging.getLogger("autopar")
 
 
 class PlanSources:
@@ -177,6 +179,7 @@ class PlanSources:
         with progress.pass_("cache"):
             cached = self._disk.load_plan(key, lambda record: check_plan(Plan(record), traced))
         if cached is not None:
+            logger.info("%s: the plan of an earlier search, from the cache", traced.name)
             for note in cached.notes:
                 if note.startswith(IMPURE):
                     self._warn(note)

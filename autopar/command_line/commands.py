@@ -17,6 +17,7 @@ import msgspec
 
 import autopar
 from autopar.api import as_step, planned_with, with_search
+from autopar.benching import named_ways
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
@@ -34,6 +35,8 @@ from autopar.recipes.parse import recipe_of
 from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot
 
+logger = logging.getLogger("autopar")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
@@ -50,13 +53,14 @@ def plan(parsed: argparse.Namespace) -> Output:
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = shapes_only(parsed.function, parsed.arg)
     planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes, parsed.recipe)
-    made = planned.plan(*arguments)
+    with _told_on_stderr(on_terminal=True):
+        made = planned.plan(*arguments)
     if parsed.save:
         made.save(parsed.save)
     if parsed.report:
         made.report(parsed.report)
-    shown = render.table if parsed.table else render_summary.screen
-    return Output(functools.partial(shown, made.record), made.to_dict())
+    shown = functools.partial(render.table if parsed.table else render_summary.screen, made.record)
+    return Output(_with_written(shown, parsed.save, parsed.report), made.to_dict())
 
 
 def explain(parsed: argparse.Namespace) -> Output:
@@ -117,13 +121,18 @@ def bench(parsed: argparse.Namespace) -> Output:
     """Compares the plan of the search with manual ways to run a step."""
     _check_folder("--report", parsed.report)
     clusters = parsed.cluster or ["local"]
+    for cluster in clusters:  # what is named wrongly is said before the step and its arguments are made
+        Cluster.parse(cluster)
+    recipes = None if parsed.recipes is None else named_ways(parsed.recipes)
     step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
     step = with_search(as_step(step), effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
     with _told_on_stderr(on_terminal=True):
-        found = autopar.bench(step, *arguments, clusters=clusters, recipes=parsed.recipes, measure=parsed.measure)
-    if parsed.report:
-        found.report(parsed.report)
-    return Output(found.text, found.to_dict())
+        found = autopar.bench(step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure)
+        if parsed.report:
+            logger.info("writes %s", parsed.report)
+            found.report(parsed.report)
+        logger.info("compares the ways")
+    return Output(_with_written(found.text, parsed.report), found.to_dict())
 
 
 @contextlib.contextmanager
@@ -247,6 +256,14 @@ def export_checkpoint(parsed: argparse.Namespace) -> Output:
     _check_folder("FILE.safetensors", parsed.file)
     names = export(parsed.folder, parsed.file, array_files("autopar checkpoint export"), parsed.step, parsed.select)
     return Output(_sentence(f"Written to {parsed.file}: {len(names)} arrays"), {"file": parsed.file, "names": names})
+
+
+def _with_written(text: Callable[[TextFormat], str], *files: str | None) -> Callable[[TextFormat], str]:
+    """A text, and below it the files that were written."""
+    written = [f"Written to {file}" for file in files if file]
+    if not written:
+        return text
+    return lambda text_format: "\n".join([text(text_format).rstrip("\n"), text_format.broken(written)])
 
 
 def _sentence(text: str) -> Callable[[TextFormat], str]:

@@ -17,6 +17,7 @@ import jax
 
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.static_leaves import set_apart
+from autopar.frontend.tracing import name_of
 
 
 def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -56,18 +57,33 @@ def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any
             got=_told(returned),
             hint="return train_step, state, batch",
         )
-    return returned[0], returned[1:]
+    step, arguments = returned[0], returned[1:]
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # a builtin says so itself when it is called
+        return step, arguments
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = f"{name_of(step)}({', '.join(signature.parameters)})"
+        raise InvalidArgumentError(
+            where=name,
+            expected=f"a tuple of the step, which stands first, and every argument of {called}",
+            got=f"{name_of(step)} and {len(arguments)} argument{'s' * (len(arguments) > 1)} ({error})",
+            hint="return (train_step, *arguments), the arguments in the order of the step's parameters",
+        ) from error
+    return step, arguments
 
 
 def _told(returned: Any) -> str:
     """What a function returned, in words."""
     if not isinstance(returned, tuple):
-        return f"a {type(returned).__name__}"
+        return "None" if returned is None else f"a {type(returned).__name__}"
     if not returned:
         return "an empty tuple"
     if not callable(returned[0]):
         return f"a tuple whose first element ({type(returned[0]).__name__}) cannot be called"
-    return f"a tuple of {getattr(returned[0], '__name__', 'the step')} alone"
+    return f"a tuple of {name_of(returned[0])} alone"
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -76,9 +92,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise InvalidArgumentError(
             where=name,
             expected="FILE:FUNCTION",
-            got="a file without a function"
-            if Path(name).is_file()
-            else "no colon, which a function would stand behind",
+            got="a file, and no function in it" if Path(name).is_file() else "no colon with a function behind it",
             hint=f"name the function that returns (step, *arguments): {name}:FUNCTION",
         )
     function = getattr(_module(name, path), function_name, None)

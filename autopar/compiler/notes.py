@@ -282,7 +282,7 @@ def _whole_arguments(bound: Bound) -> Iterator[_Note]:
                     yield (
                         f"{use.name} axis of {parts} devices",
                         reason[0],
-                        value.name,
+                        summary.path_of(value.name),
                         f" {list(value.shape)}{reason[1]}",
                     )
 

@@ -338,9 +338,12 @@ def module_rows(
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
     time: dict[str, float] = {}
+    update: dict[str, float] = {}
     for op, compute in _computes(lowered):
         count[op.place] = count.get(op.place, 0) + 1
         time[op.place] = time.get(op.place, 0.0) + seconds.get(op.id, 0.0)
+        if op.role is Role.UPDATE:
+            update[op.place] = update.get(op.place, 0.0) + seconds.get(op.id, 0.0)
         products = splits.setdefault(op.place, {})
         if op.primitive in MATRIX_PRODUCTS:
             replicated_operands = [
@@ -364,6 +367,7 @@ def module_rows(
             splits=tuple(splits.get(m, ())),
             compute_time_s=time.get(m, 0.0),
             collectives=tuple(by_module.get(m, ())),
+            update_time_s=update.get(m, 0.0),
             saved_bytes=saved.get(m, 0),
             stage=stage,
         )
@@ -443,7 +447,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a candidate; under a recipe, with the names of its mesh axes and notes on arrays left whole."""
     binding = context.request.binding
-    with context.progress.pass_("record"):
+    with context.progress.pass_("write the plan"):
         if isinstance(chosen, PipelineCandidate):
             record = _pipeline_record(context, chosen)
         else:

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.common.jax_symbolic import variables_of
-from autopar.errors import InvalidArgumentError
+from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.frontend.batched_gathers import with_own_rows
 from autopar.frontend.callbacks import check_effects
 from autopar.frontend.drop_shardings import Removed, without_placements
@@ -145,7 +145,13 @@ def trace(
         # A fresh function object, so that jax does not answer from its cache of traces.
         return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *avals)
 
-    original = traced_on(in_avals)
+    try:
+        original = traced_on(in_avals)
+    except AutoparError:
+        raise
+    except Exception as error:
+        error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
+        raise
     check_effects(original, name)
     closed, removed = _as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
@@ -176,6 +182,16 @@ def trace(
         written=removed.written,
         changed_in_place=results.changed_in_place,
     )
+
+
+def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeDtypeStruct]) -> str:
+    """The arguments of a function in short, so that one in the place of another is seen."""
+    told = []
+    for i, name in enumerate(names):
+        own = [aval for aval, of in zip(avals, owner, strict=True) if of == i]
+        more = f" and {len(own) - 1} more arrays" if len(own) > 1 else ""
+        told.append(f"{name}: {own[0].dtype}{list(own[0].shape)}{more}" if own else f"{name}: no array")
+    return ", ".join(told)
 
 
 def _as_planned(closed: Any) -> tuple[Any, Removed]:

@@ -309,12 +309,14 @@ class Cluster:
                 return cls.preset(name, hosts=int(m[1] or 1))
             if m := re.fullmatch(rf"{re.escape(name)}:(\d+)", text):
                 return dataclasses.replace(cls.preset(name).submesh(1, machines.cards(name, int(m[1]))), name=text)
+        close = machines.meant(text)
         raise InvalidArgumentError(
             where="cluster",
-            expected=f"local, a .json file, {', '.join(machines.GPU_HOSTS)} (x16), {', '.join(machines.TPUS)} (:4x4)",
+            expected=f"local, a .json file, a machine with its number of hosts as in dgx-h100x8 or of cards as in "
+            f"dgx-h100:4 ({', '.join(machines.GPU_HOSTS)}), or a TPU with the shape of its slice as in tpu-v5e:4x4 "
+            f"({', '.join(machines.TPUS)})",
             got=repr(text),
-            hint="the number behind x counts hosts, that behind : a part of a host's cards, the shape behind : is the "
-            "TPU slice's, and + joins two",
+            hint=f"did you mean {close}?" if close else "join two with +: dgx-a100-80g+p3.16xlarge",
         )
 
     def save(self, path: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import math
 import re
@@ -99,6 +100,25 @@ TPUS: dict[str, Tpu] = {
 }
 
 
+def meant(text: str) -> str:
+    """The cluster that a text is likely to mean, such as `dgx-h100x8` for `h100x8`; empty for none."""
+    found = re.fullmatch(r"(.+?)(?:[x:](\d+))?", text.lower())
+    named = found[1] if found else ""
+    near = [name for name in GPU_HOSTS if len(named) > 2 and named in name]
+    near = near or difflib.get_close_matches(named, GPU_HOSTS, 1)
+    if not near or found is None:
+        return ""
+    return near[0] if found[2] is None else _of_hosts_or_devices(near[0], int(found[2]))
+
+
+def _of_hosts_or_devices(name: str, number: int) -> str:
+    """Clusters with a number of hosts, or of devices where they make up hosts."""
+    each = GPU_HOSTS[name].devices_per_host * GPU_HOSTS[name].hosts_per_domain
+    hosts, rest = divmod(number, each)
+    of_hosts = f"{name}x{number} ({number * each} devices)"
+    return of_hosts if rest or not hosts else f"{name}x{hosts} ({number} devices) or {of_hosts}"
+
+
 def cards(name: str, number: int) -> int:
     """So many cards of a host. Raises: InvalidArgumentError for a number that does not divide the host's."""
     whole = GPU_HOSTS[name].devices_per_host
@@ -108,7 +128,7 @@ def cards(name: str, number: int) -> int:
             where="cluster",
             expected=f"{', '.join(parts[:-1])} or {parts[-1]} cards of a host behind {name}:",
             got=f"'{name}:{number}'",
-            hint=f"'{name}' is one with all {whole} cards of each host, '{name}x2' two",
+            hint=f"'{name}' is one host with all of its {whole} cards; more are {_of_hosts_or_devices(name, number)}",
         )
     return number
 

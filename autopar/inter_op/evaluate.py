@@ -221,7 +221,7 @@ class PipelineEvaluator:
     ) -> PipelineCandidate:
         """A choice lowered to instructions and simulated, under these weights first. Raises: SolverError."""
         choice, constraints = self.under(choice, binding)
-        with self.context.progress.pass_("build stages"):
+        with self.context.progress.pass_("make programs of the stages"):
             microbatched = self.cuts[m]
             if microbatched.step.parts > 1:
                 num_groups = len(choice.first_layers) // choice.chunks

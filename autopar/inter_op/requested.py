@@ -98,7 +98,7 @@ def _built(
     built = []
     for choice, pins in itertools.zip_longest(choices, pinned):
         constraints = binding.on(choice.group_meshes[0].num_devices)[1] if binding is not None else None
-        with context.progress.pass_("build stages"):
+        with context.progress.pass_("make programs of the stages"):
             limits = BuildLimits(
                 limit_bytes=limit_bytes, time_limit_s=context.deadline.solve_s(), decides_again=may_fit
             )

@@ -82,14 +82,15 @@ Walk = Generator[Attempt, Outcome | None, None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One setting: devices that share each matrix, or each sequence, stages, ZeRO, examples of a copy in a micro-batch,
-    recomputation, and the schedule of stages where it is not 1F1B.
+    """One setting: devices that share each matrix, or each sequence, stages, ZeRO (`zero_size`: among so many devices,
+    0 for all), examples of a copy in a micro-batch, recomputation, and the schedule of stages where it is not 1F1B.
     """
 
     tp: int = 1
     sp: int = 1
     pp: int = 1
     zero: int = 0
+    zero_size: int = 0
     examples: int
     recompute: str
     schedule: str = ""
@@ -109,12 +110,14 @@ class Point:
 
     def text(self, m: int) -> str:
         """The setting in words, which has m micro-batches."""
+        stages = "groups of interleaved stages" if self.schedule == "interleaved" else "stages"
+        among = f" in groups of {self.zero_size}" if self.zero_size else ""
         parts = (
             [f"tp {self.tp}"] * (self.tp > 1)
             + [f"sp {self.sp}"] * (self.sp > 1)
-            + [f"{self.pp} stages"] * (self.pp > 1)
+            + [f"{self.pp} {stages}"] * (self.pp > 1)
         )
-        parts += [f"ZeRO {self.zero}"] * (self.zero > 0) + [f"{m} micro-batches"] * (m > 1)
-        parts += [self.schedule] * bool(self.schedule)
+        parts += [f"ZeRO {self.zero}{among}"] * (self.zero > 0) + [f"{m} micro-batches"] * (m > 1)
+        parts += [self.schedule] * (self.schedule not in ("", "interleaved"))
         parts += [f"recompute {self.recompute}"] * (self.recompute != "nothing")
-        return ", ".join(parts) or "one program"
+        return ", ".join(parts) or "whole batch"

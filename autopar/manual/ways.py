@@ -40,13 +40,14 @@ def groups(problem: Problem) -> Iterator[int]:
     return (size for size in range(inside, 1, -1) if inside % size == 0 and n % size == 0)
 
 
-def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing", zero_size: int | None = None) -> Walk:
+def data_parallel(problem: Problem, zero: int = 0, offload: str = "nothing", zero_size: int = 0) -> Walk:
     return frontier(
         problem,
         lambda p, m: recipes.combine(
-            zero=zero, zero_size=zero_size, num_microbatches=cut(m), recompute=p.recompute, offload=offload
+            zero=zero, zero_size=zero_size or None, num_microbatches=cut(m), recompute=p.recompute, offload=offload
         ),
         zero=zero,
+        zero_size=zero_size,
     )
 
 

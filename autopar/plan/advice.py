@@ -9,10 +9,10 @@ from autopar.common.units import text_of_part
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import PlanRecord
-from autopar.plan.why_not import NO_MODULE, module_costs
+from autopar.plan.why_not import ALL_OF_STEP, module_costs, within
 
 # Of the step: a module that takes less does not stand out. Of the memory: what is left free is no room for a batch.
-MUCH_OF_STEP, ALL_OF_STEP, MUCH_FREE = 0.3, 0.9, 0.5
+MUCH_OF_STEP, MUCH_FREE = 0.3, 0.5
 _STATE = (MemoryKind.PARAMETER, MemoryKind.OPTIMIZER)
 
 
@@ -28,12 +28,7 @@ def advice_and_notes(record: PlanRecord) -> tuple[str, ...]:
 
 def _largest_module(record: PlanRecord) -> str:
     """The innermost module in which much of the time goes, with all inside of it; not one that has all of the step."""
-    step_s = record.predicted.step_time_s
-    seconds: dict[tuple[str, ...], float] = {}
-    for name, cost in module_costs(record).items():
-        parts = tuple(name.split("/")) if name != NO_MODULE else ()
-        for depth in range(1, len(parts) + 1):
-            seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
+    step_s, seconds = record.predicted.step_time_s, within(module_costs(record))
     much = [path for path, s in seconds.items() if MUCH_OF_STEP * step_s <= s < ALL_OF_STEP * step_s]
     if not much:
         return ""
@@ -53,4 +48,4 @@ def _free_memory(record: PlanRecord) -> str:
     times = int((full.limit_bytes - state_bytes) / growing_bytes) if growing_bytes > 0 else 0
     if times < 2 or not any(value.kind == "batch" for value in record.arguments):
         return free
-    return f"{free}, room for {times} times the batch or more in the same layouts (autopar.fit finds the largest)"
+    return f"{free}, room for {times} times the batch or more in the same layouts (autopar.fit: what larger ones gain)"

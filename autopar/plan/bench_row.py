@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from autopar.common.units import text_of_bytes, text_of_s
-from autopar.plan import summary
+from autopar.plan import rivals, summary
 from autopar.plan.report.drawing import link_loads
 from autopar.plan.schema import PlanRecord
 from autopar.plan.why_not import WhyNot
@@ -18,10 +18,10 @@ _PART_OF = {
     "arithmetic at the devices' peak rate": "arithmetic",
     "matrix products below the peak rate": "arithmetic",
     "computation below the peak rate": "arithmetic",
-    "operations bound by memory": "memory",
+    summary.MEMORY_BOUND: "memory",
     summary.NEW_MEMORY: "memory",
     summary.HOST_COPIES: "memory",
-    "exposed collectives": "collectives",
+    summary.COLLECTIVES: "collectives",
 }
 
 
@@ -130,6 +130,11 @@ def parts(record: PlanRecord) -> dict[str, float]:
     for share in summary.shares(record):
         found[_PART_OF.get(share.name, "bubble")] += share.seconds
     return found
+
+
+def setting_of(record: PlanRecord) -> str:
+    """What a plan that was searched for, or asked for as it is, chose: a recipe by its name, or what it splits."""
+    return rivals.chosen_recipe(record) or summary.in_short(record)
 
 
 def limits(record: PlanRecord) -> str:

@@ -9,11 +9,13 @@ from rich.table import Table
 
 from autopar.common.text_console import TextConsole
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
+from autopar.plan import summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 
 BAR_COLUMNS, MEASURED_BAR_COLUMNS = 24, 16
+NAME_COLUMNS, MEASURED_NAME_COLUMNS = 28, 22  # of a way: recipes with many arguments take several lines
 MARKS = dict(zip(PARTS, "#=~.", strict=True))
 COLOURS = dict(zip(PARTS, ("green", "yellow", "red", "bright_black"), strict=True))
 
@@ -22,11 +24,14 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
     """The rows of one cluster, ranked."""
     first = rows[0]
     tokens = f", {first.tokens:,} tokens" if first.tokens else ""
-    console.line(f"{step} on {first.cluster}: a batch of {first.examples:,} examples{tokens}", style="bold")
+    hosts = "" if best is None or best.record is None else f" ({summary.devices_text(best.record.cluster)})"
+    console.line(f"{step} on {first.cluster}{hosts}: a batch of {first.examples:,} examples{tokens}", style="bold")
     if best is not None:
         console.table(_speeds([row for row in rows if row.fits], best))
         legend = ", ".join(f"{MARKS[part]} {part}" for part in PARTS)
         console.line(f"Bars are seconds of a step: {legend}.")
+        if best.record is not None and (memory := summary.memory_text(best.record)):
+            console.line(memory)
         console.table(_shares([row for row in rows if row.fits]))
         if checked := [row for row in rows if row.difference is not None]:
             worst = max(checked, key=lambda row: row.difference or 0.0)
@@ -35,9 +40,10 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
                 found = "those of plain jax.jit, to the last bit"
             console.line(f"{'Numbers differ' if any(row.differs for row in checked) else 'Numbers'}: {found}.")
     if best is not None and best.record is not None:
-        console.line(f"{best.name}: {limits(best.record)}")
-        for text in advice_and_notes(best.record):
-            console.line(f"Of {best.name}: {text}.")
+        console.line(f"What limits {best.name}, the fastest, and what could be changed:")
+        for text in (limits(best.record), *(f"{text}." for text in advice_and_notes(best.record))):
+            console.line(f"- {text[:1].upper()}{text[1:]}")
+        console.line("Beside it (predictions do not rank ways that differ by a few percent):")
     for row in rows:
         setting = f", {row.setting}" if row.setting else ""
         told = row.why_none if best is None or not row.fits else row.beside(best)
@@ -47,10 +53,10 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
 def line_of(row: BenchRow) -> str:
     """A row in one line, as it is told while others are still planned. A refusal took no planning worth a number."""
     told = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else row.why_none
-    setting = f", {row.setting}" if row.setting else ""
+    setting = f" ({row.setting})" if row.setting else ""
     seen = f"{row.settings} settings in " if row.settings > 1 else ""
     planned = f" (planned {seen}{text_of_s(row.planned_s)})" if row.plan is not None else ""
-    return f"{row.name} on {row.cluster}: {told}{setting}{planned}"
+    return f"{row.name}{setting} on {row.cluster}: {told}{planned}"
 
 
 def speed(row: BenchRow) -> str:
@@ -62,7 +68,8 @@ def _speeds(rows: Sequence[BenchRow], best: BenchRow) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     measured = any(row.measured_s is not None for row in rows)
     columns = MEASURED_BAR_COLUMNS if measured else BAR_COLUMNS
-    for name in ("", "step", *(("measured",) if measured else ()), "", f"{'tokens' if best.tokens else 'examples'}/s"):
+    table.add_column("", overflow="fold", max_width=MEASURED_NAME_COLUMNS if measured else NAME_COLUMNS)
+    for name in ("step", *(("measured",) if measured else ()), "", f"{'tokens' if best.tokens else 'examples'}/s"):
         table.add_column(name, no_wrap=True)
     table.add_column("MFU", justify="right")
     table.add_column("peak of a device", no_wrap=True)
@@ -98,7 +105,7 @@ def _bar(row: BenchRow, longest_s: float, columns: int) -> str:
 def _shares(rows: Sequence[BenchRow]) -> Table:
     """What the step consists of, and what it sends where."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column("share of the step", no_wrap=True)
+    table.add_column("share of the step", overflow="fold", max_width=NAME_COLUMNS)
     for name in (*PARTS, f"sent {INSIDE}", BETWEEN):
         table.add_column(name, justify="right")
     for row in rows:

@@ -128,8 +128,7 @@ class PlanningContext:
     def why_no_gain(self) -> str:
         """What is said of what was not tried for that."""
         share = 1 - self.least_s / self.fastest_s if self.fastest_s else 0.0
-        least = f"no plan can take less than {text_of_s(self.least_s)}"
-        return f"at most {max(share, 0.0):.1%} less than the best so far, since {least}"
+        return f"no plan can take less than {text_of_s(self.least_s)}, {max(share, 0.0):.1%} below the best so far"
 
     def after(self, results: Iterable[Candidate | Rejection]) -> PlanningContext:
         """The context for the next source, with these results added."""

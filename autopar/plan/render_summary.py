@@ -123,7 +123,7 @@ def _legend(record: PlanRecord) -> str:
 
 def _choice(record: PlanRecord) -> str:
     """The sentence on the choice, with as many groups of unlike stages as there is room to describe."""
-    opening = f"Plan of {record.step} on {record.cluster.name}:"
+    opening = f"Plan of {record.step} on {summary.where(record.cluster)}:"
     for named in range(summary.SPLITS_NAMED, 0, -1):
         text = f"{opening} {summary.sentence(record, named)}"
         if len(textwrap.wrap(text, COLUMNS, break_on_hyphens=False)) <= SENTENCE_LINES:
@@ -197,7 +197,7 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     numbers = ["sent a device", "time", "exposed"]
     if record.pipeline is not None:
         numbers = ["mean sent", "mean time", "mean exposed"]
-    return page.table_with_names(("costliest collectives", "module", *numbers), rows, 1)
+    return page.table_with_names(("most exposed collectives", "module", *numbers), rows, 1)
 
 
 def _state(page: _Page, groups: Sequence[StateGroup], splits_batch: bool) -> list[str]:

@@ -42,15 +42,24 @@ def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     lost = [r for r in record.rejected if r.source == BASELINES and r.text]
     ways: list[tuple[str, RejectionRecord | MeshTrial, str]]
     ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
-    ways += [(trial.name, trial, trial.status) for trial in record.tried if trial.name]
+    ways += [(name, trial, trial.status) for trial in record.tried if (name := _recipe_of(trial))]
     limit_bytes = fullest(record).limit_bytes
     found: dict[str, Rival] = {}
     for name, way, why in ways:
         rival = Rival(name=name, step_time_s=way.step_time_s, why=why, excess=_excess(way.peak_bytes, limit_bytes))
-        # Of a recipe on several meshes the first one that fits is meant.
-        if name not in found or (found[name].excess and not rival.excess):
+        # Of a recipe on several meshes the first one that fits is meant, or at least one that has a time.
+        before = found.get(name)
+        is_told = rival.step_time_s is not None and not rival.excess
+        if before is None or (is_told and (before.excess or before.step_time_s is None)):
             found[name] = rival
     return tuple(found.values())
+
+
+def _recipe_of(trial: MeshTrial) -> str:
+    """The recipe of a program: one that the search made without a recipe is data parallelism, where all axes of its
+    mesh split the batch alone.
+    """
+    return trial.name or (DATA_PARALLEL if {*trial.axis_roles} == {summary.DATA} else "")
 
 
 def _excess(peak_bytes: int | None, limit_bytes: int | None) -> str:
@@ -62,15 +71,17 @@ def _excess(peak_bytes: int | None, limit_bytes: int | None) -> str:
 def chosen_recipe(record: PlanRecord) -> str:
     """The name of the recipe that the search found to be the best plan, or nothing."""
     step_s = record.predicted.step_time_s
-    own = (t for t in record.tried if t.name and (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s))
-    return next((trial.name for trial in own), "")
+    own = [t for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s)]
+    return next(filter(None, (*(trial.name for trial in own), *map(_recipe_of, own))), "")
 
 
 def advantage(record: PlanRecord) -> str:
     """How much faster the plan is than data parallelism, and than the best recipe, as far as they were weighed."""
     weighed, own, step_s = rivals(record), chosen_recipe(record), record.predicted.step_time_s
+    under = f"Planned under {record.recipe}. " if record.recipe else ""
+    if summary.num_devices(record) == 1:  # nothing can be shared out
+        return under.rstrip()
     if not weighed:
-        under = f"Planned under {record.recipe}. " if record.recipe else ""
         none = "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
         return f"{under}{none}"
     others = [r for r in weighed if r.name != own]

@@ -164,8 +164,9 @@ class ModuleRow:
     """A module under the plan.
 
     `splits`: the layouts of the results of its matrix products (or of its largest results). Times per step on one
-    device. `saved_bytes`: the forward values that its backward pass reads, of one micro-batch on one device. `stage`:
-    the stage of a pipeline that this part of the module is in.
+    device; `update_time_s` is the part of the update of its parameters in them. `saved_bytes`: the forward values that
+    its backward pass reads, of one micro-batch on one device. `stage`: the stage of a pipeline that this part of the
+    module is in.
     """
 
     module: str
@@ -173,6 +174,7 @@ class ModuleRow:
     splits: tuple[str, ...]
     compute_time_s: float
     collectives: tuple[PredictedCollective, ...]
+    update_time_s: float = 0.0
     saved_bytes: int = 0
     stage: int = 0
 

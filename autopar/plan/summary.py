@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.common.paths import parts_of
-from autopar.common.units import text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.hardware.cluster import Cluster
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
 from autopar.plan.memory_use import MemoryKind
@@ -21,8 +22,10 @@ from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, Predicted
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
+MEMORY_BOUND, COLLECTIVES = "operations bound by memory", "exposed collectives"
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
+ROUNDED_AWAY = 0.005  # of the step: what would be written as 0 %
 _NUMBER = re.compile(r"\d+")
 SHARDED = "sharded data"
 # State counts as split where a device holds at most so many times its share: what devices do not divide is small.
@@ -134,6 +137,39 @@ def num_parameters(record: PlanRecord) -> int:
     if not found or abs(_on_fullest(record, found)[1] - counted) > (ABOUT - 1) * counted:
         return 0
     return sum(math.prod(value.shape) for value in found)
+
+
+def where(cluster: Cluster) -> str:
+    """The name of a cluster, with its hosts where it has several: `dgx-h100, 8 hosts of 8`."""
+    return f"{cluster.name}{_hosts(cluster)}"
+
+
+def devices_text(cluster: Cluster) -> str:
+    """`64 x H100, 8 hosts of 8`."""
+    return f"{cluster.num_devices:,} x {cluster.device.name}{_hosts(cluster)}"
+
+
+def _hosts(cluster: Cluster) -> str:
+    return f", {cluster.num_hosts:,} hosts of {cluster.devices_per_host}" if cluster.num_hosts > 1 else ""
+
+
+def in_short(record: PlanRecord) -> str:
+    """What a plan splits, or its stages, in a few words."""
+    pipeline = record.pipeline
+    if pipeline is None:
+        return _splits(record, 0)
+    if len(pipeline.stages) == 1:
+        return f"{_splits(record, 0)}, {pipeline.num_microbatches} micro-batches"
+    return f"{len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches, {pipeline.schedule}"
+
+
+def memory_text(record: PlanRecord) -> str:
+    """Which part of the memory of a device the limit is, as a sentence; empty where there is no limit, or it is all."""
+    limit_bytes, memory_bytes = record.memory_limit_bytes, record.cluster.device.memory_bytes
+    if limit_bytes is None or record.cluster.parts or limit_bytes >= memory_bytes:
+        return ""
+    part = f"{limit_bytes / memory_bytes:.0%}".replace("%", " %")
+    return f"{text_of_bytes(limit_bytes)} are available: {part} of the {text_of_bytes(memory_bytes)} of a device."
 
 
 def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
@@ -317,7 +353,7 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     else:
         products_s = max(predicted.product_time_s, useful_s)
         parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
-        parts.append(Share(name="operations bound by memory", seconds=compute_s - products_s))
+        parts.append(Share(name=MEMORY_BOUND, seconds=compute_s - products_s))
     besides_s = compute_s + predicted.allocation_time_s + bubble_s
     waits_s = exposed_s(record, record.modules)
     if waits_s is None:
@@ -326,7 +362,7 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         waits_s = min(waits_s, max(0.0, step_s - besides_s - predicted.host_time_s))
     host_s = min(predicted.host_time_s, max(0.0, step_s - besides_s - waits_s))
     parts += [
-        Share(name="exposed collectives", seconds=waits_s),
+        Share(name=COLLECTIVES, seconds=waits_s),
         Share(name=HOST_COPIES, seconds=host_s),
         Share(name=NEW_MEMORY, seconds=predicted.allocation_time_s),
         Share(name=BUBBLE, seconds=bubble_s),
@@ -344,7 +380,9 @@ def lost(record: PlanRecord) -> str:
     gained = [s for s in parts if not s.is_loss]
     losses = sorted((s for s in parts if s.is_loss), key=lambda s: -s.seconds)
     told = [f"{s.seconds / step_s:.0%} {s.name}" for s in gained]
-    told += [f"{s.seconds / step_s:.0%} {s.name} ({text_of_s(s.seconds)})" for s in losses]
+    for s in losses:
+        part = f"{s.seconds / step_s:.0%}" if s.seconds >= ROUNDED_AWAY * step_s else "less than 1%"
+        told.append(f"{part} {s.name} ({text_of_s(s.seconds)})")
     return f"Of the step: {', '.join(told)}."
 
 

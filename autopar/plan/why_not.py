@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from rich.table import Table
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
+from autopar.plan.collective_rows import by_kind, collective_rows
 from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.options import AS_FAST
@@ -20,6 +22,9 @@ from autopar.plan.schema import ModuleRow, PlanRecord
 COLUMNS = 100
 MODULES_SHOWN = 8
 NO_MODULE = "(no module)"
+# Of a loss: the cause or the module that has so much of it is told. Of the step: a module that takes so much is no
+# answer to the question where. Of a peak: what differs by less is alike.
+MOST, ALL_OF_STEP, ALIKE = 0.5, 0.9, 0.01
 TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
 
 
@@ -190,7 +195,7 @@ class WhyNot:
         """Where the other plan, which fits, loses, in one sentence."""
         step_s = self.plan.predicted.step_time_s
         if self.is_as_fast:
-            return "as fast"
+            return f"as fast, {self._memory_beside}"
         if self.slower_s < 0:
             return f"{text_of_part(-self.slower_s / step_s)} faster"
         larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
@@ -198,11 +203,47 @@ class WhyNot:
         times = self.other.predicted.step_time_s / step_s
         text = f"{text_of_part(times - 1)} slower" if times < 2 else f"{times:.3g} times as long"
         if told:
-            text += f": {' and '.join(f'{text_of_s(q.more)} more {q.name}' for q in told)}"
-        losing = next(iter(self.modules()), None)
-        if losing is None or losing.more_s <= TOLD_SHARE * self.slower_s:
-            return text
-        return f"{text}, most in {losing.module}"
+            parts = [f"{text_of_s(q.more)} more {q.name}{self._cause_of(q)}" for q in told]
+            text += f": {' and '.join(parts)}"
+        module = self._losing_module
+        return f"{text}, most in {module}" if module else text
+
+    @property
+    def _memory_beside(self) -> str:
+        """How the peaks of two plans that are as fast compare."""
+        own, other = (fullest(record).peak_bytes for record in (self.plan, self.other))
+        if abs(other - own) <= ALIKE * own:
+            return "with as much memory"
+        return f"with {text_of_bytes(abs(other - own))} {'less' if other < own else 'more'} memory a device"
+
+    def _cause_of(self, part: Quantity) -> str:
+        """What makes up most of what a part of the step takes more, in brackets: the kind of its collectives, or the
+        update of the parameters, which each module's row has among the rest.
+        """
+        if part.name == summary.COLLECTIVES and self.knows_waits:
+            own, others = _waits_by_kind(self.plan), _waits_by_kind(self.other)
+            more = {kind: others[kind] - own.get(kind, 0.0) for kind in others}
+        elif part.name == summary.MEMORY_BOUND:
+            more = {"the update of the parameters": _update_s(self.other) - _update_s(self.plan)}
+        else:
+            return ""
+        most = max(more, key=lambda name: more[name], default="")
+        return f" ({most})" if most and more[most] >= MOST * part.more else ""
+
+    @property
+    def _losing_module(self) -> str:
+        """The innermost module with most of the loss, with all inside of it; empty where the loss is spread, and where
+        the module is the whole model.
+        """
+        own, others = (within(module_costs(record, self.knows_waits)) for record in (self.plan, self.other))
+        step_s = self.plan.predicted.step_time_s
+        much = {
+            path: seconds - own.get(path, 0.0)
+            for path, seconds in others.items()
+            if seconds - own.get(path, 0.0) >= MOST * self.slower_s and own.get(path, 0.0) < ALL_OF_STEP * step_s
+        }
+        innermost: tuple[str, ...] = max(much, key=lambda path: (len(path), much[path]), default=())
+        return "/".join(innermost)
 
     @property
     def _sends(self) -> str:
@@ -280,6 +321,25 @@ def module_costs(record: PlanRecord, knows_waits: bool = True) -> dict[str, Modu
         name = summary.folded(row.module) or NO_MODULE
         out[name] = _added(out.get(name, none), row, summary.stage_share(record, row.stage))
     return out
+
+
+def within(costs: Mapping[str, ModuleCost]) -> dict[tuple[str, ...], float]:
+    """Seconds of modules by path, each with all inside of it; what is in no module is left out."""
+    seconds: dict[tuple[str, ...], float] = {}
+    for name, cost in costs.items():
+        parts = tuple(name.split("/")) if name != NO_MODULE else ()
+        for depth in range(1, len(parts) + 1):
+            seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
+    return seconds
+
+
+def _waits_by_kind(record: PlanRecord) -> dict[str, float]:
+    """Seconds that the step waits for the collectives of each kind."""
+    return {row.kind: row.waited_s for row in collective_rows(record, record.modules, by_kind)}
+
+
+def _update_s(record: PlanRecord) -> float:
+    return sum(summary.stage_share(record, row.stage) * row.update_time_s for row in record.modules)
 
 
 def _added(cost: ModuleCost, row: ModuleRow, share: float) -> ModuleCost:

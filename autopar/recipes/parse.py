@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from autopar import recipes
@@ -26,19 +29,22 @@ ALIASES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def recipe_of(text: str) -> Recipe:
+def recipe_of(text: str, others: Sequence[str] = ()) -> Recipe:
     """The recipe of a call of a function of `autopar.recipes` or of an alias, with literal arguments and recipes.
 
-    A name alone is a call without arguments. Nothing else in the text is run. Raises: InvalidArgumentError.
+    A name alone is a call without arguments. Nothing else in the text is run. `others`: names that the caller takes as
+    well, which a refusal lists. Raises: InvalidArgumentError.
     """
     try:
         value = _value(ast.parse(text.strip(), mode="eval").body)
     except InvalidArgumentError:
         raise  # the recipe's own, which names its argument
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise _refused(text, str(error)) from error
+    except SyntaxError as error:
+        raise _refused(text, "text that is neither a name nor a call", others) from error
+    except (ValueError, TypeError) as error:
+        raise _refused(text, str(error), others) from error
     if not isinstance(value, Recipe):
-        raise _refused(text, "no recipe")
+        raise _refused(text, "a value that is not a recipe", others)
     return value
 
 
@@ -52,13 +58,13 @@ def _value(node: ast.expr) -> Any:
         return _called(node.id, (), {})
     if isinstance(node, ast.Call):
         if not isinstance(node.func, ast.Name) or node.func.id not in (*NAMES, *ALIASES):
-            raise ValueError(f"no recipe {ast.unparse(node.func)!r}")
+            raise ValueError(f"the unknown name {ast.unparse(node.func)!r}")
         if any(keyword.arg is None for keyword in node.keywords):
             raise ValueError("** is not taken")
         named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
         return _called(node.func.id, tuple(map(_value, node.args)), named)
     if isinstance(node, ast.Name):
-        raise ValueError(f"no recipe {node.id!r}")
+        raise ValueError(f"the unknown name {node.id!r}")
     return ast.literal_eval(node)
 
 
@@ -67,12 +73,16 @@ def _called(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return getattr(recipes, function)(*first, *args, **named)
 
 
-def _refused(text: str, got: str) -> InvalidArgumentError:
-    close = difflib.get_close_matches(text, (*NAMES, *ALIASES), 1)
-    meant = f"{close[0]!r}? or" if close else "such as 'fsdp',"
+def _refused(text: str, got: str, others: Sequence[str] = ()) -> InvalidArgumentError:
+    assigned = re.fullmatch(r"\s*(\w+)\s*=\s*\d+\s*", text)
+    if assigned and assigned[1] in inspect.signature(recipes.combine).parameters:
+        meant = f"'combine({text.strip()})'? or"
+    else:
+        close = difflib.get_close_matches(text, (*others, *NAMES, *ALIASES), 1)
+        meant = f"{close[0]!r}? or" if close else "such as 'fsdp',"
     return InvalidArgumentError(
         where=f"recipe {text!r}",
-        expected=f"a call of {', '.join(NAMES)}, or {', '.join(ALIASES)}",
+        expected=f"{''.join(f'{name!r}, ' for name in others)}a call of {', '.join(NAMES)}, or {', '.join(ALIASES)}",
         got=got,
         hint=f"{meant} 'tensor_parallel(size=8)' or 'cut(zero(1), stages=2, num_microbatches=8)'",
     )

@@ -53,7 +53,7 @@ def test_data_parallelism_splits_every_leaf_whose_examples_divide():
     (note,) = recipe_notes(plan)
     assert note == (
         "recipe, data axis of 4 devices: arrays stay whole, since 4 does not divide what is to be split: "
-        "batch['extra'] [10, 4] (dimension 0: 10)"
+        "batch/extra [10, 4] (dimension 0: 10)"
     )
 
 

@@ -232,7 +232,7 @@ def test_plans_of_stages_are_kept_on_disk(tmp_path):
     first = staged(cache_dir=tmp_path).plan(state, SMALL.batch(0))
     again = staged(cache_dir=tmp_path)
     assert again.plan(state, SMALL.batch(0)).record == first.record
-    assert "build stages" not in again.last_progress.spent_s
+    assert "make programs of the stages" not in again.last_progress.spent_s
 
 
 def test_a_batch_of_another_size_is_planned_for():

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from html import unescape
+from html import escape, unescape
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.benching import INTERRUPTED, problem_of
-from autopar.common.units import text_of_s
+from autopar.benching import INTERRUPTED, Bench, problem_of
+from autopar.common.units import text_of_part, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.manual.making import made_of
 from autopar.manual.settings import Outcome, Point, Problem
 from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
 from autopar.manual.ways import WAYS, applicable, way_called
+from autopar.plan import summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, ranked
 from autopar.recipes.parse import ALIASES
@@ -76,11 +77,49 @@ def test_the_parts_of_a_step_are_the_step(wide):
 
 def test_the_table_has_a_line_for_each_way(wide):
     text = str(wide)
-    assert "wide_step on dgx-h100x2: a batch of 1,024 examples" in text
+    assert "wide_step on dgx-h100x2 (16 x H100-SXM5-80GB, 2 hosts of 8): a batch of 1,024 examples" in text
     for row in wide.rows:
         told = len(re.findall(rf"^{re.escape(row.name)}[ ,:]", text, re.MULTILINE))
-        assert told == 3 + (row is wide.best())  # its bar, its shares and its sentence; of the best what limits it
+        assert told == 3  # its bar, its shares and its sentence
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_long_name_takes_several_lines_and_no_column_of_the_table(wide):
+    """Of a recipe with many arguments: `combine(tp=8, zero=1, num_microbatches=16, recompute='matmuls')`."""
+    best, *others = wide.rows
+    name = "combine(tp=8, zero=1, num_microbatches=16, recompute='matmuls', offload='activations')"
+    text = str(Bench(step="wide_step", rows=(best, *others[:-1], dataclasses.replace(others[-1], name=name))))
+    assert max(map(len, text.splitlines())) <= 100
+    (header,) = (line for line in text.splitlines() if "examples/s" in line)
+    assert header.split() == ["step", "examples/s", "MFU", "peak", "of", "a", "device"]
+    (row,) = (line for line in text.splitlines() if line.startswith("combine(tp=8,") and " of 72 GB" in line)
+    assert "%" in row
+
+
+def test_the_devices_and_their_memory_are_told(wide, tmp_path):
+    """`dgx-h100x2` are 16 devices, and a plan may use nine tenths of their memory."""
+    text = " ".join(str(wide).split())
+    wide.report(tmp_path / "bench.html")
+    for told in ("16 x H100-SXM5-80GB, 2 hosts of 8", "72 GB are available: 90 % of the 80 GB of a device."):
+        assert told in text
+        assert told in (tmp_path / "bench.html").read_text()
+
+
+def test_a_setting_names_the_groups_that_share_the_state_and_those_of_interleaved_stages():
+    assert Point(zero=3, zero_size=8, examples=1, recompute="nothing").text(1) == "ZeRO 3 in groups of 8"
+    assert Point(pp=2, examples=1, recompute="nothing").text(4) == "2 stages, 4 micro-batches"
+    interleaved = Point(pp=2, examples=1, recompute="nothing", schedule="interleaved")
+    assert interleaved.text(4) == "2 groups of interleaved stages, 4 micro-batches"
+
+
+def test_the_page_has_the_shares_as_numbers(wide, tmp_path):
+    wide.report(tmp_path / "bench.html")
+    page = (tmp_path / "bench.html").read_text()
+    (table,) = re.findall(r"<table><caption>Share of the step</caption>.*?</table>", page, re.DOTALL)
+    for row in wide.rows:
+        (cells,) = re.findall(rf"<td>{re.escape(row.name)}</td>(.*)</tr>", table)
+        shares = [escape(text_of_part(share.seconds / row.step_time_s)) for share in summary.shares(row.record)]
+        assert all(f">{share}</td>" in cells for share in shares)
 
 
 def test_what_does_not_fit_says_by_how_much_and_is_not_compared():
@@ -239,7 +278,7 @@ def test_only_the_hardware_here_is_measured():
 
 
 def test_a_way_that_nobody_knows_is_refused():
-    with pytest.raises(InvalidArgumentError, match="expected a call of"):
+    with pytest.raises(InvalidArgumentError, match="'expert', a call of"):
         autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=["zebra"])
     with pytest.raises(InvalidArgumentError, match="expected 'data parallel', 'ZeRO-1'"):
         autopar.bench(mlp_step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=[3])
@@ -249,7 +288,7 @@ def test_advice_on_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path):
     (best, *_) = wide.rows
     (advice, *_) = advice_and_notes(best.record)
     assert "of the memory is free" in advice
-    assert f"Of {best.name}: {advice}." in " ".join(str(wide).split())
+    assert f"- {advice}." in " ".join(str(wide).split())
     wide.report(tmp_path / "bench.html")
     assert f"<li>{advice}</li>" in (tmp_path / "bench.html").read_text()
 
@@ -258,8 +297,9 @@ def test_what_limits_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path)
     (best, *_) = wide.rows
     told = limits(best.record)
     assert told.startswith("Of the step: ")
-    assert f" No plan takes less than {text_of_s(best.record.least_step_time_s)}, by" in told
-    assert f"{best.name}: {told}" in " ".join(str(wide).split())
+    least = text_of_s(best.record.least_step_time_s)
+    assert told.endswith(f" No plan of the step as it is written takes less than {least}.")
+    assert f"What limits {best.name}, the fastest, and what could be changed: - {told}" in " ".join(str(wide).split())
     wide.report(tmp_path / "bench.html")
     assert f"<li>{told}</li>" in unescape((tmp_path / "bench.html").read_text())
 

@@ -45,6 +45,15 @@ def wrong():
     return train_step
 
 
+def without_batch():
+    return job()[:2]
+
+
+def in_another_order():
+    step, state, batch = job()
+    return step, batch, state
+
+
 number = 3
 """
 
@@ -137,17 +146,67 @@ def test_what_does_not_fit_is_an_error_with_words(job, capsys):
     ("function", "message"),
     [
         ("nowhere.py:job", "got no file 'nowhere.py'"),
-        ("job.py", "job.py: expected FILE:FUNCTION, got a file without a function"),
+        ("job.py", "job.py: expected FILE:FUNCTION, got a file, and no function in it"),
         ("job", "job: expected FILE:FUNCTION, got no colon"),
         ("job.py:other", "expected a function 'other', got none of that name"),
         ("job.py:number", "expected a function 'number'"),
         ("job.py:wrong", "expected a tuple of a step and its arguments, one or more, got a function"),
+        ("job.py:without_batch", "every argument of train_step(state, batch), got train_step and 1 argument (missing"),
     ],
 )
 def test_wrong_functions_say_what_is_expected(job, monkeypatch, capsys, function, message):
     monkeypatch.chdir(job.parent)
     assert main(["plan", function, "--cluster", "dgx-h100"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_step_itself_ends_with_what_it_was_called_with(job, monkeypatch):
+    monkeypatch.chdir(job.parent)
+    with pytest.raises(KeyError) as raised:
+        main(["plan", "job.py:in_another_order", "--cluster", "dgx-h100"])
+    told = "autopar: raised while train_step was traced with state: float32[64, 100000], batch: float32[100000, 100000]"
+    assert told in raised.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("h100x8", "dgx-h100x1 (8 devices) or dgx-h100x8 (64 devices)"),
+        ("h100", "dgx-h100"),
+        ("dgx-h10x2", "dgx-h100x2 (16 devices)"),
+        ("gb200x72", "gb200-nvl72x1 (72 devices) or gb200-nvl72x72 (5184 devices)"),
+        ("zebra", ""),
+    ],
+)
+def test_a_name_near_that_of_a_cluster_is_told_by_it(given, meant):
+    with pytest.raises(InvalidArgumentError) as raised:
+        Cluster.parse(given)
+    assert raised.value.hint == (f"did you mean {meant}?" if meant else "join two with +: dgx-a100-80g+p3.16xlarge")
+
+
+def test_devices_of_several_hosts_are_no_cards_of_one():
+    with pytest.raises(InvalidArgumentError, match=r"more are dgx-h100x8 \(64 devices\)"):
+        Cluster.parse("dgx-h100:64")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hint"),
+    [
+        ("hybrid", "'hybrid sharded'?"),
+        ("fsdpp", "'fsdp'?"),
+        ("tp=8", "'combine(tp=8)'?"),
+        ("megatron", "such as 'fsdp'"),
+    ],
+)
+def test_ways_and_clusters_are_read_before_the_step_is_made(job, capsys, monkeypatch, recipe, hint):
+    monkeypatch.setattr("autopar.command_line.commands.shapes_only", lambda *given: pytest.fail("made"))
+    assert main(["bench", f"{job}:job", "--cluster", "dgx-h100", "--recipes", recipe]) == 1
+    err = capsys.readouterr().err
+    assert "expected 'data parallel', 'ZeRO-1'" in err
+    assert "'hybrid sharded', 'tensor parallel', 'tensor and FSDP'" in err
+    assert f"hint: {hint}" in err
+    assert main(["bench", f"{job}:job", "--cluster", "h100x8"]) == 1
+    assert "did you mean" in capsys.readouterr().err
 
 
 def test_wrong_clusters_and_plans_say_what_is_expected(job, capsys):
@@ -215,7 +274,7 @@ def test_a_reader_that_has_read_enough_is_no_error(job):
     assert child.stderr is not None
     child.stdout.close()
     try:
-        assert child.stderr.read() == ""
+        assert child.stderr.read() in ("", "train_step: the plan of an earlier search, from the cache\n")
         assert child.wait(timeout=TIMEOUT_S) == 0
     finally:
         child.kill()
@@ -255,6 +314,16 @@ def test_a_plan_as_json_and_with_every_row(job, capsys):
     assert made["plan"]["step"] == "train_step"
     assert "tried on mesh" in out_of(capsys, *named, "--table")
     assert "tried on mesh" not in out_of(capsys, *named)
+
+
+def test_what_was_written_and_what_was_not_searched_for_is_told(job, tmp_path, capsys):
+    page, named = tmp_path / "page.html", ["plan", small_job(job), "--cluster", "dgx-a100-40g"]
+    assert main([*named, "--report", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nWritten to {page}\n")
+    assert main(named) == 0
+    out, err = capsys.readouterr()
+    assert "Written to" not in out
+    assert "train_step: the plan of an earlier search, from the cache" in err
 
 
 def test_a_plan_is_written_as_a_page(job, saved, tmp_path, capsys):

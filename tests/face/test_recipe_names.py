@@ -52,10 +52,12 @@ def test_the_names_of_other_systems_are_recipes(text, recipe):
 
 
 def test_a_text_that_is_no_recipe_is_refused_by_parallelize():
-    with pytest.raises(autopar.errors.InvalidArgumentError, match=r"(?s)got no recipe.*such as 'fsdp'"):
+    with pytest.raises(
+        autopar.errors.InvalidArgumentError, match=r"(?s)got the unknown name 'deepspeed'.*such as 'fsdp'"
+    ):
         autopar.parallelize(lambda state, batch: state, plan="deepspeed()")
 
 
 def test_a_slip_in_a_name_is_told_by_the_name_that_is_near():
-    with pytest.raises(autopar.errors.InvalidArgumentError, match=r"(?s)got no recipe 'fdsp'.*hint: 'fsdp'\?"):
+    with pytest.raises(autopar.errors.InvalidArgumentError, match=r"(?s)got the unknown name 'fdsp'.*hint: 'fsdp'\?"):
         recipe_of("fdsp")

@@ -32,7 +32,7 @@ def job(layers=2, width=8, name="plain", config=None):
 
 
 def needs(layers):
-    return step, layers
+    return (lambda state: state), layers
 """
 
 
@@ -110,3 +110,22 @@ def test_functions_within_arguments_stay_beside_the_shapes(tmp_path):
     _, (state, batch) = shapes_only(f"{tmp_path}/with_functions.py:job")
     assert state["f"] is jax.nn.relu
     assert (state["w"].shape, batch.shape) == ((3,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        ("model, step, 3", r"Model and 2 arguments \(too many positional arguments\)"),
+        ("step, 3, 4, 5", r"step and 3 arguments \(too many positional arguments\)"),
+        ("jax.jit(step), 3", r"step and 1 argument \(missing a required argument: 'batch'\)"),
+    ],
+)
+def test_a_step_that_is_not_first_or_lacks_arguments_is_told(folder, returned, got):
+    """A model that can be called, in the place of the step, is taken for one until it is called."""
+    (folder / "unlike_job_of_test.py").write_text(
+        "import jax\n\n\nclass Model:\n    def __call__(self, x):\n        return x\n\n\n"
+        "def step(state, batch):\n    return state\n\n\n"
+        f"def job():\n    model = Model()\n    return {returned}\n"
+    )
+    with pytest.raises(InvalidArgumentError, match=rf"the step, which stands first, and every argument.*got {got}"):
+        returned_by("unlike_job_of_test.py:job")

@@ -20,11 +20,11 @@ def test_free_memory_is_told_with_the_batch_that_fits_for_certain():
     # 20 bytes stay and 20 may grow: four times these are the 80 that are left.
     assert advice(with_memory(batch, 40, 20)) == (
         "60 % of the memory is free, room for 4 times the batch or more in the same layouts "
-        "(autopar.fit finds the largest)",
+        "(autopar.fit: what larger ones gain)",
     )
     assert advice(with_memory(batch, 51, 20)) == ()
     assert advice(with_memory(batch, 50, 1)) == ("50 % of the memory is free, room for 2 times the batch or more in "
-        "the same layouts (autopar.fit finds the largest)",)  # fmt: skip
+        "the same layouts (autopar.fit: what larger ones gain)",)  # fmt: skip
     assert advice(with_memory(dataclasses.replace(batch, arguments=()), 40, 20)) == ("60 % of the memory is free",)
 
 

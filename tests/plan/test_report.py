@@ -17,11 +17,12 @@ from autopar.plan import summary
 from autopar.plan.bench_row import sent
 from autopar.plan.memory_use import MemoryKind, MemoryUse
 from autopar.plan.report import data, page
-from autopar.plan.report.data import in_parts, memory_panel, module_tree
+from autopar.plan.report.data import candidate_rows, in_parts, memory_panel, module_tree
 from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
 from autopar.plan.report.layout_tokens import Token, tokens_of
+from autopar.plan.report.page import time_text
 from autopar.plan.report.timeline_data import PARTS, timeline_data
-from autopar.plan.schema import MeasuredRecord, PlanRecord
+from autopar.plan.schema import MeasuredRecord, MeshTrial, PlanRecord, RejectionRecord
 from tests.plan.records import module, pipeline, program, value
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
@@ -390,3 +391,16 @@ def test_the_head_has_parameters_and_tokens():
     assert counted(4 * 35) == 35
     assert counted(4 * 70) == 0  # the plan counts more as parameters than paths tell apart
     assert data.batch_facts(record) == data.BatchFacts(array="int32[2, 16]", number=32, unit="tokens")
+
+
+def test_a_time_that_no_prediction_resolves_is_told_as_short():
+    assert (time_text(4.6e-8), time_text(2.49e-4), time_text(0.0)) == ("< 1 us", "249 us", "0 s")
+
+
+def test_a_mesh_that_lost_says_what_it_splits():
+    trial = MeshTrial(
+        axis_sizes=(2, 4), step_time_s=12.5, peak_bytes=1, status="optimal", axis_roles=("data", "tensor")
+    )
+    lost = RejectionRecord(source="one program", text="mesh x=2 x y=4", why="slower by 2.5 s", step_time_s=12.5)
+    texts = [row.text for row in candidate_rows(program(tried=(trial,), rejected=(lost,)))]
+    assert "mesh x=2 x y=4: the batch split over 2, the matrices split over 4" in texts

@@ -218,6 +218,15 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert rivals.advantage(program(tried=(), rejected=(too_large,))) == (
         "Not compared with data parallelism (over the memory limit by 1 GB)."
     )
+    # A program that the search made itself, of which all axes split the batch alone, is data parallelism.
+    alike = MeshTrial(axis_sizes=(8,), step_time_s=12.0, peak_bytes=1, status="optimal", axis_roles=("data",))
+    bounded = RejectionRecord(source="baselines", text="data parallelism", why="not tried: a bound says so")
+    assert rivals.advantage(program(tried=(alike,), rejected=(bounded,))) == (
+        "1.20x as fast as data parallelism (12 s)."
+    )
+    alone = program(axis_sizes=(1,), axis_roles=(("x",),), tried=(), rejected=())
+    assert rivals.advantage(alone) == ""
+    assert rivals.advantage(dataclasses.replace(alone, recipe="zero(1)")) == "Planned under zero(1)."
     untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
     assert rivals.advantage(program(tried=(), rejected=(untried,))) == (
         "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."

@@ -190,3 +190,43 @@ def test_a_plan_is_copied_without_its_step(plan):
 def test_what_is_no_recipe_is_refused(plan):
     with pytest.raises(errors.InvalidArgumentError, match="a recipe of autopar"):
         plan.why_not({"mlp": P()})
+
+
+def test_what_is_as_fast_tells_its_memory_beside():
+    small = program()
+    large = dataclasses.replace(small, predicted=dataclasses.replace(small.predicted, peak_bytes=(12_000,)))
+    assert WhyNot(plan=small, other=small).in_short == "as fast, with as much memory"
+    assert WhyNot(plan=small, other=large).in_short == "as fast, with 2 kB more memory a device"
+    assert WhyNot(plan=large, other=small).in_short == "as fast, with 2 kB less memory a device"
+
+
+def slower(more_s: dict[str, tuple[float, float]], update_s: float = 0.0) -> str:
+    """Where a plan loses whose modules compute and wait so much longer, all in updates of `update_s`."""
+    rows = {"model/a": (1.0, 1.0), "model/b/up": (1.0, 1.0), "model/b/down": (1.0, 1.0)}
+    records = []
+    for added, updated_s in (({}, 0.0), (more_s, update_s)):
+        modules = []
+        for name, (compute_s, wait_s) in rows.items():
+            more = added.get(name, (0.0, 0.0))
+            row = module(name, compute_s=compute_s + more[0], send_s=wait_s + more[1], exposed_s=wait_s + more[1])
+            modules.append(dataclasses.replace(row, update_time_s=updated_s))
+        computes, waits = (sum(more[i] for more in added.values()) for i in (0, 1))
+        made = predicted(
+            tuple(modules), step_time_s=8.0 + computes + waits, compute_time_s=3.0 + computes, allocation_time_s=0.0
+        )
+        records.append(program(modules=tuple(modules), predicted=made))
+    return WhyNot(plan=records[0], other=records[1]).in_short
+
+
+def test_a_loss_is_told_with_its_cause_and_the_innermost_module_that_has_most_of_it():
+    waits = "more exposed collectives (all-reduce)"
+    assert slower({"model/b/up": (0.0, 2.0)}) == f"25 % slower: 2 s {waits}, most in model/b/up"
+    assert slower({"model/b/up": (0.0, 1.0), "model/b/down": (0.0, 1.1)}).endswith(f"{waits}, most in model/b/down")
+    spread = {"model/b/up": (0.0, 0.7), "model/b/down": (0.0, 0.7), "model/a": (0.0, 0.4)}
+    assert slower(spread).endswith(f"{waits}, most in model/b")
+    everywhere = {"model/b/up": (0.0, 0.5), "model/b/down": (0.0, 0.5), "model/a": (0.0, 0.9)}
+    assert slower(everywhere).endswith("most in model/b")
+    thin = {"model/b/up": (0.5, 0.0), "model/b/down": (0.5, 0.0), "model/a": (0.9, 0.0)}
+    assert "1.9 s more operations bound by memory" in slower(thin)
+    assert "(the update of the parameters)" in slower(thin, update_s=0.4)
+    assert "(the update" not in slower(thin, update_s=0.1)

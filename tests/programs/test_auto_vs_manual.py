@@ -53,11 +53,11 @@ def test_a_point_with_smaller_micro_batches_is_tried_where_a_larger_one_does_not
 
 def test_micro_batches_shrink_as_far_as_memory_asks_and_grow_as_far_as_it_allows():
     """128 examples on each device need 1,290 bytes of 100, of which 10 stay with any number."""
-    examples = {"one program": 128} | {f"{m} micro-batches": 128 // m for m in (2, 4, 8, 16, 32, 64, 128)}
+    examples = {"whole batch": 128} | {f"{m} micro-batches": 128 // m for m in (2, 4, 8, 16, 32, 64, 128)}
     peak_of = lambda text: 10 + 10 * examples[text.split(", ")[0]] if "recompute" not in text else 100
     came_to = lambda text: Outcome(step_time_s=1.0 + ("recompute" in text), peak_bytes=peak_of(text), limit_bytes=100)
     texts = walked(walk(problem(), [Point(examples=128, recompute="nothing")], lambda p, m: megatron_recipe()), came_to)
-    assert texts[:3] == ["one program", "8 micro-batches", "4 micro-batches, recompute matmuls"]
+    assert texts[:3] == ["whole batch", "8 micro-batches", "4 micro-batches, recompute matmuls"]
     assert "16 micro-batches" in texts
     start = Point(examples=1, recompute="nothing")
     texts = walked(walk(problem(), [start], lambda p, m: megatron_recipe()), came_to)
@@ -73,7 +73,7 @@ def test_micro_batches_grow_by_what_divides_their_number():
 
 def test_one_that_fits_as_the_batch_is_ends_the_walk():
     room = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, limit_bytes=100)
-    assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["one program"]
+    assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["whole batch"]
 
 
 def on_a_frontier(at_rest: float, each: dict[str, float]) -> list[str]:
@@ -92,7 +92,7 @@ def test_of_each_recomputation_the_largest_micro_batches_that_fit_are_found():
     """Without recomputation 16 examples fit, where products are kept 32, and everything else recomputed all 128."""
     tried = on_a_frontier(10, {"nothing": 5.0, "matmuls": 2.0, "input": 0.5})
     assert tried == [
-        "one program",  # 650 of 100: 16 examples at most
+        "whole batch",  # 650 of 100: 16 examples at most
         "8 micro-batches",  # 90
         "4 micro-batches, recompute matmuls",  # 74
         "recompute matmuls",  # 266: by the line through both, 64 examples need 138
@@ -105,7 +105,7 @@ def test_a_line_through_two_settings_ends_what_cannot_fit():
     """What stays needs more than there is: two settings of each recomputation say so."""
     tried = on_a_frontier(200, {"nothing": 5.0, "matmuls": 2.0, "input": 0.5})
     assert tried == [
-        "one program",
+        "whole batch",
         "16 micro-batches",
         "recompute matmuls",
         "8 micro-batches, recompute matmuls",
@@ -116,7 +116,7 @@ def test_a_line_through_two_settings_ends_what_cannot_fit():
 
 def test_a_recipe_that_is_refused_whatever_the_setting_is_left():
     assert walked(frontier(problem(), lambda p, m: megatron_recipe()), lambda text: None) == [
-        "one program",
+        "whole batch",
         "2 micro-batches",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Sequence
 
 from autopar.plan import summary
@@ -36,11 +37,14 @@ class WayRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRows:
-    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `advice`: what limits
-    the fastest, and what could be changed.
+    """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `hosts`: its devices,
+    `memory`: which part of theirs is available. `advice`: what limits the fastest, and what could be changed.
     """
 
     name: str
+    hosts: str
+    memory: str
+    num_parameters: int
     examples: int
     tokens: int
     ways: tuple[WayRow, ...]
@@ -50,7 +54,7 @@ class ClusterRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchData:
-    """The page. `names` are the parts of steps in the order of their colours."""
+    """The page, and the day of its making. `names` are the parts of steps in the order of their colours."""
 
     step: str
     clusters: tuple[ClusterRows, ...]
@@ -58,6 +62,7 @@ class BenchData:
     is_measured: bool
     inside: str
     between: str
+    made_on: str
 
 
 def bench_data(step: str, rows: Sequence[BenchRow]) -> BenchData:
@@ -71,18 +76,22 @@ def bench_data(step: str, rows: Sequence[BenchRow]) -> BenchData:
         is_measured=any(row.measured_s is not None for row in rows),
         inside=INSIDE,
         between=BETWEEN,
+        made_on=datetime.date.today().isoformat(),
     )
 
 
 def _cluster(rows: Sequence[BenchRow]) -> ClusterRows:
-    longest_s = max((row.step_time_s or 0.0 for row in rows), default=0.0)
+    longest_s, best = max((row.step_time_s or 0.0 for row in rows), default=0.0), rows[0].record
     return ClusterRows(
         name=rows[0].cluster,
+        hosts="" if best is None else summary.devices_text(best.cluster),
+        memory="" if best is None else summary.memory_text(best),
+        num_parameters=0 if best is None else summary.num_parameters(best),
         examples=rows[0].examples,
         tokens=rows[0].tokens,
         ways=tuple(_way(row, rows[0], longest_s) for row in rows if row.fits),
         others=tuple((f"{r.name}, {r.setting}" if r.setting else r.name, r.why_none) for r in rows if not r.fits),
-        advice=() if rows[0].record is None else (limits(rows[0].record), *advice_and_notes(rows[0].record)),
+        advice=() if best is None else (limits(best), *advice_and_notes(best)),
     )
 
 

@@ -16,7 +16,7 @@ from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
 from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.timeline_data import TimelineData, timeline_data
-from autopar.plan.schema import MeasuredRecord, ModuleRow, PlanRecord
+from autopar.plan.schema import MeasuredRecord, ModuleRow, PlanRecord, RejectionRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
 
 # The memory of a plan as its page shows it: who holds the peak, and how the bytes of a device change over the step.
@@ -294,6 +294,7 @@ class ReportData:
     costliest: tuple[CollectiveRow, ...]
     arguments: tuple[ArgumentRow, ...]
     memory: MemoryPanel
+    available: str
     timeline: TimelineData
     candidates: tuple[CandidateRow, ...]
     bars: tuple[CandidateRow, ...]
@@ -307,7 +308,7 @@ def report_data(record: PlanRecord) -> ReportData:
     candidates = candidate_rows(record)
     return ReportData(
         step=record.step,
-        where=_where(record),
+        where=summary.where(record.cluster),
         batch=batch_facts(record),
         num_parameters=summary.num_parameters(record),
         cluster=record.cluster.name,
@@ -333,6 +334,7 @@ def report_data(record: PlanRecord) -> ReportData:
         costliest=collective_rows.costliest(record),
         arguments=argument_rows(record),
         memory=memory_panel(record),
+        available=summary.memory_text(record),
         timeline=timeline_data(record),
         candidates=candidates,
         bars=fastest(candidates),
@@ -376,7 +378,8 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
     known: set[tuple[str, float | None]] = set()
     for lost in record.rejected:
         known.add((lost.text, lost.step_time_s))
-        rows.append(_candidate(lost.source, lost.text, (lost.step_time_s, lost.peak_bytes), lost.why, plan_s))
+        text = f"{lost.text}{_splits_of(record, lost)}"
+        rows.append(_candidate(lost.source, text, (lost.step_time_s, lost.peak_bytes), lost.why, plan_s))
     for trial in record.weighed:
         if (trial.text, trial.step_time_s) not in known and trial.step_time_s != plan_s:
             times = (trial.step_time_s, trial.peak_bytes)
@@ -384,18 +387,17 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
     return tuple(sorted(rows, key=_by_time))
 
 
+def _splits_of(record: PlanRecord, lost: RejectionRecord) -> str:
+    """What the mesh of a program that lost splits, where that was worked out: a mesh alone says nothing of it."""
+    found = [t for t in record.tried if t.axis_roles and not t.name and t.step_time_s == lost.step_time_s is not None]
+    return f": {summary.splits_text(found[0].axis_sizes, found[0].axis_roles)}" if found else ""
+
+
 def fastest(candidates: Sequence[CandidateRow]) -> tuple[CandidateRow, ...]:
     """The plan and the candidates next to it in time, as many as a chart holds."""
     timed = [row for row in candidates if row.step_time_s]
     others = sorted((row for row in timed if not row.is_plan), key=_by_time)[: BARS_SHOWN - 1]
     return tuple(sorted([*(row for row in timed if row.is_plan), *others], key=lambda row: row.step_time_s or 0.0))
-
-
-def _where(record: PlanRecord) -> str:
-    cluster = record.cluster
-    if cluster.num_hosts == 1:
-        return cluster.name
-    return f"{cluster.name}, {cluster.num_hosts:,} hosts of {cluster.devices_per_host}"
 
 
 def batch_facts(record: PlanRecord) -> BatchFacts:

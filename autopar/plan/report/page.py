@@ -37,6 +37,7 @@ _CATEGORIES = {
     "send": ("send", "communication"),
 }
 _OTHERS = ("other", "once a step")
+SHORTEST_S = 1e-6
 # What could end a script element, or a line of JavaScript, in JSON.
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -70,7 +71,7 @@ def _render(template: str, data: ReportData | CompareData | FitData | BenchData)
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "s": text_of_s,
+        "s": time_text,
         "b": text_of_bytes,
         "flop": text_of_flops,
         "pct": text_of_part,
@@ -85,6 +86,11 @@ def _render(template: str, data: ReportData | CompareData | FitData | BenchData)
     }
     fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
     return environment.get_template(template).render(fields)
+
+
+def time_text(seconds: float) -> str:
+    """`3.2 ms`; less than a microsecond, which no prediction resolves, is `< 1 us`."""
+    return "< 1 us" if 0 < seconds < SHORTEST_S else text_of_s(seconds)
 
 
 def hue(stage: int, groups: int) -> int:
