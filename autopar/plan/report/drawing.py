@@ -12,7 +12,7 @@ from autopar.plan import summary
 from autopar.plan.plan_timeline import LINK, timeline_of
 from autopar.plan.schema import PlanRecord
 
-INSIDE, BETWEEN = "inside a host", "between hosts"
+INSIDE, BETWEEN = "in one host", "across hosts"
 BETWEEN_STAGES = "what stages send each other"
 # Clusters with more devices are drawn by host.
 MOST_DEVICES_DRAWN = 2048
