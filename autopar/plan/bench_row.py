@@ -19,7 +19,6 @@ _PART_OF = {
     "matrix products below the peak rate": "arithmetic",
     "computation below the peak rate": "arithmetic",
     "operations bound by memory": "memory",
-    summary.NEW_MEMORY: "memory",
     summary.HOST_COPIES: "memory",
     "exposed collectives": "collectives",
 }

@@ -8,9 +8,7 @@ from autopar.runtime.simulation.simulator import Simulation
 
 
 def timeline_of(simulation: Simulation, program: Program) -> Timeline:
-    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3. What the step waits for
-    memory stands at its end.
-    """
+    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3."""
     pipeline = program.pipeline
     links: dict[tuple[int, int], int] = {}
     events: list[TraceEvent] = []
@@ -27,12 +25,6 @@ def timeline_of(simulation: Simulation, program: Program) -> Timeline:
             name = f"send {instruction.micro_batch}" if source.repeats else "send"
             sent = sum(t.nbytes for t in transfers)
             events.append(TraceEvent(LINKS, row, name, "send", start_s, end_s, 0, sent))
-    if simulation.waiting_s:
-        end_s = simulation.step_time_s
-        for mesh in range(len(simulation.busy_s)):
-            events.append(
-                TraceEvent(DEVICES, mesh, "memory for results", "memory", end_s - simulation.waiting_s, end_s)
-            )
     return Timeline(
         rows=tuple(f"mesh {mesh}" for mesh in range(len(simulation.busy_s))),
         links=tuple(f"mesh {a} to mesh {b}" for a, b in links),

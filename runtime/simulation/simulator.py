@@ -24,7 +24,7 @@ class Simulation:
 
     Attributes:
         starts_s, ends_s: Of each instruction of the program; of a Free the moment at which the last memory is back.
-        step_time_s: Until the last run and the last Send have ended, and `waiting_s` more, for memory.
+        step_time_s: Until the last run and the last Send have ended.
         busy_s: For each mesh the time in which it ran tasks; `repeating_busy_s` those of micro-batches alone.
         repeating_span_s: For each mesh from its first to its last task of a micro-batch.
         peak_bytes: For each mesh on one of its devices: arguments, buffers and what tasks need while they run.
@@ -45,14 +45,13 @@ class Simulation:
     peak_in_flight: tuple[int, ...]
     bytes_over_time: tuple[Steps, ...]
     in_flight_over_time: tuple[Steps, ...]
-    waiting_s: float = 0.0
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the step, without `waiting_s`, in which a mesh idles, mean over the meshes."""
+        """Part of the step in which a mesh idles, mean over the meshes."""
         if not self.step_time_s:
             return 0.0
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * (self.step_time_s - self.waiting_s))
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_time_s)
 
     @property
     def repeating_bubble_fraction(self) -> float:
