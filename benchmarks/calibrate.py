@@ -35,9 +35,9 @@ ROWS_PER_CONSTANT = 2
 
 # Kind of device (as in `CLUSTERS`) -> the constants that are fitted, by their names in `DeviceKind`.
 CONSTANTS: dict[str, tuple[str, ...]] = {
-    "A100": ("dtype_efficiency.float16",),
+    "A100": ("flops_efficiency.float16",),
     "H100": ("sustained_share",),
-    "H100 of 500 W": ("sustained_share", "dtype_efficiency.float8"),
+    "H100 of 500 W": ("sustained_share", "flops_efficiency.float8"),
     "TPU": ("sustained_share",),
     "V100": ("convolution_share",),
     "A100 in TF32": ("convolution_share",),
@@ -80,7 +80,7 @@ def constants_of(row: Row, names: Sequence[str]) -> dict[str, float]:
     for name in names:
         field, _, entry = name.partition(".")
         value = getattr(device, field)
-        values[name] = dict(value).get(entry, device.flops_efficiency) if entry else value
+        values[name] = device.flops_share(entry) if entry else value
     return values
 
 
@@ -89,7 +89,7 @@ def evaluated(row: Row, names: Sequence[str], *, short: bool) -> Evaluation:
     before_s = predicted(row, short=short, constants=base).step_time_s
     slopes = {}
     for name, value in base.items():
-        if name == "dtype_efficiency.float8" and not row.float8:
+        if name == "flops_efficiency.float8" and not row.float8:
             slopes[name] = 0.0
             continue
         after_s = predicted(row, short=short, constants=base | {name: value * (1 + STEP)}).step_time_s

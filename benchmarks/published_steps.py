@@ -130,7 +130,7 @@ def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.C
 
 
 def with_constants(device: DeviceKind, constants: dict[str, float]) -> DeviceKind:
-    """Fields of the device by name; "dtype_efficiency.float8" is one entry of such a table."""
+    """Fields of the device by name; "flops_efficiency.float8" is one entry of such a table."""
     for name, value in constants.items():
         field, _, entry = name.partition(".")
         device = dataclasses.replace(

@@ -50,7 +50,7 @@ def library_of(device: DeviceKind) -> Kernel:
     """The kernels that a device kind has."""
     if device.platform is Platform.TPU:
         return Kernel.TPU_FLASH
-    return Kernel.CUDNN if device.has_cudnn_attention else Kernel.BLOCKS
+    return Kernel.BLOCKS if device.attention_shares is None else Kernel.CUDNN
 
 
 def library_on(device: Any) -> Kernel:

@@ -33,7 +33,6 @@ from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.product_rate import main_dtype
 from autopar.cost.roofline import flops_of
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
-from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
@@ -211,7 +210,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
     `sends`: of each stage, its collectives (`sends_of_stages`).
     """
     simulation, devices = staged.simulation, 0
-    compute_s = product_s = collective_s = hidden_s = allocation = host_s = copied_bytes = 0.0
+    compute_s = product_s = collective_s = hidden_s = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
     for planned, times in zip(staged.stages, sends, strict=True):
@@ -231,12 +230,9 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
     in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
     for joined in staged.joined:
         hidden_s += staged.submeshes[staged.staged.tasks[joined.parts[0][0]].stage].mesh.num_devices * joined.hidden_s
-    costs = zip(staged.staged.tasks, staged.hidden_s, staged.task_bytes, strict=True)
-    for number, (task, seconds, nbytes) in enumerate(costs):
+    for number, (task, seconds) in enumerate(zip(staged.staged.tasks, staged.hidden_s, strict=True)):
         runs = (staged.graph.num_microbatches if task.kind.repeats else 1) - in_joined[number]
-        n, device = staged.submeshes[task.stage].mesh.num_devices, staged.stages[task.stage].model.device
-        hidden_s += n * runs * seconds
-        allocation += n * host_cpu.page_fault_s(device, nbytes, runs)
+        hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
     kinds = dict(zip(staged.submeshes, (planned.model.device for planned in staged.stages), strict=True))
     devices, dtype = sum(s.mesh.num_devices for s in kinds), main_dtype(staged.graph)
     step_s = simulation.step_time_s
@@ -246,7 +242,6 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         compute_time_s=compute_s / devices,
         collective_time_s=collective_s / devices,
         hidden_time_s=hidden_s / devices,
-        allocation_time_s=allocation / devices + simulation.waiting_s,
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops.done,
         recomputed_flops=flops.recomputed,
@@ -269,15 +264,13 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
     compute_s = sum(seconds_of.values())
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
-    allocation = host_cpu.page_fault_s(model.device, estimate.temporary_bytes)
-    step_s, flops = ran.end_s + allocation, flops_in(graph)
+    step_s, flops = ran.end_s, flops_in(graph)
     peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
     prediction = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
         collective_time_s=sum(row.time_s for row in collectives),
         hidden_time_s=ran.hidden_s,
-        allocation_time_s=allocation,
         peak_bytes=(estimate.peak_bytes,),
         flops=flops.done,
         recomputed_flops=flops.recomputed,
@@ -290,7 +283,7 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
         host_time_s=host.time_s,
         product_time_s=_product_s(lowered, seconds_of),
     )
-    return prediction, timeline_of(ran, allocation)
+    return prediction, timeline_of(ran)
 
 
 def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:

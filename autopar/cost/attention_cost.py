@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
 from autopar.attention.work import (
-    block_bytes,
     flops,
     in_steps,
     order_of,
@@ -40,17 +39,17 @@ def attention_s(
         width = op.eqn.invars[0].aval.shape[inner_dim(op.eqn.params["form"])]
         rate = device.attention_flops_per_s(dtype, width, backward=op.eqn.params["gradients"] is not None)
     traffic = moved_bytes + row_bytes(op.eqn, kernel) / strategy.split
-    seconds = device.memory_s(traffic, traffic)
+    seconds = device.memory_s(traffic)
     if kernel.writes_scores:
         scores = score_traffic_bytes(op.eqn, ring) / strategy.split
-        seconds += device.memory_s(scores, block_bytes(op.eqn, strategy.split))
+        seconds += device.memory_s(scores)
     order = order_of(op.eqn, ring)
     steps = order.steps + 1
     arithmetic_s = flops(op.eqn, kernel, ring) / strategy.split / rate + steps * device.fill_s(dtype)
     joining_s = 0.0
     if in_steps(op.eqn, kernel, ring):
         joined = step_traffic_bytes(op.eqn) / strategy.split
-        joining_s = order.steps * (device.memory_s(joined, joined) + device.launch_overhead_s)
+        joining_s = order.steps * (device.memory_s(joined) + device.launch_overhead_s)
         if order.balanced:
-            joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes, moved_bytes)
+            joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes)
     return max(arithmetic_s, seconds) + joining_s + steps * device.launch_overhead_s

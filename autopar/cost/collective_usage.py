@@ -92,7 +92,7 @@ def use_of_step(
         axes=step.axes,
         sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
         count=move.count,
-        time_s=(links.time_s(kind, result_bytes, step.axes) + links.copied_s(step, nbytes)) * move.count,
+        time_s=links.time_s(kind, result_bytes, step.axes) * move.count,
         module=move.module,
         value=value.name or f"{value.dtype}{list(value.shape)}",
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -20,7 +18,6 @@ from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
     OrderCopy,
     Work,
-    copies_are_fused,
     flops_of,
     is_fusible,
     launches_of,
@@ -28,13 +25,10 @@ from autopar.cost.roofline import (
     rounding,
     time_s,
     times_s,
-    transposed,
-    transposing_s,
 )
 from autopar.cost.stream_simulator import Overlap, overlap_of
 from autopar.cost.stream_work import KeptWork
-from autopar.cost.xla_program import EXPENSIVE, Compiler, compiler_for
-from autopar.hardware import host_cpu
+from autopar.cost.xla_program import Compiler, compiler_for
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.kinds import SECTOR_BYTES, Platform
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost
@@ -77,22 +71,15 @@ class CostModel:
         return op.order_cost if op.order_cost is not None and self.compiler.keeps_product_order else OrderCost()
 
 
-# Cheap elementwise results are computed again for so many readers.
-_MOST_READERS = 2
-# What is sent is copied with another dimension last as if its rows were so long: paths know no shapes.
-_ROW_BYTES = 2048.0
-
-
 def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
     """The costs of a logical mesh laid over a cluster."""
     platform = cluster.device.platform
     return CostModel(
-        device=host_cpu.in_one_program(cluster.device, mesh.num_devices),
+        device=cluster.device,
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
             scatters_by_all_reduce=sum(n > 1 for n in cluster.torus) == 3,
-            transposing_s_per_byte=cluster.device.transposing_s(1.0, _ROW_BYTES),
             joint=cluster.joint_links(mesh.axis_sizes),
         ),
         compiler=dataclasses.replace(
@@ -106,11 +93,11 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     """Seconds of one run of what cuts, adds up or joins micro-batches, whose result lies in a layout: reads and writes
     of memory, but for sums that products add up themselves.
     """
-    if op.primitive == SUMMED_PRODUCT and model.device.platform is not Platform.CPU:
+    if op.primitive == SUMMED_PRODUCT:
         return 0.0
     passes = 3 if op.kind is OpKind.ACCUMULATE else 2 * graph.num_microbatches
     nbytes = graph.values[op.outputs[0]].nbytes / layout.shards(model.links.mesh)
-    return model.device.memory_s(passes * nbytes, nbytes)
+    return model.device.memory_s(passes * nbytes)
 
 
 class NodeCosts:
@@ -127,7 +114,6 @@ class NodeCosts:
         self._known: dict[tuple, tuple[tuple[Strategy, ...], np.ndarray]] = {}
         self._works: dict[tuple, Work] = {}
         self._seconds: dict[tuple, tuple[Strategy | None, float]] = {}
-        self._copies: dict[int, tuple[tuple[int, float], ...]] = {}
         self._alone: dict[tuple[int, int], float] = {}  # without sends, of the strategies in `_known`
         self._shared: dict[tuple[int, int], float] = {}  # of one run, by the works in `_works`
         self._counted: dict[int, tuple[tuple[Strategy, ...], _Counts]] = {}
@@ -205,7 +191,7 @@ class NodeCosts:
             if not self.model.compiler.products_absorb:
                 cut = (work.operand_bytes[i] / parts[i] for i in along.operands if i != pieces.operand)
                 copied_bytes += 2.0 * sum(cut)
-        return op.count * (seconds + self.model.device.memory_s(copied_bytes, result_bytes))
+        return op.count * (seconds + self.model.device.memory_s(copied_bytes))
 
     def _shape(self, atom: Atom) -> tuple[int, ...]:
         return self.graph.values[atom].split_shape if isinstance(atom, int) else atom.shape
@@ -217,9 +203,7 @@ class NodeCosts:
         return self._works[key]
 
     def _work_key(self, op: Op) -> tuple:
-        return (
-            op.key, self._copied(op), op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op)
-        )  # fmt: skip
+        return (op.key, op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op))
 
     def _new_work(self, op: Op) -> Work:
         rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
@@ -237,23 +221,20 @@ class NodeCosts:
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             multiplies=op.primitive in MATRIX_PRODUCTS,
-            is_product=op.primitive == "dot_general",
             is_convolution=op.primitive == "conv_general_dilated",
             kernel_bytes=None if kernel_bytes is None else kernel_bytes + order.more_bytes,
             order_copy=self._order_copy(op, order),
             small_kernels=small_kernels,
             launches=launches_of(op),
-            transposed=tuple((i, self._row_bytes(op.inputs[i]), times) for i, times in self._copied(op)),
         )
 
     def _kernels(self, op: Op) -> tuple[float | None, int]:
         """(what an operation adds to the traffic of kernels of which it is a part, None of one that is priced by
         itself; how many kernels end with it, where its own is not counted anyhow)
         """
-        platform = self.model.device.platform
         if op.kernel_bytes is not None:
-            return op.kernel_bytes, 1 if op.kernel_bytes and platform is not Platform.CPU else 0
-        if platform is not Platform.GPU:
+            return op.kernel_bytes, 1 if op.kernel_bytes else 0
+        if self.model.device.platform is not Platform.GPU:
             return None, 0
         traffic = self._traffic.get(op.id, NO_TRAFFIC)
         is_known = self.model.device.least_kernel_s is not None
@@ -278,53 +259,11 @@ class NodeCosts:
 
     @functools.cached_property
     def _summed(self) -> frozenset[int]:
-        if self.model.device.platform is Platform.CPU:
-            return frozenset()
         summing = (op for op in self.graph.block.ops if op.primitive == SUMMED_PRODUCT)
         return frozenset(a for op in summing for a in op.inputs if isinstance(a, int))
 
-    def _copied(self, op: Op) -> tuple[tuple[int, float], ...]:
-        """The operands that are copied with another dimension last, and how many times its size each copy reads."""
-        if not self.model.device.transposing:
-            return ()
-        if op.id not in self._copies:
-            found = transposed(op.eqn)
-            fused = copies_are_fused(op.eqn)
-            self._copies[op.id] = tuple((i, self._read_by_copy(op.inputs[i]) if fused else 1.0) for i in found)
-        return self._copies[op.id]
-
-    def _read_by_copy(self, atom: Atom) -> float:
-        """How many times a value's own bytes a copy of it reads: elementwise operations that lead to it are computed
-        on the way, from what XLA has written to memory (also what many read, or several if it is expensive).
-        """
-        read, seen, stack = 0.0, {atom}, [atom]
-        while stack:
-            value = stack.pop()
-            maker = self._makers.get(value)
-            most_readers = 1 if maker is not None and maker.primitive in EXPENSIVE else _MOST_READERS
-            written = value != atom and self._readers[value] > most_readers
-            if maker is None or written or not is_fusible(maker.primitive):
-                read += min(1.0, self._nbytes(value) / max(1, self._nbytes(atom)))
-                continue
-            for operand in maker.inputs:
-                if isinstance(operand, int) and operand not in seen:
-                    seen.add(operand)
-                    stack.append(operand)
-        return max(read, 1.0)
-
-    @functools.cached_property
-    def _makers(self) -> dict[Atom, Op]:
-        return {v: op for op in self.graph.ops() if op.kind is OpKind.EQUATION for v in op.outputs}
-
-    @functools.cached_property
-    def _readers(self) -> Counter[Atom]:
-        return Counter(a for op in self.graph.ops() for a in {a for a in op.inputs if isinstance(a, int)})
-
     def _nbytes(self, atom: Atom) -> int:
         return self.graph.values[atom].nbytes if isinstance(atom, int) else 0
-
-    def _row_bytes(self, atom: Atom) -> int:
-        return self._nbytes(atom) * self._shape(atom)[-1] // max(1, math.prod(self._shape(atom)))
 
     def _strategy_s(self, op: Op, strategy: Strategy) -> float:
         """Seconds of one run, without what the operation sends itself."""
@@ -343,8 +282,6 @@ class NodeCosts:
             seconds = np.array([one_s(op, s, n) for s, n in zip(strategies, moved_bytes.tolist(), strict=True)])
         else:
             seconds = times_s(work, counts.split, counts.operands, counts.results, device)
-        if work.transposed and device.transposing:
-            seconds += [self._transposing_s(work, strategy) for strategy in strategies]
         return seconds
 
     def _with_sends_s(self, op: Op, strategies: tuple[Strategy, ...], alone_s: np.ndarray) -> np.ndarray:
@@ -370,12 +307,6 @@ class NodeCosts:
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
         return local_s(op, strategy, moved_bytes, self.model.device)
-
-    def _transposing_s(self, work: Work, strategy: Strategy) -> float:
-        mesh = self.model.links.mesh
-        parts = tuple(layout.shards(mesh) for layout in strategy.operands)
-        row_parts = tuple(mesh.size(layout.dims[-1]) if layout.dims else 1 for layout in strategy.operands)
-        return transposing_s(work, parts, row_parts, self.model.device)
 
     def _with_own_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
         mesh, links = self.model.links.mesh, self.model.links

@@ -121,8 +121,8 @@ def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: C
     return instruction.op.count * copied_s(graph, instruction.op, layout, model)
 
 
-def timeline_of(ran: Ran, allocation_s: float) -> Timeline:
-    """A step as a timeline; at its end the time that it waits for memory. Neighbours of one name are one event."""
+def timeline_of(ran: Ran) -> Timeline:
+    """A step as a timeline. Neighbours of one name are one event."""
     shown: dict[Stream, list[Shown]] = {Stream.COMPUTE: [], Stream.SEND: []}
     for event in ran.events():
         row = shown[event.stream]
@@ -132,8 +132,6 @@ def timeline_of(ran: Ran, allocation_s: float) -> Timeline:
         else:
             row.append(_shown(event, event.start_s))
     events = shown[Stream.COMPUTE] + shown[Stream.SEND]
-    if allocation_s:
-        events.append(Shown(DEVICES, 0, "memory for temporary values", "memory", ran.end_s, ran.end_s + allocation_s))
     return Timeline(rows=("every device",), links=("collectives",), events=tuple(events))
 
 

@@ -1,15 +1,12 @@
 """Time of operations on one device: a roofline of arithmetic and memory traffic.
 
 Time = launch + max(operations / rate + fill, bytes / memory's rate), of one shard. Small products run at a part of the
-rate that large ones reach: filling and draining the matrix units takes its time, whatever is between. On CPU the
-operands of a product are packed before its arithmetic, which few rows do not make up for: + operands / packing's rate;
-and what does not lie as its kernels want it is copied first, so that another dimension is the last (`transposed`).
+rate that large ones reach: filling and draining the matrix units takes its time, whatever is between.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +16,6 @@ import numpy as np
 from autopar.attention import ring
 from autopar.attention.work import flops as attention_flops
 from autopar.hardware.cluster import DeviceKind
-from autopar.hardware.kinds import Platform
 from autopar.ir.graph import FactorKind, Op
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, is_inexact, multiplications
 from autopar.kernels import cudnn
@@ -69,7 +65,7 @@ class OrderCopy:
     def times_s(self, parts: np.ndarray, device: DeviceKind) -> np.ndarray:
         """Of one shard of so many, under each of many strategies."""
         moved = (self.read_bytes + self.written_bytes) / parts
-        moving_s = device.memory_times_s(moved, moved) if self.in_tiles else moved / device.peak_memory_bytes_per_s
+        moving_s = device.memory_s(moved) if self.in_tiles else moved / device.peak_memory_bytes_per_s
         return moving_s + device.small_kernel_s
 
 
@@ -78,12 +74,10 @@ class Work:
     """What an operation does in all, before it is split: arithmetic, bytes of each operand and each result.
 
     `multiplies`: a matrix product of any sort or a convolution, whose kernels take longer to start than others.
-    `is_product`: one whose operands are packed where devices do that. `is_convolution`: it reaches another rate.
-    `transposed`: the operands that are copied with another dimension last, where that takes its time; for each the
-    bytes of a row, and how many times its size the copy reads, for what is computed on the way. `kernel_bytes`: what
-    the operation adds to the traffic of the kernels that it is in; None of one that is priced by itself. `order_copy`:
-    what a product's result is copied to before anything reads it. `small_kernels`: how many kernels end with the
-    operation, beside its own of one that is priced by itself. `launches`: kernels of its own that follow one another.
+    `is_convolution`: it reaches another rate. `kernel_bytes`: what the operation adds to the traffic of the kernels
+    that it is in; None of one that is priced by itself. `order_copy`: what a product's result is copied to before
+    anything reads it. `small_kernels`: how many kernels end with the operation, beside its own of one that is priced by
+    itself. `launches`: kernels of its own that follow one another.
     """
 
     flops: float
@@ -92,9 +86,7 @@ class Work:
     result_bytes: tuple[int, ...]
     fusible: bool
     multiplies: bool = False
-    is_product: bool = False
     is_convolution: bool = False
-    transposed: tuple[tuple[int, int, float], ...] = ()
     kernel_bytes: float | None = None
     order_copy: OrderCopy | None = None
     small_kernels: int = 0
@@ -145,7 +137,7 @@ def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind) 
     dtype = next((str(v.aval.dtype) for v in op.eqn.invars if is_inexact(v.aval.dtype)), "float32")
     traffic = moved_bytes if work.nbytes is None else work.nbytes / strategy.split
     arithmetic_s = work.flops / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
-    return max(arithmetic_s, device.memory_s(traffic, traffic)) + device.launch_overhead_s
+    return max(arithmetic_s, device.memory_s(traffic)) + device.launch_overhead_s
 
 
 def times_s(
@@ -161,64 +153,24 @@ def times_s(
     operands = [n / parts for n, parts in zip(work.operand_bytes, operand_parts, strict=True)]
     results = [n / parts for n, parts in zip(work.result_bytes, result_parts, strict=True)]
     none = np.zeros(len(split))
-    read, written, largest = sum(operands, none), sum(results, none), functools.reduce(np.maximum, operands, none)
-    largest = functools.reduce(np.maximum, results, largest)
+    read, written = sum(operands, none), sum(results, none)
     small_s = work.small_kernels * device.small_kernel_s
-    if work.kernel_bytes is not None and device.platform is not Platform.CPU:
+    if work.kernel_bytes is not None:
         # A part of kernels of several operations: its arithmetic, and what it adds to their traffic.
         moved = work.kernel_bytes / split
-        return work.flops / split / device.flops_per_s("float32") + device.memory_times_s(moved, moved) + small_s
+        return work.flops / split / device.flops_per_s("float32") + device.memory_s(moved) + small_s
     if work.fusible:
-        return device.memory_times_s(FUSED_TRAFFIC_SHARE * written, largest) + small_s
+        return device.memory_s(FUSED_TRAFFIC_SHARE * written) + small_s
     rate = device.flops_per_s(work.dtype) * (device.convolution_share if work.is_convolution else 1.0)
     arithmetic_s = work.flops / split / rate + device.fill_s(work.dtype)
-    if work.is_product and device.packing_bytes_per_s is not None:
-        arithmetic_s += read / device.packing_bytes_per_s
     launch_s = device.launch_overhead_s if work.multiplies else device.small_kernel_s
-    if work.launches and device.platform is not Platform.CPU:
+    if work.launches:
         arithmetic_s += work.launches / split * device.launch_overhead_s
     copied_s = work.order_copy.times_s(result_parts[0], device) if work.order_copy is not None else 0.0
-    return np.maximum(arithmetic_s, device.memory_times_s(read + written, largest)) + launch_s + small_s + copied_s
+    return np.maximum(arithmetic_s, device.memory_s(read + written)) + launch_s + small_s + copied_s
 
 
 def time_s(work: Work, split: int, shard_counts: tuple[tuple[int, ...], tuple[int, ...]], device: DeviceKind) -> float:
     """`times_s` of one strategy. `shard_counts`: into how many parts each operand and each result is split."""
     operand_parts, result_parts = ([np.array([parts], np.float64) for parts in counts] for counts in shard_counts)
     return float(times_s(work, np.array([split], np.float64), operand_parts, result_parts, device)[0])
-
-
-def transposing_s(work: Work, parts: tuple[int, ...], row_parts: tuple[int, ...], device: DeviceKind) -> float:
-    """Seconds of copies that an operation wants of its operands, which are split into so many parts, and their rows."""
-    return sum(
-        device.transposing_s(times * work.operand_bytes[i] / parts[i], row / row_parts[i])
-        for i, row, times in work.transposed
-    )
-
-
-def transposed(eqn: Any) -> tuple[int, ...]:
-    """The operands that XLA's CPU compiler copies so that another dimension is the last.
-
-    Its kernels for products of many matrices take the left ones row by row, as its convolutions take images with their
-    channels last and kernels with the outgoing channels last. A product of two matrices takes both either way. (Where
-    no copy is made the kernel reads against the rows, which takes about as long.)
-    """
-    if eqn.primitive.name == "dot_general":
-        (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        wide = [d for d in range(len(shape)) if shape[d] > 1 and d not in batch]
-        return (0,) if batch and wide and wide[-1] not in summed and any(d in summed for d in wide) else ()
-    if eqn.primitive.name == "conv_general_dilated":
-        numbers, last = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape) - 1
-        return tuple(i for i, d in ((0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[0])) if d != last)
-    return ()
-
-
-def copies_are_fused(eqn: Any) -> bool:
-    """Whether such copies are operations of their own, into which XLA fuses what makes the operand: those that bring
-    images and kernels, and products that sum over several dimensions or have several rows, to the form kernels take.
-    """
-    if eqn.primitive.name != "dot_general":
-        return True
-    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-    rest = len(eqn.invars[0].aval.shape) - len(summed) - len(batch)
-    return len(summed) > 1 or rest > 1 or tuple(batch) != tuple(range(len(batch)))

@@ -20,21 +20,17 @@ from autopar.errors import InvalidArgumentError
 from autopar.hardware import discovery
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link
 from autopar.hardware.discovery import LocalDevices
-from autopar.hardware.fit import LinkFit, RateFit, Timing, fit_link, fit_products, fit_proportion, fit_rate
+from autopar.hardware.fit import LinkFit, RateFit, Timing, fit_link, fit_rate
 from autopar.hardware.kinds import DeviceKind, Platform
 from autopar.hardware.measurement import FitQuality, MeasuredOn, Measurement
-from autopar.hardware.microbenchmarks import Clock, DeviceClock
-from autopar.hardware.timed_runs import (
-    CallRun,
+from autopar.hardware.microbenchmarks import (
+    Clock,
     CollectiveRun,
     ConvolutionRun,
-    FreshRun,
-    Kernel,
+    DeviceClock,
     MatmulRun,
-    RowsRun,
     Run,
     StreamRun,
-    TransposeRun,
 )
 
 # From the times of runs to the constants of devices and links, with the quality of the fit.
@@ -42,15 +38,11 @@ from autopar.hardware.timed_runs import (
 
 # A run whose first repetition takes longer is left out, with all larger ones of its sort.
 LONGEST_S = 0.25
-# What of the rate of new memory is left in a step, where clearing pages takes caches from others: steps of small models
-# beside the same ones by an allocator that keeps everything.
-FRESH_IN_A_STEP = 0.75
 
 
 def fitted(found: LocalDevices, on: MeasuredOn, times: dict[Run, float], conditions: str) -> Measurement:
     """The constants that give the times back best."""
     source = f"measured over {on.num_hosts} x {on.devices_per_host} devices, jax {on.jax_version}; {conditions}"
-    times = {run: _without_waiting(run, times) for run in times}
     fits: list[FitQuality] = []
     device = _device(found.device, on.platform, times, source, fits)
     inside, timings = _link(found.inside_host, "inside a host", _timings(times, False), source, fits)
@@ -120,12 +112,7 @@ def _device(
         table,
         launch_overhead_s=launch_s,
         float32_fill_s=fill_s,
-        memory_shares=_memory_shares(times, memory, fits),
-        fresh_bytes_per_s=_fresh_bytes_per_s(times, fits),
         convolution_share=_convolution_share(times, measured, launch_s, fill_s, fits),
-        call_s=_call_s(times, fits),
-        packing_bytes_per_s=rates["float32"].packing_bytes_per_s,
-        transposing=_transposing(times, fits),
         source=f"{table.source}; {source}",
     )
     if platform == Platform.CPU:
@@ -133,16 +120,14 @@ def _device(
         return dataclasses.replace(
             device,
             peak_flops=tuple((untimed | measured).items()),
-            flops_efficiency=1.0,
             peak_memory_bytes_per_s=memory.rate_per_s,
-            memory_efficiency=1.0,
             source=f"{source}: rates as reached, not peaks",
         )
-    efficiency = tuple((dtype, rate / table.peak_flops_per_s(dtype)) for dtype, rate in measured.items())
+    shares = {dtype: rate / table.peak_flops_per_s(dtype) for dtype, rate in measured.items()}
+    of_others = shares.get("bfloat16", shares["float32"])
     return dataclasses.replace(
         device,
-        dtype_efficiency=efficiency,
-        flops_efficiency=dict(efficiency).get("bfloat16", dict(efficiency)["float32"]),
+        flops_efficiency=tuple((dict.fromkeys((dtype for dtype, _ in table.peak_flops), of_others) | shares).items()),
         memory_efficiency=memory.rate_per_s / table.peak_memory_bytes_per_s,
         sustained_share=1.0,  # samples of products last until power limits the card
     )
@@ -150,7 +135,7 @@ def _device(
 
 def _memory(times: dict[Run, float], has_products: bool, fits: list[FitQuality]) -> RateFit:
     """The rate of memory-bound kernels. Raises: InvalidArgumentError where too little was timed for a device."""
-    streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun | RowsRun)]
+    streamed = [(run.moved_bytes, seconds) for run, seconds in times.items() if isinstance(run, StreamRun)]
     if not has_products or len(streamed) < 2:
         raise InvalidArgumentError(
             where="Cluster.measure",
@@ -163,65 +148,15 @@ def _memory(times: dict[Run, float], has_products: bool, fits: list[FitQuality])
     return memory
 
 
-def _memory_shares(times: dict[Run, float], memory: RateFit, fits: list[FitQuality]) -> tuple[tuple[float, float], ...]:
-    """(Bytes of an array, share of the rate of memory that is reached over arrays of that size), ascending."""
-    rates = sorted(
-        # At least half of what was timed is moving memory, as in `_without_waiting`.
-        (float(run.array_bytes), run.moved_bytes / max(s - memory.overhead_s, s / 2))
-        for run, s in times.items()
-        if isinstance(run, RowsRun)
-    )
-    if rates:
-        fits.append(_as_timed("memory by array", [(rate, f"arrays of {text_of_bytes(n)}") for n, rate in rates]))
-    return tuple((nbytes, rate / memory.rate_per_s) for nbytes, rate in rates)
-
-
-def _fresh_bytes_per_s(times: dict[Run, float], fits: list[FitQuality]) -> float | None:
-    """The rate at which a step has memory that is new in every run; None where that was not timed."""
-    fresh = [(float(run.nbytes), seconds) for run, seconds in times.items() if isinstance(run, FreshRun)]
-    if not fresh:
-        return None
-    fit = fit_proportion(fresh)  # of pages, one like the other
-    fits.append(_rate_quality("fresh memory", fit, len(fresh), "B"))
-    return FRESH_IN_A_STEP * fit.rate_per_s
-
-
-def _call_s(times: dict[Run, float], fits: list[FitQuality]) -> float:
-    """Seconds of the call of a pipeline's task; zero where that was not timed."""
-    call_s = next((seconds for run, seconds in times.items() if isinstance(run, CallRun)), 0.0)
-    if call_s:
-        text = f"{text_of_s(call_s)} each"
-        fits.append(FitQuality(what="calls of tasks", constants=text, points=1, median_error=0.0, worst="as timed"))
-    return call_s
-
-
-def _transposing(times: dict[Run, float], fits: list[FitQuality]) -> tuple[tuple[float, float], ...]:
-    """(Bytes of a row, seconds for each byte of an array whose rows become columns), ascending."""
-    timed = sorted((run.row_bytes, s / run.copied_bytes) for run, s in times.items() if isinstance(run, TransposeRun))
-    if timed:
-        rows = [(1.0 / s_per_byte, f"rows of {text_of_bytes(row)}") for row, s_per_byte in timed]
-        fits.append(_as_timed("transposing", rows))
-    return tuple(timed)
-
-
 def _products(times: dict[Run, float], fits: list[FitQuality]) -> dict[str, RateFit]:
-    """Rates of matrix products by dtype. How fast operands are packed follows from float32 products of few rows."""
+    """Rates of matrix products by dtype."""
     rates: dict[str, RateFit] = {}
-    packing_bytes_per_s: float | None = None
     products = {run: seconds for run, seconds in times.items() if isinstance(run, MatmulRun)}
     for dtype in dict.fromkeys(["float32", *(run.dtype for run in products)]):
-        timed = [(run, seconds) for run, seconds in products.items() if run.dtype == dtype]
-        if len(timed) < 2:
-            continue
-        packs = packing_bytes_per_s is not None or any(run.rows is not None for run, _ in timed)
-        if packs:
-            points = [(run.flops, run.operand_bytes, seconds) for run, seconds in timed]
-            fit = fit_products(points, packing_bytes_per_s=packing_bytes_per_s)
-            packing_bytes_per_s = fit.packing_bytes_per_s
-        else:
-            fit = fit_rate([(run.flops, seconds) for run, seconds in timed])
-        rates[dtype] = fit
-        fits.append(_rate_quality(f"{dtype} products", fit, len(timed), "flop"))
+        timed = [(run.flops, seconds) for run, seconds in products.items() if run.dtype == dtype]
+        if len(timed) > 1:
+            rates[dtype] = fit_rate(timed)
+            fits.append(_rate_quality(f"{dtype} products", rates[dtype], len(timed), "flop"))
     return rates
 
 
@@ -239,7 +174,7 @@ def _convolution_share(
     for run, seconds in times.items():
         if isinstance(run, ConvolutionRun) and run.dtype in flops_per_s:
             overhead_s = launch_s + (float32_fill_s if run.dtype == "float32" else 0.0)
-            # At least half of what was timed is arithmetic, as in `_without_waiting`.
+            # At least half of what was timed is arithmetic.
             shares[run] = run.flops / max(seconds - overhead_s, seconds / 2) / flops_per_s[run.dtype]
     if not shares:
         return 1.0
@@ -258,46 +193,23 @@ def _convolution_share(
     return share
 
 
-def _without_waiting(run: Run, times: dict[Run, float]) -> float:
-    """Seconds of a run itself: where devices keep in step, the smallest all-reduce among them is taken away."""
-    if not isinstance(run, Kernel) or run.in_step == 1:
-        return times[run]
-    waits = [
-        (other.result_bytes, seconds)
-        for other, seconds in times.items()
-        if isinstance(other, CollectiveRun)
-        and (other.kind, other.n, other.between_hosts) == (CollectiveKind.ALL_REDUCE, run.in_step, False)
-    ]
-    waiting_s = min(waits)[1] if waits else 0.0
-    # Half of a time that is nothing but waiting is left: some of it was computing.
-    return max(times[run] - waiting_s, times[run] / 2)
-
-
 def _launch_and_fill(fit: RateFit, times: dict[Run, float]) -> tuple[float, float]:
     """Of a float32 product: what the smallest takes beyond its arithmetic, and what larger ones take beyond that."""
     smallest, seconds = min(
         ((r, s) for r, s in times.items() if isinstance(r, MatmulRun) and r.dtype == "float32"),
         key=lambda timed: timed[0].flops,
     )
-    packing_s = 0.0 if fit.packing_bytes_per_s is None else smallest.operand_bytes / fit.packing_bytes_per_s
     overhead_s = fit.overhead_s / MatmulRun.PRODUCTS
-    least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s - packing_s) / MatmulRun.PRODUCTS
+    least_s = max(0.0, seconds - smallest.flops / fit.rate_per_s) / MatmulRun.PRODUCTS
     launch_s = min(overhead_s, least_s)
     return launch_s, overhead_s - launch_s
 
 
-def _as_timed(what: str, rates: Sequence[tuple[float, str]]) -> FitQuality:
-    """Of (bytes per second, in what): nothing is fitted, the times stand as they are."""
-    constants = ", ".join(f"{text_of_rate(rate, 'B')} in {where}" for rate, where in rates)
-    return FitQuality(what=what, constants=constants, points=len(rates), median_error=0.0, worst="as timed")
-
-
 def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality:
     (work, _), ratio = fit.worst
-    packing = [] if fit.packing_bytes_per_s is None else [f"packing {text_of_rate(fit.packing_bytes_per_s, 'B')}"]
     return FitQuality(
         what=what,
-        constants=", ".join([text_of_rate(fit.rate_per_s, unit), *packing, f"overhead {text_of_s(fit.overhead_s)}"]),
+        constants=f"{text_of_rate(fit.rate_per_s, unit)}, overhead {text_of_s(fit.overhead_s)}",
         points=points,
         median_error=fit.median_error,
         worst=f"{work:.3g} {unit}: {ratio:.2f} of its time",
@@ -307,34 +219,18 @@ def _rate_quality(what: str, fit: RateFit, points: int, unit: str) -> FitQuality
 # Seconds that a measurement takes at most, roughly, and samples of each run within them.
 BUDGET_S = 45.0
 ROUNDS = 7
-# Arrays that a task takes and hands on. Tasks of small models take and make 50 to 250, of which they send few; these
-# are all sent. An observation: what more micro-batches cost is told too low with few.
-HANDED = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays.
-
-    `few_rows`: (rows, width) of float32 products that are not square, where packing of operands may cost time.
-    `transposed_widths`: square matrices whose rows become columns, where that takes longer than another copy.
-    `convolutions`: (images, pixels of a side, channels) of `convolution_dtype`.
-    `handed_bytes`: of an array that tasks of a pipeline hand on, where being called takes time from other devices.
-    `in_step`: kernels are timed with the devices of a host in step, but for products of less than that width.
+    """What is timed: arrays in collectives (the whole one: gathered, or to be scattered), matrices, streamed arrays,
+    and `convolutions` (images, pixels of a side, channels) in bfloat16.
     """
 
     array_bytes: tuple[int, ...]
     widths: tuple[int, ...]
-    other_widths: tuple[int, ...]
-    few_rows: tuple[tuple[int, int], ...] = ()
-    stream_bytes: tuple[int, ...] = ()
-    row_bytes: tuple[int, ...] = ()
-    transposed_widths: tuple[int, ...] = ()
-    fresh_bytes: tuple[int, ...] = ()
+    stream_bytes: tuple[int, ...]
     convolutions: tuple[tuple[int, int, int], ...] = ()
-    convolution_dtype: str = "float32"
-    handed_bytes: int | None = None
-    in_step: int | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -342,35 +238,13 @@ class Sizes:
 # product on both is all overhead. Of arrays in collectives those between tiny and a megabyte are left out on CPU:
 # outside of its caches a byte takes longer, and large arrays are where the time of a step goes.
 CPU_SIZES = Sizes(
-    array_bytes=(1 << 12, 1 << 20, 1 << 22),
-    widths=(16, 128, 256, 512),
-    other_widths=(128, 256),
-    few_rows=((16, 256), (16, 512), (16, 1024), (64, 512), (64, 1024)),
-    row_bytes=(1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24),
-    transposed_widths=(256, 512, 1024),
-    fresh_bytes=(36 << 20, 48 << 20),
-    convolutions=((4, 8, 128), (4, 16, 64), (4, 32, 32)),
-    handed_bytes=1 << 16,
-    in_step=128,
-)
-# One that has the host to itself, or shares it with another, gets larger parts of a step.
-ROOMY_CPU_SIZES = dataclasses.replace(
-    CPU_SIZES,
-    widths=(16, 256, 512, 1024),
-    other_widths=(256, 512),
-    few_rows=((16, 512), (64, 512), (16, 1024), (64, 1024)),
-    row_bytes=(1 << 20, 1 << 22, 1 << 24, 1 << 26),
-    fresh_bytes=(72 << 20, 96 << 20),
-    convolutions=((16, 8, 128), (16, 16, 64), (16, 32, 32)),
-    transposed_widths=(256, 512, 1024, 2048),
+    array_bytes=(1 << 12, 1 << 20, 1 << 22), widths=(16, 128, 256, 512), stream_bytes=(1 << 20, 1 << 22, 1 << 24)
 )
 ACCELERATOR_SIZES = Sizes(
     array_bytes=(1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
     widths=(64, 512, 1024, 2048, 4096, 8192),
-    other_widths=(64, 512, 1024, 2048, 4096, 8192),
     stream_bytes=(1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30),
     convolutions=((32, 16, 512), (32, 32, 256), (32, 64, 128)),
-    convolution_dtype="bfloat16",
 )
 
 
@@ -394,7 +268,7 @@ def measure(
     devices, found = discovery.chosen(num_devices)
     make = clock or (lambda given, found: DeviceClock(given, found.num_hosts))
     on = discovery.measured_on(devices, found)
-    sizes = sizes or _sizes(on)
+    sizes = sizes or (CPU_SIZES if on.platform == Platform.CPU else ACCELERATOR_SIZES)
     begun, load = time.perf_counter(), os.getloadavg()[0]
     progress = Progress(f"autopar measures {len(devices)} x {found.device.name}", show=show_progress)
     times = median_times(make(devices, found), runs(found, sizes), rounds, budget_s, progress)
@@ -405,38 +279,16 @@ def measure(
     return fitted(found, on, times, conditions)
 
 
-def _sizes(on: MeasuredOn) -> Sizes:
-    if on.platform != "cpu":
-        return ACCELERATOR_SIZES
-    return CPU_SIZES if on.devices_per_host > 2 else ROOMY_CPU_SIZES
-
-
 def runs(found: LocalDevices, sizes: Sizes) -> list[list[Run]]:
     """Everything to be timed, in series of growing size."""
-    in_step = 1 if sizes.in_step is None else found.devices_per_host
-
-    def matmul(dtype: str, width: int, rows: int | None = None) -> MatmulRun:
-        alone = width < (sizes.in_step or 0)
-        return MatmulRun(dtype=dtype, width=width, rows=rows, in_step=1 if alone else in_step)
-
-    series: list[list[Run]] = [
-        [matmul(dtype, w) for w in (sizes.widths if dtype == "float32" else sizes.other_widths)]
-        for dtype in sizes.dtypes
-    ]
-    for rows in dict.fromkeys(rows for rows, _ in sizes.few_rows):
-        series.append([matmul("float32", w, r) for r, w in sizes.few_rows if r == rows])
+    series: list[list[Run]] = [[MatmulRun(dtype=dtype, width=w) for w in sizes.widths] for dtype in sizes.dtypes]
     series.append([StreamRun(array_bytes=n) for n in sizes.stream_bytes])
-    series.append([RowsRun(array_bytes=n, in_step=in_step) for n in sizes.row_bytes])
-    series.append([TransposeRun(width=w, in_step=in_step) for w in sizes.transposed_widths])
     series.append(
         [
-            ConvolutionRun(images=n, side=side, channels=channels, dtype=sizes.convolution_dtype, in_step=in_step)
+            ConvolutionRun(images=n, side=side, channels=channels, dtype="bfloat16")
             for n, side, channels in sizes.convolutions
         ]
     )
-    series.append([FreshRun(nbytes=n) for n in sizes.fresh_bytes])
-    if sizes.handed_bytes is not None and found.num_hosts == 1 and found.devices_per_host > 1:
-        series.append([CallRun(arrays=HANDED, array_bytes=sizes.handed_bytes)])
     for between, most in ((False, found.devices_per_host), (True, found.num_hosts)):
         for n in group_sizes(most):
             series += [[_collective(kind, size, n, between) for size in sizes.array_bytes] for kind in PLANNED_KINDS]
@@ -463,7 +315,7 @@ def median_times(
     for number, growing in enumerate(series):
         with progress.pass_(f"{number + 1}/{len(series)} {_name(growing[0])}"):
             for run in growing:
-                if clock.prepare(run) > LONGEST_S and not isinstance(run, FreshRun):  # large steps wait for theirs
+                if clock.prepare(run) > LONGEST_S:
                     break
                 ready.append(run)
     samples: dict[Run, list[float]] = {run: [] for run in ready}
@@ -480,15 +332,9 @@ def _name(run: Run) -> str:
     match run:
         case MatmulRun():
             return f"{run.dtype} products"
-        case StreamRun() | RowsRun():
+        case StreamRun():
             return "memory"
-        case TransposeRun():
-            return "transposing"
         case ConvolutionRun():
             return "convolutions"
-        case FreshRun():
-            return "fresh memory"
-        case CallRun():
-            return "calls of tasks"
         case CollectiveRun():
             return f"{run.kind.value} over {run.n} {'hosts' if run.between_hosts else 'devices'}"

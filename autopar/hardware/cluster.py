@@ -19,7 +19,7 @@ from autopar.hardware.measurement import FitQuality, Measurement
 
 __all__ = ["Cluster", "DeviceKind", "Fabric", "Link"]
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +342,9 @@ class Cluster:
                 hint="make one with Cluster.save, or on the command line: autopar measure --save cluster.json",
             ) from error
         try:
+            version = decoded(data, _Version, f"a cluster in format version {_FORMAT_VERSION}").format_version
+            if version != _FORMAT_VERSION:
+                raise _unreadable(path, f"format version {version}")
             stored = decoded(data, _Stored, f"a cluster in format version {_FORMAT_VERSION}")
         except JsonFaultError as error:
             fault = error.fault
@@ -353,8 +356,6 @@ class Cluster:
                 got=fault.got,
                 hint="mend the file there, or make it anew with Cluster.save",
             ) from error
-        if stored.format_version != _FORMAT_VERSION:
-            raise _unreadable(path, f"format version {stored.format_version}")
         return stored.cluster
 
     @classmethod
@@ -370,6 +371,11 @@ class Cluster:
             between_hosts=inside,
             axis_override=tuple(links),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    format_version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

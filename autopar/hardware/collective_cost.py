@@ -3,8 +3,7 @@
 Time = fixed overhead + steps * latency (alpha) + bytes sent * seconds per byte (1 / beta). The bytes are those of ring
 algorithms, which are the least that any algorithm can send for large arrays (Chan et al., "Collective communication:
 theory, practice and experience", 2007); the steps depend on what joins the devices (`Fabric`). Where more was measured
-of a switched link, it stands in `SwitchDetail`; threads that share a memory may have a rate for each kind, as some
-kinds copy an array more often than others. All but permutes are affine in the bytes.
+of a switched link, it stands in `SwitchDetail`. All but permutes are affine in the bytes.
 
 Not modelled: contention between collectives that run at the same time, and the way from the protocols for small
 messages to those for large ones: measured times of 4 to 64 MB are up to 1.5 times what an affine function says.
@@ -105,8 +104,8 @@ class Link:
         fabric: What kind of network it is.
         rings: On a torus, the number of physical axes that the mesh axis spans; else 1.
         detail: On a switched fabric, what more is known of it.
-        kind_bytes_per_s: (kind, rate) where a kind has another rate than `bytes_per_s`: in shared memory where that was
-            measured apart, and of devices on several hosts, where an all-to-all sends more between hosts than a ring.
+        kind_bytes_per_s: (kind, rate) where a kind has another rate than `bytes_per_s`: of devices on several hosts,
+            where an all-to-all sends more between hosts than a ring.
         devices_per_card: Between hosts, how many devices share a network card: one device alone sends at so many times
             `bytes_per_s`.
         is_asynchronous: Whether collectives run beside computing where the compiler takes them apart. False for systems
@@ -131,7 +130,7 @@ class Link:
         if self.kind_bytes_per_s and self.fabric is Fabric.TORUS:
             raise InvalidArgumentError(
                 where=f"Link(source={self.source!r}).kind_bytes_per_s",
-                expected="rates of single kinds in shared memory, or on a switched fabric",
+                expected="rates of single kinds on another fabric than a torus",
                 got=f"{len(self.kind_bytes_per_s)} on {self.fabric.value}",
                 hint="leave kind_bytes_per_s out: the wires that each kind's bytes cross on a torus are known",
             )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
-from autopar.hardware import host_cpu, presets
+from autopar.hardware import presets
 from autopar.hardware.collective_cost import Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, MeasuredOn, Measurement, saved_for
@@ -67,7 +67,6 @@ def as_measured(found: LocalDevices, measurement: Measurement) -> LocalDevices:
             measurement.device,
             memory_bytes=found.device.memory_bytes,
             host_link_bytes_per_s=found.device.host_link_bytes_per_s,
-            host_link_source=found.device.host_link_source,
         ),
         inside_host=measurement.inside_host,
         between_hosts=measurement.between_hosts,
@@ -133,11 +132,11 @@ def describe(devices: Sequence[Any]) -> LocalDevices:
         cores = os.cpu_count() or 1
         return LocalDevices(
             name=f"local-cpu-{len(devices)}",
-            device=host_cpu.cpu_device(num_devices=devices_per_host, cores=cores, host_bytes=_host_memory_bytes()),
+            device=presets.cpu_device(num_devices=devices_per_host, cores=cores, host_bytes=_host_memory_bytes()),
             num_hosts=num_hosts,
             devices_per_host=devices_per_host,
-            inside_host=host_cpu.cpu_link(devices_per_host),
-            between_hosts=host_cpu.cpu_process_link(devices_per_host),
+            inside_host=presets.cpu_link(devices_per_host),
+            between_hosts=presets.cpu_process_link(devices_per_host),
         )
     kind = _kind(devices[0])
     wire = presets.TPU_ICI.get(kind.name)

@@ -1,15 +1,14 @@
 """Constants of links and of devices from timings: least absolute relative error, by linear programs.
 
 The time of a collective is a sum of constants, each times something known (`time_s`): overhead, steps times
-latency, bytes times seconds per byte. So is overhead + work / rate, and that of products that pack operands. With
-the error of a timing as |predicted/measured - 1| the constants of least total error, all zero or more, are a linear
-program. Least absolute errors leave outliers alone, where least squares would follow them, and a program has one
-optimum to find, without a starting point.
+latency, bytes times seconds per byte. So is overhead + work / rate. With the error of a timing as
+|predicted/measured - 1| the constants of least total error, all zero or more, are a linear program. Least absolute
+errors leave outliers alone, where least squares would follow them, and a program has one optimum to find, without a
+starting point.
 
 What a switched link has beyond that (`SwitchDetail`) is added constant by constant, each only if it makes the error
-clearly smaller; so are a rate for each kind of collective in shared memory, and the rate of packing. Where a collective
-takes the faster of two ways, the number of devices from which it takes the other is tried out: the time is a sum again
-once the way is known. The constants of permutes are tried out, from each timing.
+clearly smaller. Where a collective takes the faster of two ways, the number of devices from which it takes the other is
+tried out: the time is a sum again once the way is known. The constants of permutes are tried out, from each timing.
 
 Not done: no error bars, and no check that the timings are of an idle machine.
 """
@@ -27,7 +26,6 @@ from scipy.optimize import linprog
 from autopar.common.units import text_of_bytes
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import (
-    PLANNED_KINDS,
     CollectiveKind,
     Fabric,
     Link,
@@ -90,14 +88,12 @@ class RateFit:
         rate_per_s: Work in a second: flops or bytes.
         median_error: Median of |predicted / measured - 1|.
         worst: The (work, seconds) furthest off, by factor, and its predicted / measured.
-        packing_bytes_per_s: Of matrix products, + bytes of operands / this; None: no such time shows.
     """
 
     overhead_s: float
     rate_per_s: float
     median_error: float
     worst: tuple[tuple[float, float], float]
-    packing_bytes_per_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +137,6 @@ def fit_link(timings: Iterable[Timing], *, fabric: Fabric, source: str) -> LinkF
                 if other is not None and _error(other, fitted) < least:
                     form, link, least = tried, other, _error(other, fitted)
         link = _with_pairs(link, permutes) if others else link
-    if fabric is Fabric.SHARED_MEMORY:
-        link = _with_kinds(link, given)
     predicted = _predicted(link, given)
     median, worst, ratio = _quality(predicted, _seconds(given))
     return LinkFit(link=link, median_error=median, worst=(given[worst], ratio))
@@ -154,76 +148,18 @@ def fit_rate(points: Iterable[tuple[float, float]]) -> RateFit:
     Raises:
         InvalidArgumentError: Fewer than two amounts of work; a point of no time; or times that do not grow with work.
     """
-    work, seconds = _usable_points("fit_rate", points)
-    return _rate("fit_rate", work, seconds, np.zeros_like(work), None)
-
-
-def fit_proportion(points: Iterable[tuple[float, float]]) -> RateFit:
-    """The rate alone whose time is nearest to (work, seconds) points, where no work takes no time.
-
-    Raises:
-        InvalidArgumentError: No point; one of no work or of no time.
-    """
-    given = [(float(work), float(seconds)) for work, seconds in points]
-    if not given or any(not (work > 0 and seconds > 0) for work, seconds in given):
-        raise _unusable("fit_proportion", "work that took time", repr(given))
-    work, seconds = np.array(given).T
-    (s_per_unit,) = _least_relative(work[:, None], seconds)
-    median, worst, ratio = _quality(work * s_per_unit, seconds)
-    return RateFit(overhead_s=0.0, rate_per_s=1.0 / s_per_unit, median_error=median, worst=(given[worst], ratio))
-
-
-def fit_products(points: Iterable[tuple[float, float, float]], *, packing_bytes_per_s: float | None = None) -> RateFit:
-    """Overhead, arithmetic and packing of matrix products nearest to (flops, bytes of operands, seconds) points.
-
-    Packing is told from arithmetic by products of different shapes, square ones and such of few rows. It is left out
-    where it does not make the error clearly smaller. With `packing_bytes_per_s`, known from another dtype, only the
-    other two are fitted.
-
-    Raises:
-        InvalidArgumentError: As `fit_rate`.
-    """
-    given = list(points)
-    flops, seconds = _usable_points("fit_products", [(flops, seconds) for flops, _, seconds in given])
-    nbytes = np.array([nbytes for _, nbytes, _ in given])
-    if packing_bytes_per_s is not None:
-        return _rate("fit_products", flops, seconds, nbytes / packing_bytes_per_s, packing_bytes_per_s)
-    columns = np.stack([np.ones_like(flops), flops, nbytes], axis=1)
-    plain, packed = _least_relative(columns[:, :2], seconds), _least_relative(columns, seconds)
-    error, least = (
-        float(np.abs(columns[:, : len(constants)] @ constants / seconds - 1.0).sum()) for constants in (plain, packed)
-    )
-    worthwhile = least < (1.0 - _WORTH) * error - _ROUNDING * len(given)
-    if not (worthwhile and packed[1] > 0 and packed[2] > 0):
-        return _rate("fit_products", flops, seconds, np.zeros_like(flops), None)
-    return _rate("fit_products", flops, seconds, nbytes * packed[2], 1.0 / packed[2])
-
-
-def _usable_points(where: str, points: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
-    """Work and seconds of the points, from which a rate can follow."""
     given = [(float(work), float(seconds)) for work, seconds in points]
     for point in given:
         if not (point[0] >= 0 and point[1] > 0):
-            raise _unusable(where, "work of zero or more that took time", repr(point))
+            raise _unusable("fit_rate", "work of zero or more that took time", repr(point))
     if len({work for work, _ in given}) < 2:
-        raise _unusable(where, "two different amounts of work or more", f"{len(given)} points")
+        raise _unusable("fit_rate", "two different amounts of work or more", f"{len(given)} points")
     work, seconds = np.array(given).T
-    return work, seconds
-
-
-def _rate(where: str, work: Array, seconds: Array, packing_s: Array, packing_bytes_per_s: float | None) -> RateFit:
-    """Overhead and rate beside a known time of packing at each point."""
-    overhead_s, s_per_unit = _least_relative(np.stack([np.ones_like(work), work], axis=1), seconds, packing_s)
+    overhead_s, s_per_unit = _least_relative(np.stack([np.ones_like(work), work], axis=1), seconds)
     if not s_per_unit > 0:
-        raise _unusable(where, "times that grow with the work", f"none up to {float(np.max(work)):.3g}")
-    median, worst, ratio = _quality(overhead_s + work * s_per_unit + packing_s, seconds)
-    return RateFit(
-        overhead_s=overhead_s,
-        rate_per_s=1.0 / s_per_unit,
-        median_error=median,
-        worst=((float(work[worst]), float(seconds[worst])), ratio),
-        packing_bytes_per_s=packing_bytes_per_s,
-    )
+        raise _unusable("fit_rate", "times that grow with the work", f"none up to {float(np.max(work)):.3g}")
+    median, worst, ratio = _quality(overhead_s + work * s_per_unit, seconds)
+    return RateFit(overhead_s=overhead_s, rate_per_s=1.0 / s_per_unit, median_error=median, worst=(given[worst], ratio))
 
 
 def _keeping(form: _Form, timings: Sequence[Timing]) -> Iterator[_Form]:
@@ -311,30 +247,6 @@ def _with_pairs(link: Link, permutes: Sequence[Timing]) -> Link:
     return best
 
 
-def _with_kinds(link: Link, timings: Sequence[Timing]) -> Link:
-    """The link with a rate for each kind of collective, if that brings it clearly nearer to the timings."""
-    kinds = [kind for kind in PLANNED_KINDS if any(t.kind is kind for t in timings)]
-    if len(kinds) < 2:
-        return link
-
-    def unit_times(kind: CollectiveKind, size: Array, n: Array) -> Array:
-        sent = [wire_bytes(kind, size, n, link.fabric) * (kind is other) for other in kinds]
-        return np.stack((np.ones_like(size), steps(kind, n, link.fabric), *sent), axis=1)
-
-    columns = _of_each_kind(timings, unit_times)
-    overhead_s, latency_s, *s_per_byte = _least_relative(columns, _seconds(timings))
-    if min(s_per_byte) <= 0:
-        return link
-    apart = dataclasses.replace(
-        link,
-        overhead_s=overhead_s,
-        latency_s=latency_s,
-        kind_bytes_per_s=tuple((kind, 1.0 / s) for kind, s in zip(kinds, s_per_byte, strict=True)),
-    )
-    worthwhile = _error(apart, timings) < (1.0 - _WORTH) * _error(link, timings) - _ROUNDING * len(timings)
-    return apart if worthwhile else link
-
-
 def _error(link: Link, timings: Sequence[Timing]) -> float:
     return float(np.abs(_predicted(link, timings) / _seconds(timings) - 1.0).sum())
 
@@ -354,8 +266,8 @@ def _of_each_kind(timings: Sequence[Timing], of: Callable[[CollectiveKind, Array
     return np.concatenate([of(kind, sizes[at], devices[at]) for kind, at in places])[order]
 
 
-def _least_relative(columns: Array, seconds: Array, known_s: Array | None = None) -> list[float]:
-    """Constants x >= 0 of the least sum of |(columns @ x + known_s) / seconds - 1|.
+def _least_relative(columns: Array, seconds: Array) -> list[float]:
+    """Constants x >= 0 of the least sum of |columns @ x / seconds - 1|.
 
     As a linear program: one slack above and one below for each row, columns @ x / seconds + below - above = 1 less what
     is known, and their sum is least. Columns are scaled to a largest entry of one: bytes beside steps span fifteen
@@ -369,7 +281,7 @@ def _least_relative(columns: Array, seconds: Array, known_s: Array | None = None
     solved = linprog(
         c=np.concatenate([np.zeros(unknowns), np.ones(2 * count)]),
         A_eq=sparse.hstack([sparse.csr_array(rows[:, used] / scale), slack, -slack]),
-        b_eq=np.ones(count) if known_s is None else 1.0 - known_s / seconds,
+        b_eq=np.ones(count),
         bounds=(0, None),
         method="highs",
     )

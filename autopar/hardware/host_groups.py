@@ -86,11 +86,8 @@ def _kind_rates(lies: Spread, inside: Link, outside: Link, is_ring: bool) -> tup
         CollectiveKind.ALL_TO_ALL: (n - 1) / (n - together),
         CollectiveKind.COLLECTIVE_PERMUTE: float(min(outside.devices_per_card, together)) if is_ring else 1.0,
     }
-    apart = dict(inside.kind_bytes_per_s + outside.kind_bytes_per_s)
     return tuple(
-        (kind, min(inside.rate_of(kind), own.get(kind, together) * outside.rate_of(kind)))
-        for kind in PLANNED_KINDS
-        if kind in own or (kind in apart and outside.fabric is Fabric.SHARED_MEMORY)
+        (kind, min(inside.rate_of(kind), own[kind] * outside.rate_of(kind))) for kind in PLANNED_KINDS if kind in own
     )
 
 

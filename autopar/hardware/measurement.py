@@ -24,7 +24,7 @@ from autopar.hardware.collective_cost import Link, time_s
 from autopar.hardware.fit import Timing
 from autopar.hardware.kinds import DeviceKind
 
-_FORMAT_VERSION = 8
+_FORMAT_VERSION = 9
 # In a file: no line is broken.
 OWN_COLUMNS = 1000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from autopar.errors import InvalidArgumentError
@@ -35,37 +35,22 @@ def slowest_kind(kinds: Sequence[DeviceKind]) -> DeviceKind:
     if len(names) == 1 and len(set(kinds)) == 1:
         return slowest
     dtypes = tuple(dict.fromkeys(dtype for kind in kinds for dtype, _ in kind.peak_flops))
-    apart = tuple(dict.fromkeys(dtype for kind in kinds for dtype, _ in kind.dtype_efficiency))
+    apart = tuple(dict.fromkeys(dtype for kind in kinds for dtype, _ in kind.flops_efficiency))
     return dataclasses.replace(
         slowest,
         name=" and ".join(names),
         source="; ".join(dict.fromkeys(f"{kind.name}: {kind.source}" for kind in kinds)),
         peak_flops=tuple((dtype, min(kind.peak_flops_per_s(dtype) for kind in kinds)) for dtype in dtypes),
-        flops_efficiency=min(kind.flops_efficiency for kind in kinds),
-        dtype_efficiency=tuple(
-            (dtype, min(dict(kind.dtype_efficiency).get(dtype, kind.flops_efficiency) for kind in kinds))
-            for dtype in apart
-        ),
+        flops_efficiency=tuple((dtype, min(kind.flops_share(dtype) for kind in kinds)) for dtype in apart),
         sustained_share=min(kind.sustained_share for kind in kinds),
         convolution_share=min(kind.convolution_share for kind in kinds),
         attention_shares=_least_shares(kinds),
-        has_cudnn_attention=all(kind.has_cudnn_attention for kind in kinds),
         memory_bytes=min(kind.memory_bytes for kind in kinds),
         launch_overhead_s=max(kind.launch_overhead_s for kind in kinds),
         least_kernel_s=_slowest_kernel_s(kinds),
-        loop_turn_s=max(kind.loop_turn_s for kind in kinds),
         float32_fill_s=max(kind.float32_fill_s for kind in kinds),
-        call_s=max(kind.call_s for kind in kinds),
-        widens_bfloat16=any(kind.widens_bfloat16 for kind in kinds),
-        fresh_bytes_per_s=_least(kind.fresh_bytes_per_s for kind in kinds),
-        packing_bytes_per_s=_least(kind.packing_bytes_per_s for kind in kinds),
         host_link_bytes_per_s=_host_link(kinds),
     )
-
-
-def _least(rates: Iterable[float | None]) -> float | None:
-    """The lowest of the rates that are known; None, which costs no time, where none is."""
-    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _slowest_kernel_s(kinds: Sequence[DeviceKind]) -> float | None:
@@ -76,18 +61,23 @@ def _slowest_kernel_s(kinds: Sequence[DeviceKind]) -> float | None:
 
 def _host_link(kinds: Sequence[DeviceKind]) -> float | None:
     """Where one device cannot keep arrays in its host's memory, a program on all of them cannot."""
-    rates = [kind.host_link_bytes_per_s for kind in kinds]
-    return None if None in rates else _least(rates)
+    rates = [kind.host_link_bytes_per_s for kind in kinds if kind.host_link_bytes_per_s is not None]
+    return min(rates) if len(rates) == len(kinds) else None
 
 
-def _least_shares(kinds: Sequence[DeviceKind]) -> tuple[tuple[int, float, float], ...]:
-    """For each width of a head, the smallest shares that a kernel of attention reaches on one of the devices."""
-    widths = sorted({width for kind in kinds for width, _, _ in kind.attention_shares})
+def _least_shares(kinds: Sequence[DeviceKind]) -> tuple[tuple[int, float, float], ...] | None:
+    """For each width of a head, the smallest shares that a kernel of attention reaches on one of the devices; None
+    where one of them has no such kernel.
+    """
+    tables = [kind.attention_shares for kind in kinds if kind.attention_shares is not None]
+    if len(tables) < len(kinds):
+        return None
+    widths = sorted({width for table in tables for width, _, _ in table})
     rows = []
     for width in widths:
         reached = []
-        for kind in kinds:
-            above = [row for row in kind.attention_shares if row[0] >= width] or list(kind.attention_shares[-1:])
+        for table in tables:
+            above = [row for row in table if row[0] >= width] or list(table[-1:])
             reached += [above[0][1:]] if above else []
         rows.append((width, min(share for share, _ in reached), min(share for _, share in reached)))
     return tuple(rows)

@@ -1,4 +1,5 @@
-"""Published constants of accelerators and of the links between them, each with its unit and source.
+"""Published constants of accelerators and of the links between them, each with its unit and source; of CPU devices what
+was measured on one machine.
 
 Peak rates are the vendors' (dense, no sparsity). What programs reach of them is a separate factor, measured where a
 measurement was found. Rates per second, sizes in bytes, units of 1000.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.hardware.collective_cost import Fabric, Link, SwitchDetail
-from autopar.hardware.kinds import FULL_FLOAT32, DeviceKind
+from autopar.hardware.kinds import CPU_NAME, FULL_FLOAT32, DeviceKind
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
@@ -22,7 +23,8 @@ class _HostLink:
     source: str
 
     def of(self, device: DeviceKind) -> DeviceKind:
-        return dataclasses.replace(device, host_link_bytes_per_s=self.gb_per_s * _GIGA, host_link_source=self.source)
+        source = f"{device.source}; link to the host: {self.source}"
+        return dataclasses.replace(device, host_link_bytes_per_s=self.gb_per_s * _GIGA, source=source)
 
 
 # One device at a time, pinned memory: two GPUs that share a switch on their way to the host get less each.
@@ -89,19 +91,19 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
         memory_bytes=int(memory.gb * _GIGA),
         peak_memory_bytes_per_s=memory.gb_per_s * _GIGA,
         launch_overhead_s=products.launch_us * _MICRO,
-        flops_efficiency=products.single,
-        memory_efficiency=_GPU_MEMORY_EFFICIENCY,
-        dtype_efficiency=tuple(
-            (dtype, products.half)
-            for dtype in ("float16", "bfloat16", *(("float8", "int8") if peaks.eight_bit else ()))
-            if products is not _UNMEASURED
+        flops_efficiency=(
+            ("float32", products.single),
+            *(
+                (dtype, products.half)
+                for dtype in ("float16", "bfloat16", *(("float8", "int8") if peaks.eight_bit else ()))
+                if products is not _UNMEASURED
+            ),
         ),
+        memory_efficiency=_GPU_MEMORY_EFFICIENCY,
         float32_fill_s=products.fill_us * _MICRO,
+        least_kernel_s=None if products.small_kernel_us is None else products.small_kernel_us * _MICRO,
         source=source,
     )
-    if products.small_kernel_us is not None:
-        small_s, turn_s = products.small_kernel_us * _MICRO, _LOOP_TURN_US * _MICRO
-        device = dataclasses.replace(device, least_kernel_s=small_s, loop_turn_s=turn_s)
     return host.of(device)
 
 
@@ -126,7 +128,7 @@ def _tpu(
         memory_bytes=int(memory_gb * _GIGA),
         peak_memory_bytes_per_s=memory_gb_per_s * _GIGA,
         launch_overhead_s=_TPU_LAUNCH_US * _MICRO,
-        flops_efficiency=_TPU_EFFICIENCY,
+        flops_efficiency=(("float32", _TPU_EFFICIENCY),),
         memory_efficiency=_TPU_MEMORY_EFFICIENCY,
         attention_shares=tuple(
             (width, _TPU_EFFICIENCY * width / matrix_unit, _TPU_EFFICIENCY * width / matrix_unit)
@@ -154,8 +156,8 @@ _TPU_EFFICIENCY, _TPU_MEMORY_EFFICIENCY, _TPU_LAUNCH_US = 0.9, 0.75, 2.0
 # float32, each 375 products of 256 to 4096 a side): launch, shares and fill of least mean, median and 90th percentile
 # of the relative error of `autopar.cost.roofline.time_s`; some of its rows are in `tests/hardware`.
 # Other kernels as recorded on an H200 (programs of jax 0.11, as command buffers): the sum of two numbers takes 1.2 to
-# 1.3 us, 0.1 us pass between kernels; between turns of a loop 3.7 and 5.1 us (LSTM), 4.6 us (layers of a Llama).
-_SMALL_KERNEL_US, _LOOP_TURN_US = 1.35, 4.5
+# 1.3 us, 0.1 us pass between kernels.
+_SMALL_KERNEL_US = 1.35
 _H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5, small_kernel_us=_SMALL_KERNEL_US)
 _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1, small_kernel_us=_SMALL_KERNEL_US)
 
@@ -173,7 +175,7 @@ _AMPERE_ATTENTION = ((128, 0.73, 0.63),)
 
 
 def _with_cudnn(device: DeviceKind, shares: tuple[tuple[int, float, float], ...] = ()) -> DeviceKind:
-    return dataclasses.replace(device, has_cudnn_attention=True, attention_shares=shares)
+    return dataclasses.replace(device, attention_shares=shares)
 
 
 def _ampere(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str) -> DeviceKind:
@@ -395,3 +397,56 @@ GPU_LINKS: dict[str, tuple[Link, Link]] = {
     MI300X.name: (XGMI4, NDR400),
     MI355X.name: (XGMI5, NDR400),
 }
+
+# Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of
+# loops of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4, 8.
+_CPU_SOURCE = "measured on 2 cores of an AMD EPYC with 2, 4 and 8 virtual devices, jax 0.10.2"
+_CPU_FLOPS_PER_S_PER_CORE = 105e9
+_CPU_MEMORY_BYTES_PER_S_PER_HOST = 90e9
+_CPU_COLLECTIVE_BYTES_PER_S_PER_HOST = 10e9
+_CPU_LAUNCH_S = 4e-6
+# A collective waits for every thread: 1 kB takes 17, 41 and 116 us over 2 of 2, 4 of 4, 8 of 8 devices, 45 over 2 of 8.
+_CPU_WAIT_S_PER_DEVICE = 3e-6
+_CPU_WAIT_S_PER_STEP = 14e-6
+
+
+def cpu_device(*, num_devices: int, cores: int, host_bytes: int) -> DeviceKind:
+    """One of `num_devices` virtual devices of a host: its share of the cores and of the memory."""
+    single = _CPU_FLOPS_PER_S_PER_CORE * cores / num_devices
+    return DeviceKind(
+        name=CPU_NAME,
+        peak_flops=(("float32", single), ("float64", single / 2)),
+        flops_efficiency=(("float32", 1.0),),
+        memory_bytes=host_bytes // num_devices,
+        peak_memory_bytes_per_s=_CPU_MEMORY_BYTES_PER_S_PER_HOST / num_devices,
+        memory_efficiency=1.0,
+        launch_overhead_s=_CPU_LAUNCH_S,
+        # The device's memory is the host's: a copy reads it and writes it.
+        host_link_bytes_per_s=_CPU_MEMORY_BYTES_PER_S_PER_HOST / num_devices / 2,
+        source=f"{_CPU_SOURCE}: rates as reached, not peaks; float64 as half of float32 (half as many in a register)",
+    )
+
+
+def cpu_link(num_devices: int) -> Link:
+    """Between the `num_devices` virtual devices of one process."""
+    return Link(
+        overhead_s=_CPU_WAIT_S_PER_DEVICE * num_devices,
+        latency_s=_CPU_WAIT_S_PER_STEP,
+        bytes_per_s=_CPU_COLLECTIVE_BYTES_PER_S_PER_HOST / num_devices,
+        fabric=Fabric.SHARED_MEMORY,
+        source=_CPU_SOURCE,
+    )
+
+
+def cpu_process_link(num_devices: int) -> Link:
+    """Between processes of `num_devices` virtual devices each, by Gloo.
+
+    Measured with two processes on one machine, 2 busy cores: permute of 1 kB 98 us, of 8 MB 10.6 ms; all-reduce of 8 MB
+    15.7 ms. Between machines the network decides, which only a measurement can tell.
+    """
+    return Link(
+        latency_s=100e-6,
+        bytes_per_s=0.7e9 / num_devices,
+        fabric=Fabric.SHARED_MEMORY,
+        source="measured between 2 CPU processes on one machine, Gloo, jax 0.10.2",
+    )

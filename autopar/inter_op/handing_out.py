@@ -14,11 +14,6 @@ HAND_OUT_S = 1e-4
 SLICE_HOST_DEVICES = 4  # of one host of a TPU slice, which has a process of its own
 
 
-def hand_out_s(cluster: Cluster) -> float:
-    """Seconds for each run of a task, none where a measured `call_s` has them in every run."""
-    return 0.0 if cluster.device.call_s else HAND_OUT_S
-
-
 def process_devices(cluster: Cluster) -> int:
     """The devices that one process has: those of a host."""
     return min(SLICE_HOST_DEVICES, cluster.devices_per_host) if cluster.torus else cluster.devices_per_host
@@ -28,12 +23,12 @@ def handed_out_s(program: Program, groups: Mapping[int, Submesh], cluster: Clust
     """Seconds that a step takes at least because one process hands out one task after the other, on the process that
     has most of them. `groups`: the devices of each mesh of the program.
     """
-    each_s, devices = hand_out_s(cluster), process_devices(cluster)
+    devices = process_devices(cluster)
     runs: collections.Counter[int] = collections.Counter()
-    for instruction in program.instructions if each_s else ():
+    for instruction in program.instructions:
         if parts := runs_of(instruction):
             runs.update(_processes(groups[program.pipeline.tasks[parts[0][0]].mesh], devices))
-    return each_s * max(runs.values(), default=0)
+    return HAND_OUT_S * max(runs.values(), default=0)
 
 
 def _processes(group: Submesh, devices: int) -> Iterable[int]:
@@ -47,4 +42,4 @@ def least_handed_out_s(cluster: Cluster, num_stages: int, num_microbatches: int,
     """
     runs = num_stages * num_microbatches * (2 if has_backward else 1)
     num_processes = -(-cluster.num_devices // process_devices(cluster))
-    return hand_out_s(cluster) * runs / min(num_processes, num_stages)
+    return HAND_OUT_S * runs / min(num_processes, num_stages)

@@ -16,7 +16,6 @@ from autopar.cost.memory_program import task_program
 from autopar.cost.overlap import timed_together
 from autopar.cost.stream_work import Ran
 from autopar.errors import PlanMismatchError
-from autopar.hardware import host_cpu
 from autopar.inter_op.staged import JoinedTask, StagedStep, with_waits
 from autopar.lowering.instructions import Key
 from autopar.plan.options import WORTHWHILE
@@ -121,9 +120,13 @@ def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
     planned = staged.stages[tasks[0].stage]
     model, ran = planned.model, timed_chain(staged, chain)
     memory = peak_memory.estimate(joined_memory(staged, chain)[0], model.compiler)
-    nbytes = memory.temporary_bytes
-    seconds = ran.end_s + host_cpu.page_fault_s(model.device, nbytes, 1) + model.device.call_s
-    return JoinedTask(parts=chain, seconds=seconds, hidden_s=ran.hidden_s, nbytes=nbytes, lost_bytes=memory.lost_bytes)
+    return JoinedTask(
+        parts=chain,
+        seconds=ran.end_s,
+        hidden_s=ran.hidden_s,
+        nbytes=memory.temporary_bytes,
+        lost_bytes=memory.lost_bytes,
+    )
 
 
 def timed_chain(staged: StagedStep, chain: Sequence[Node]) -> Ran:

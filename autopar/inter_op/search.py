@@ -291,11 +291,9 @@ class _Search:
     ) -> bool:
         """Whether several stages may be faster than one. Where the whole batch is asked for as one micro-batch they
         wait for one another; then one is built first, and is enough if it fits and sends little (`least_in_turn_s`).
-        On devices that share processors none waits in vain, for the others run faster then.
         """
         request, cluster = self.context.request, self.context.cluster
-        are_alike = not cluster.parts and cluster.device.shared_by == 1
-        in_turn = request.num_microbatches == 1 and request.admits_one_program and are_alike
+        in_turn = request.num_microbatches == 1 and request.admits_one_program and not cluster.parts
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
         smaller = [size for size in posed.sizes(cuts[1], True)[WHOLE] if size < cluster.num_devices] if in_turn else []
         if not smaller or wants_others:

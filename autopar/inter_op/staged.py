@@ -12,7 +12,6 @@ from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
-from autopar.hardware import host_cpu
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.handing_out import handed_out_s
@@ -372,33 +371,16 @@ def with_waits(
     submeshes: Sequence[Submesh],
     cluster: Cluster,
 ) -> Simulation:
-    """A simulation whose step also waits for memory, and until all its tasks are handed out."""
-    waiting_s = pipeline_page_fault_s(simulation, program, planned)
+    """A simulation whose step also waits until all its tasks are handed out."""
     groups = {p.lowered.mesh_index: at for p, at in zip(planned, submeshes, strict=True)}
-    step_time_s = max(simulation.step_time_s + waiting_s, handed_out_s(program, groups, cluster))
-    return dataclasses.replace(simulation, step_time_s=step_time_s, waiting_s=waiting_s)
-
-
-def pipeline_page_fault_s(simulation: Simulation, program: Program, planned: Sequence[PlannedStage]) -> float:
-    """Seconds in which a step waits for memory that the previous step returned: for values that devices hold between
-    tasks, beside their state (`host_cpu.held_page_fault_s`), on the mesh that waits longest. Memory that a task needs
-    while it runs is counted with the task.
-    """
-    meshes = {p.lowered.mesh_index: p.model for p in planned}
-    waits = []
-    for mesh, model in meshes.items():
-        block_bytes = sum(nbytes for holder, nbytes in simulation.at_peak[mesh] if holder < 0)
-        buffers = (program.pipeline.buffers[b] for b in program.pipeline.inputs)
-        given_bytes = sum(buffer.nbytes for buffer in buffers if buffer.mesh == mesh)
-        held_bytes = simulation.peak_bytes[mesh] - given_bytes - block_bytes
-        waits.append(host_cpu.held_page_fault_s(model.device, held_bytes, block_bytes))
-    return max(waits, default=0.0)
+    step_time_s = max(simulation.step_time_s, handed_out_s(program, groups, cluster))
+    return dataclasses.replace(simulation, step_time_s=step_time_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
-    """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies, page
-    faults, the call), `hidden_s` of communication that overlaps with computation, `waits_s` of what does not, and bytes
+    """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies),
+    `hidden_s` of communication that overlaps with computation, `waits_s` of what does not, and bytes
     beside its buffers, `lost_bytes` of them between its values.
     """
 
@@ -431,18 +413,16 @@ class TaskCosts:
 
 
 def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskCost:
-    graph, device = planned.stage.graph, planned.model.device
+    graph = planned.stage.graph
     ran = timed_task(planned, task)
     runs = graph.num_microbatches if task.kind.repeats else 1
     memory = task_memory(graph, task.instructions, task.inputs, task.outputs, planned.model)
-    nbytes = memory.temporary_bytes
-    seconds = (ran.end_s + host_cpu.page_fault_s(device, nbytes, runs)) / runs + device.call_s
     waits_s = max(0.0, ran.end_s - ran.compute_s)
     return TaskCost(
-        seconds=seconds,
+        seconds=ran.end_s / runs,
         hidden_s=ran.hidden_s / runs,
         waits_s=waits_s / runs,
-        nbytes=nbytes,
+        nbytes=memory.temporary_bytes,
         lost_bytes=memory.lost_bytes,
     )
 

@@ -13,7 +13,6 @@ from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
 from autopar.cost.stream_work import Ran
 from autopar.cost.xla_program import Compiler
-from autopar.hardware import host_cpu
 from autopar.ir.graph import ALL, OpGraph, Role, values_of
 from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
@@ -148,7 +147,7 @@ def with_memory(graph: OpGraph, model: CostModel, found: TimedSharding) -> tuple
         estimate=memory.estimate,
         ran=ran,
         compute_s=seconds,
-        step_time_s=ran.end_s + host_cpu.page_fault_s(model.device, memory.estimate.temporary_bytes),
+        step_time_s=ran.end_s,
         shared_out_s=_shared_out_s(graph, seconds, found),
     )
     return candidate, memory

@@ -19,7 +19,6 @@ _PART_OF = {
     "matrix products below the peak rate": "arithmetic",
     "computation below the peak rate": "arithmetic",
     summary.MEMORY_BOUND: "memory",
-    summary.NEW_MEMORY: "memory",
     summary.HOST_COPIES: "memory",
     summary.COLLECTIVES: "collectives",
 }

@@ -37,7 +37,6 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
         f"step {text_of_s(predicted.step_time_s)} predicted: compute {text_of_s(predicted.compute_time_s)}, "
         f"collectives {text_of_s(predicted.collective_time_s)}"
         + (f", {text_of_s(predicted.hidden_time_s)} of it hidden" if predicted.hidden_time_s else "")
-        + (f", new memory {text_of_s(predicted.allocation_time_s)}" if predicted.allocation_time_s else "")
         + "; "
         + (f"bubble {predicted.bubble_fraction:.1%}; " if record.pipeline is not None else "")
         + f"{flops_text(predicted)}; "

@@ -10,7 +10,7 @@ from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
 from autopar.plan.memory_use import MemoryUse
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
@@ -99,8 +99,8 @@ class Predicted:
 
     `peak_bytes`: per device, one number for each group of devices of a pipeline, else one; `memory`: its purposes;
     `flops`: of all devices, of which `jax.checkpoint` has `recomputed_flops` done again; `mfu`: without these, as they
-    are none of the model's. `allocation_time_s`: waiting for memory; `hidden_time_s`: computation that overlaps with
-    communication within the mesh. A step in one program takes compute + collectives - hidden + allocation + host.
+    are none of the model's. `hidden_time_s`: computation that overlaps with
+    communication within the mesh. A step in one program takes compute + collectives - hidden + host.
     `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory. None in
     files that were written before it was recorded.
 
@@ -118,7 +118,6 @@ class Predicted:
     bubble_fraction: float
     collectives: tuple[PredictedCollective, ...]
     memory: tuple[MemoryUse, ...]
-    allocation_time_s: float = 0.0
     hidden_time_s: float = 0.0
     host_bytes: tuple[int, ...] = ()
     host_copied_bytes: float = 0.0

@@ -21,7 +21,7 @@ from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, Predicted
 
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
-NEW_MEMORY, HOST_COPIES = "new memory", "copies from and to the host"
+HOST_COPIES = "copies from and to the host"
 MEMORY_BOUND, COLLECTIVES = "operations bound by memory", "exposed collectives"
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
@@ -354,7 +354,7 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         products_s = max(predicted.product_time_s, useful_s)
         parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
         parts.append(Share(name=MEMORY_BOUND, seconds=compute_s - products_s))
-    besides_s = compute_s + predicted.allocation_time_s + bubble_s
+    besides_s = compute_s + bubble_s
     waits_s = exposed_s(record, record.modules)
     if waits_s is None:
         # Each collective has the latency that it has alone; combined ones share theirs: the step is shorter by it.
@@ -364,7 +364,6 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     parts += [
         Share(name=COLLECTIVES, seconds=waits_s),
         Share(name=HOST_COPIES, seconds=host_s),
-        Share(name=NEW_MEMORY, seconds=predicted.allocation_time_s),
         Share(name=BUBBLE, seconds=bubble_s),
     ]
     rest_s = step_s - sum(part.seconds for part in parts)

@@ -64,14 +64,12 @@ class MeshLinks:
     `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
     devices, as XLA does on a torus of three dimensions (seen in programs for v5p; over a part of the devices, and on
     v5e's torus of two dimensions, it stays what it is).
-    `transposing_s_per_byte`: what a copy with another dimension last costs, where it costs more than others, as on CPU.
     `joint`: (axes in ascending order, link) of collectives over several axes at once (`Cluster.joint_links`).
     """
 
     mesh: LogicalMesh
     links: tuple[Link, ...]
     scatters_by_all_reduce: bool = False
-    transposing_s_per_byte: float = 0.0
     joint: tuple[tuple[tuple[int, ...], Link], ...] = ()
 
     def link(self, axes: tuple[int, ...]) -> Link:
@@ -83,18 +81,6 @@ class MeshLinks:
 
     def time_s(self, kind: CollectiveKind, result_bytes: float, axes: tuple[int, ...]) -> float:
         return _time_s(kind, result_bytes, self.mesh.size(axes), self.link(axes))
-
-    def copied_s(self, step: ReshardStep, nbytes: float) -> float:
-        """Seconds of copies beside a step's collective, for a value of `nbytes` in all.
-
-        XLA's CPU backend gathers and scatters along the first dimension. What is gathered along the last is copied
-        behind that, what is scattered before it.
-        """
-        changed = [d for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
-        last = len(step.before.dims) - 1
-        if not self.transposing_s_per_byte or not last or last not in changed or step.kind not in _ALONG_A_DIMENSION:
-            return 0.0
-        return nbytes / min(step.before.shards(self.mesh), step.after.shards(self.mesh)) * self.transposing_s_per_byte
 
     def as_compiled(self, step: ReshardStep, nbytes: float) -> tuple[CollectiveKind, float] | None:
         """(kind, bytes of the result on one device) of a step's collective, for a value of `nbytes` in all.
@@ -109,9 +95,6 @@ class MeshLinks:
         if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
             return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
         return kind, result_bytes
-
-
-_ALONG_A_DIMENSION = frozenset({StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER, StepKind.ALL_TO_ALL})
 
 
 @functools.lru_cache(maxsize=1 << 16)  # few sizes and links, asked for at every send of every plan
@@ -260,13 +243,13 @@ def _single_steps(rank: int, mesh_links: MeshLinks) -> _SingleSteps:
     index = {layout: i for i, layout in enumerate(layouts)}
     step_of: dict[tuple[int, int], ReshardStep] = {}
     cost_of: dict[tuple[int, int], tuple[float, float]] = {}
-    known: dict[tuple[StepKind, tuple[int, ...], int, float], tuple[float, float]] = {}
+    known: dict[tuple[StepKind, tuple[int, ...], int], tuple[float, float]] = {}
     for i, layout in enumerate(layouts):
         for step in _moves(layout, axes):
             j = index[step.after]
             if (i, j) in step_of:
                 continue
-            key = (step.kind, step.axes, step.after.shards(mesh), mesh_links.copied_s(step, 1.0))
+            key = (step.kind, step.axes, step.after.shards(mesh))
             if key not in known:
                 known[key] = _affine(step, mesh_links)
             step_of[i, j], cost_of[i, j] = step, known[key]
@@ -296,7 +279,7 @@ def _affine(step: ReshardStep, mesh_links: MeshLinks) -> tuple[float, float]:
     kind, result_bytes = collective
     at_zero = mesh_links.time_s(kind, 0.0, step.axes)
     s_per_byte = (mesh_links.time_s(kind, result_bytes, step.axes) - at_zero) / probe_bytes
-    return at_zero, s_per_byte + mesh_links.copied_s(step, 1.0)
+    return at_zero, s_per_byte
 
 
 def _path_sums(predecessor: np.ndarray, cost_of: dict[tuple[int, int], tuple[float, float]]) -> list[np.ndarray]:

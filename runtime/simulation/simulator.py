@@ -25,7 +25,7 @@ class Simulation:
 
     Attributes:
         starts_s, ends_s: Of each instruction of the program; of a Free the moment at which the last memory is back.
-        step_time_s: Until the last run and the last Send have ended, and `waiting_s` more, for memory.
+        step_time_s: Until the last run and the last Send have ended.
         busy_s: For each mesh the time in which it ran tasks; `repeating_busy_s` those of micro-batches alone.
         repeating_span_s: For each mesh from its first to its last task of a micro-batch.
         peak_bytes: For each mesh on one of its devices: arguments, buffers and what tasks need while they run.
@@ -46,14 +46,13 @@ class Simulation:
     peak_in_flight: tuple[int, ...]
     bytes_over_time: tuple[Steps, ...]
     in_flight_over_time: tuple[Steps, ...]
-    waiting_s: float = 0.0
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the step, without `waiting_s`, in which a mesh idles, mean over the meshes."""
+        """Part of the step in which a mesh idles, mean over the meshes."""
         if not self.step_time_s:
             return 0.0
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * (self.step_time_s - self.waiting_s))
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_time_s)
 
     @property
     def repeating_bubble_fraction(self) -> float:
@@ -271,9 +270,7 @@ def _running(changes: Iterable[tuple[float, int, int]]) -> Steps:
 
 
 def timeline_of(simulation: Simulation, program: Program) -> Timeline:
-    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3. What the step waits for
-    memory stands at its end.
-    """
+    """What each mesh and each link does and when: "F 3" is the forward pass of micro-batch 3."""
     pipeline = program.pipeline
     links: dict[tuple[int, int], int] = {}
     events: list[TraceEvent] = []
@@ -290,12 +287,6 @@ def timeline_of(simulation: Simulation, program: Program) -> Timeline:
             name = f"send {instruction.micro_batch}" if source.repeats else "send"
             sent = sum(t.nbytes for t in transfers)
             events.append(TraceEvent(LINKS, row, name, "send", start_s, end_s, 0, sent))
-    if simulation.waiting_s:
-        end_s = simulation.step_time_s
-        for mesh in range(len(simulation.busy_s)):
-            events.append(
-                TraceEvent(DEVICES, mesh, "memory for results", "memory", end_s - simulation.waiting_s, end_s)
-            )
     return Timeline(
         rows=tuple(f"mesh {mesh}" for mesh in range(len(simulation.busy_s))),
         links=tuple(f"mesh {a} to mesh {b}" for a, b in links),

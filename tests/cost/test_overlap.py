@@ -1,8 +1,6 @@
 """Time with overlap: small programs on two streams by hand, and steps whose timeline and predicted time are one."""
 
 import dataclasses
-import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +18,10 @@ from autopar.cost.stream_simulator import overlap_of, run
 from autopar.cost.stream_work import SendTime, Stream, StreamWork
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.hardware import host_cpu, presets
+from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
-from autopar.inter_op.staged import pipeline_page_fault_s
 from autopar.intra_op.baselines import state_along_largest
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.spmd_candidate import evaluated
@@ -340,7 +337,7 @@ def assert_one_number(found):
         sent = sum(e.end_s - e.start_s for e in events if e.category == "send")
         assert computed == pytest.approx(made.compute_time_s)
         assert sent == pytest.approx(made.collective_time_s)
-        assert made.step_time_s == pytest.approx(computed + sent - made.hidden_time_s + made.allocation_time_s)
+        assert made.step_time_s == pytest.approx(computed + sent - made.hidden_time_s)
 
 
 def test_on_gpus_gradients_are_reduced_behind_the_backward_pass():
@@ -371,110 +368,17 @@ def test_tpus_hide_gathers_and_no_reductions():
 
 @pytest.mark.parametrize("recipe", [autopar.recipes.data_parallel(), autopar.recipes.zero(3)])
 def test_virtual_cpu_devices_hide_nothing(recipe):
-    found = plan(cpus(None), plan=recipe)
+    found = plan(cpus(), plan=recipe)
     made = found.predicted
     assert made.hidden_time_s == pytest.approx(0.0, abs=1e-9 * made.step_time_s)
-    assert made.step_time_s == pytest.approx(
-        made.compute_time_s + made.collective_time_s + made.allocation_time_s, rel=1e-12
-    )
+    assert made.step_time_s == pytest.approx(made.compute_time_s + made.collective_time_s, rel=1e-12)
     assert_one_number(found)
     assert "hidden" not in str(found)
 
 
-def cpus(fresh_bytes_per_s, count=4):
-    device = host_cpu.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
-    device = dataclasses.replace(device, fresh_bytes_per_s=fresh_bytes_per_s)
-    return Cluster.flat(count, device=device, links=(host_cpu.cpu_link(count),) if count > 1 else ())
-
-
-def test_the_search_counts_what_a_step_waits_for_memory():
-    recipe = autopar.recipes.data_parallel()
-    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
-    waited_s = fresh.predicted.allocation_time_s
-    assert waited_s > 0
-    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
-    assert fresh.record.tried[0].step_time_s == fresh.predicted.step_time_s
-    assert_one_number(fresh)
-
-
-@pytest.mark.parametrize(
-    ("batch", "num_microbatches", "least_bytes", "most_bytes"),
-    [(16_384, 2, 2 * 32 * 2**20, math.inf), (16_384, 4, 2**20, 16 * 2**20), (1024, 4, 0, 0)],
-)
-def test_blocks_of_tasks_are_new_in_every_run_or_once_a_step_or_kept(batch, num_microbatches, least_bytes, most_bytes):
-    # Of blocks of up to 32 MiB four devices keep 16 MiB each, more than the sums of gradients.
-    examples = jax.ShapeDtypeStruct((batch, 512), jnp.float32)
-    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 8, {"x": examples, "y": examples}
-    recipe = autopar.recipes.pipeline(1, num_microbatches=num_microbatches)
-    known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
-    waited_s = fresh.predicted.allocation_time_s
-    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
-    assert least_bytes <= waited_s * 1e8 <= most_bytes
-    assert_one_number(fresh)
-
-
-def test_a_pipeline_waits_for_the_memory_that_it_gave_back():
-    # No task has so much of its own that its block is given back; what they leave for the backward pass is more.
-    examples = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
-    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16, {"x": examples, "y": examples}
-    recipe = autopar.recipes.pipeline(2, num_microbatches=1)
-    known, fresh = (plan(cpus(rate), args=args, plan=recipe) for rate in (None, 1e8))
-    waited_s = fresh.predicted.allocation_time_s
-    assert waited_s > 0
-    assert fresh.predicted.step_time_s == pytest.approx(known.predicted.step_time_s + waited_s)
-    assert {e.name for e in timeline_of(fresh.record).events if e.category == "memory"} == {"memory for results"}
-    assert fresh.predicted.bubble_fraction == pytest.approx(known.predicted.bubble_fraction)
-    assert "new memory" in fresh.table()
-    assert "new memory" not in known.table()
-    assert_one_number(fresh)
-    few = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
-    args = args[0], {"x": few, "y": few}
-    cut = plan(cpus(1e8), args=args, plan=autopar.recipes.pipeline(2, num_microbatches=64))
-    assert cut.predicted.allocation_time_s == 0  # all that is held at a time is kept
-
-
-def test_meshes_wait_for_what_they_hold_beside_what_they_are_given():
-    def planned(mesh, num_devices):
-        links = SimpleNamespace(mesh=LogicalMesh(axis_sizes=(num_devices,)))
-        model = SimpleNamespace(links=links, device=cpus(2.0**20, count=8).device)
-        return SimpleNamespace(lowered=SimpleNamespace(mesh_index=mesh), model=model)
-
-    buffers = [SimpleNamespace(mesh=0, nbytes=8 * MEGABYTE), SimpleNamespace(mesh=0, nbytes=24 * MEGABYTE)]
-    program = SimpleNamespace(pipeline=SimpleNamespace(inputs=(0,), buffers=buffers))
-    simulation = SimpleNamespace(
-        peak_bytes=(40 * MEGABYTE, 12 * MEGABYTE),
-        at_peak=(((0, 8 * MEGABYTE), (1, 24 * MEGABYTE), (-1, 8 * MEGABYTE)), ((2, 12 * MEGABYTE),)),
-    )
-    stages = [planned(0, 2), planned(1, 6)]
-    # Each keeps 8 MiB: the first, which waits longest, those of its running task.
-    assert pipeline_page_fault_s(simulation, program, stages) == pytest.approx(8)
-
-
-def test_micro_batches_are_weighed_where_a_step_waits_long_for_memory():
-    # Most of the step would be waiting; with micro-batches the temporary values are small enough to be kept.
-    narrow = arguments(WIDTH // 4)
-    whole, free = plan(cpus(None), args=narrow), plan(cpus(1e8), args=narrow)
-    assert whole.record.pipeline is None
-    assert free.record.pipeline is not None
-    one_program = plan(cpus(1e8), args=narrow, plan=autopar.recipes.data_parallel())
-    assert free.predicted.step_time_s < one_program.predicted.step_time_s
-    assert_one_number(free)
-
-
-def test_one_device_keeps_to_one_program_however_long_it_waits_for_memory():
-    alone = plan(cpus(1e8, count=1), args=arguments(WIDTH // 4))
-    assert alone.predicted.allocation_time_s > 0.1 * alone.predicted.step_time_s
-    assert alone.record.pipeline is None
-
-
-def test_tasks_wait_for_memory():
-    recipe = autopar.recipes.combine(pp=2, dp=2, num_microbatches=2)
-    known, fresh = plan(cpus(None), plan=recipe), plan(cpus(1e8), plan=recipe)
-    assert known.predicted.allocation_time_s == 0
-    assert fresh.predicted.allocation_time_s > 0
-    for stage, before in zip(fresh.record.pipeline.stages, known.record.pipeline.stages, strict=True):
-        assert stage.forward_s + stage.backward_s > before.forward_s + before.backward_s
-    assert_one_number(fresh)
+def cpus(count=4):
+    device = presets.cpu_device(num_devices=count, cores=4, host_bytes=64 * 10**9)
+    return Cluster.flat(count, device=device, links=(presets.cpu_link(count),))
 
 
 def test_a_pipeline_ends_with_its_timeline():

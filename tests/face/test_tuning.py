@@ -40,11 +40,9 @@ def mlp(**options):
 
 def piped(**options):
     """A chain of products on devices that share their processors, in micro-batches, and its arguments."""
-    cluster = Cluster.local(4, measured=False)
-    device = dataclasses.replace(cluster.device, fresh_bytes_per_s=6e8, call_s=5e-4)
     step = autopar.parallelize(
         chain_step,
-        cluster=dataclasses.replace(cluster, device=device),
+        cluster=Cluster.local(4, measured=False),
         num_microbatches=4,
         cache_dir=None,
         show_progress=False,

@@ -158,12 +158,11 @@ def test_an_all_to_all_on_two_rings_goes_half_as_far():
     assert ratio == pytest.approx(8)
 
 
-def in_memory(*apart: tuple[CollectiveKind, float]) -> Link:
+def over_hosts(*apart: tuple[CollectiveKind, float]) -> Link:
     return Link(
         latency_s=1e-6,
         bytes_per_s=2e9,
         overhead_s=5e-6,
-        fabric=Fabric.SHARED_MEMORY,
         source="test",
         kind_bytes_per_s=apart,
     )
@@ -176,14 +175,14 @@ def in_memory(*apart: tuple[CollectiveKind, float]) -> Link:
         (CollectiveKind.ALL_GATHER, 5e-6 + 7 * 1e-6 + 7e6 / 2e9),  # at that of all others
     ],
 )
-def test_a_kind_of_collective_in_shared_memory_may_have_its_own_rate(kind, expected_s):
-    link = in_memory((CollectiveKind.ALL_TO_ALL, 0.5e9))
+def test_a_kind_of_collective_may_have_its_own_rate(kind, expected_s):
+    link = over_hosts((CollectiveKind.ALL_TO_ALL, 0.5e9))
     assert time_s(kind, 8 * MEGABYTE, 8, link) == pytest.approx(expected_s, rel=1e-12)
 
 
 def test_a_torus_has_no_rates_of_single_kinds():
-    apart = in_memory((CollectiveKind.ALL_TO_ALL, 0.5e9))
-    with pytest.raises(InvalidArgumentError, match="rates of single kinds in shared memory, or on a switched fabric"):
+    apart = over_hosts((CollectiveKind.ALL_TO_ALL, 0.5e9))
+    with pytest.raises(InvalidArgumentError, match="rates of single kinds on another fabric than a torus"):
         dataclasses.replace(apart, fabric=Fabric.TORUS)
 
 
@@ -193,7 +192,7 @@ def test_a_torus_has_no_rates_of_single_kinds():
         {"bytes_per_s": 0.0},
         {"latency_s": -1.0},
         {"overhead_s": -1e-9},
-        {"fabric": Fabric.SHARED_MEMORY, "kind_bytes_per_s": ((CollectiveKind.ALL_REDUCE, 0.0),)},
+        {"kind_bytes_per_s": ((CollectiveKind.ALL_REDUCE, 0.0),)},
     ],
 )
 def test_a_link_has_sensible_constants(wrong):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link, SwitchDetail, time_s
-from autopar.hardware.fit import Timing, fit_link, fit_products, fit_proportion, fit_rate
+from autopar.hardware.fit import Timing, fit_link, fit_rate
 
 SIZES = [2.0**power for power in range(10, 31, 2)]
 
@@ -59,28 +59,6 @@ def test_the_detail_of_a_switched_link_is_found_again(kept_gb_per_s, tree_us, pa
     assert fit.link.bytes_per_s == pytest.approx(200e9, rel=1e-4)
     for name in ("kept_bytes_per_s", "switch_bytes_per_s", "tree_latency_s", "pair_bytes_per_s", "pair_ramp_s"):
         assert getattr(fit.link.detail, name) == pytest.approx(getattr(detail, name), rel=1e-4), name
-
-
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(rates=st.tuples(*(st.floats(0.2, 10) for _ in PLANNED_KINDS)), latency_us=st.floats(0.5, 20))
-def test_rates_of_single_kinds_in_shared_memory_are_found_again(rates, latency_us):
-    link = Link(
-        overhead_s=2e-5,
-        latency_s=latency_us * 1e-6,
-        bytes_per_s=1e9,
-        fabric=Fabric.SHARED_MEMORY,
-        source="test",
-        kind_bytes_per_s=tuple((kind, rate * 1e9) for kind, rate in zip(PLANNED_KINDS, rates, strict=True)),
-    )
-    fit = fit_link(timings_of(link), fabric=Fabric.SHARED_MEMORY, source="fitted")
-    assert fit.link.latency_s == pytest.approx(link.latency_s, rel=1e-3)
-    for kind, rate in link.kind_bytes_per_s:
-        assert fit.link.rate_of(kind) == pytest.approx(rate, rel=1e-3), kind
-
-
-def test_kinds_of_one_rate_have_none_of_their_own():
-    link = Link(overhead_s=2e-5, latency_s=3e-6, bytes_per_s=2e9, fabric=Fabric.SHARED_MEMORY, source="test")
-    assert fit_link(timings_of(link), fabric=Fabric.SHARED_MEMORY, source="test").link.kind_bytes_per_s == ()
 
 
 @pytest.mark.parametrize("seed", range(20))  # about one seed in 40 moves a constant by more
@@ -133,45 +111,6 @@ def test_overhead_and_rate_are_found_again(overhead_us, rate):
     assert fit.overhead_s == pytest.approx(overhead_us * 1e-6, rel=1e-4)
     assert fit.rate_per_s == pytest.approx(rate, rel=1e-4)
     assert fit.median_error < 1e-6
-
-
-# (flops, bytes of operands) of float32 products: square ones of 16 to 512 a side, and some of 16 rows
-SHAPES = [(2.0 * m * w**2, 4.0 * (m * w + w**2)) for m, w in ((16, 16), (128, 128), (512, 512), (16, 512), (16, 1024))]
-
-
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(overhead_us=st.floats(1, 100), gflop_per_s=st.floats(10, 100), gb_per_s=st.floats(0.5, 5))
-def test_the_rate_of_packing_is_found_again(overhead_us, gflop_per_s, gb_per_s):
-    points = [
-        (flops, nbytes, overhead_us * 1e-6 + flops / gflop_per_s / 1e9 + nbytes / gb_per_s / 1e9)
-        for flops, nbytes in SHAPES
-    ]
-    fit = fit_products(points)
-    assert fit.overhead_s == pytest.approx(overhead_us * 1e-6, rel=1e-4)
-    assert fit.rate_per_s == pytest.approx(gflop_per_s * 1e9, rel=1e-4)
-    assert fit.packing_bytes_per_s == pytest.approx(gb_per_s * 1e9, rel=1e-4)
-    assert fit.median_error < 1e-6
-
-
-def test_products_that_are_not_packed_have_no_such_rate():
-    fit = fit_products([(flops, nbytes, 1e-5 + flops / 1e11) for flops, nbytes in SHAPES])
-    assert fit.packing_bytes_per_s is None
-    assert fit.rate_per_s == pytest.approx(1e11)
-
-
-def test_a_known_rate_of_packing_leaves_the_rest_to_arithmetic():
-    # 1 and 2 Gflop in 10 and 20 ms, beside 4 and 2 MB at 1 GB/s; 1 ms of overhead
-    fit = fit_products([(1e9, 4e6, 15e-3), (2e9, 2e6, 23e-3)], packing_bytes_per_s=1e9)
-    assert (fit.overhead_s, fit.rate_per_s) == (pytest.approx(1e-3), pytest.approx(1e11))
-
-
-def test_a_proportion_is_fitted_where_larger_work_took_no_longer():
-    fit = fit_proportion([(36e6, 0.1), (48e6, 0.09), (40e6, 0.1)])  # 360, 533 and 400 MB/s
-    assert (fit.overhead_s, fit.rate_per_s) == (0.0, pytest.approx(400e6))
-    assert fit.worst == ((48e6, 0.09), pytest.approx(0.12 / 0.09))
-    for points in ([], [(0.0, 1.0)], [(1.0, 0.0)]):
-        with pytest.raises(InvalidArgumentError, match="expected work that took time"):
-            fit_proportion(points)
 
 
 def test_a_rate_without_overhead_has_none_below_zero():

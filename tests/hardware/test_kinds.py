@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar.cost.roofline import Work, time_s, transposed, transposing_s
+from autopar.cost.roofline import Work, time_s
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import host_cpu, presets
+from autopar.hardware import presets
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
-from autopar.hardware.kinds import DeviceKind, Platform
+from autopar.hardware.kinds import Platform
 from autopar.xla import collectives
 from tests.hardware import published_measurements
 
@@ -26,7 +26,7 @@ def test_every_constant_has_a_source_and_a_sensible_unit(kind):
     assert 1e10 <= kind.memory_bytes < 1e12
     assert 5e11 < kind.memory_bytes_per_s <= kind.peak_memory_bytes_per_s < 1e13
     assert 0 < kind.launch_overhead_s < 1e-4
-    assert 0.5 < kind.flops_efficiency <= 1
+    assert all(0.4 < share <= 1 for _, share in kind.flops_efficiency)
 
 
 @pytest.mark.parametrize(
@@ -103,23 +103,16 @@ def test_presets_give_published_rates(point):
     ("constants", "kind", "expected_s"),
     [
         # a shard of 1 Gflop and 4 + 1 MB of operands, 10 MB in all
-        ({}, {"is_product": True}, 1e-6 + 1e9 / 1e11),
-        ({"packing_bytes_per_s": 1e9}, {}, 1e-6 + 1e9 / 1e11),
-        ({"packing_bytes_per_s": 1e9}, {"is_product": True}, 1e-6 + 1e9 / 1e11 + 5e6 / 1e9),
-        ({"packing_bytes_per_s": 1e12}, {"is_product": True}, 1e-6 + 1e9 / 1e11 + 5e6 / 1e12),
-        ({"convolution_share": 0.5}, {"is_product": True}, 1e-6 + 1e9 / 1e11),
+        ({}, {}, 1e-6 + 1e9 / 1e11),
+        ({"convolution_share": 0.5}, {}, 1e-6 + 1e9 / 1e11),
         ({"convolution_share": 0.5}, {"is_convolution": True}, 1e-6 + 1e9 / 0.5e11),
-        ({"convolution_share": 0.5, "packing_bytes_per_s": 1e9}, {"is_convolution": True}, 1e-6 + 1e9 / 0.5e11),
+        ({"peak_memory_bytes_per_s": 1e8}, {}, 1e-6 + 10e6 / 1e8),
     ],
 )
-def test_operands_of_products_are_packed_and_convolutions_reach_their_share(constants, kind, expected_s):
-    device = dataclasses.replace(
-        host_cpu.cpu_device(num_devices=1, cores=1, host_bytes=1),
-        peak_flops=(("float32", 1e11),),
-        peak_memory_bytes_per_s=1e11,
-        launch_overhead_s=1e-6,
-        **constants,
-    )
+def test_arithmetic_or_traffic_counts_and_convolutions_reach_their_share(constants, kind, expected_s):
+    rates = {"peak_flops": (("float32", 1e11),), "peak_memory_bytes_per_s": 1e11, "launch_overhead_s": 1e-6}
+    cpu = presets.cpu_device(num_devices=1, cores=1, host_bytes=1)
+    device = dataclasses.replace(cpu, **(rates | constants))
     work = Work(
         flops=4e9,
         dtype="float32",
@@ -132,146 +125,20 @@ def test_operands_of_products_are_packed_and_convolutions_reach_their_share(cons
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "seconds"),
+    ("field", "message"),
     [
-        (50, 1e-3),  # shorter rows than were measured, and longer ones, as the nearest
-        (100, 1e-3),
-        (200, 4e-3),  # rows four times as long took sixteen times as long
-        (400, 16e-3),
-        (800, 16e-3),
+        ("peak_flops", "expected a rate for float32"),
+        ("flops_efficiency", "expected a share of the peak for float32"),
     ],
 )
-def test_transposing_takes_what_was_measured(row_bytes, seconds):
-    device = dataclasses.replace(presets.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
-    assert device.transposing_s(1000.0, row_bytes) == pytest.approx(seconds)
-    assert presets.H100.transposing_s(1000.0, row_bytes) == 0.0
+def test_a_device_needs_rates_for_float32(field, message):
+    with pytest.raises(InvalidArgumentError, match=rf"DeviceKind\('{presets.H100.name}'\).{field}: {message}"):
+        dataclasses.replace(presets.H100, **{field: (("bfloat16", 1.0),)})
 
 
-def on_memory(bytes_per_s, **changed):
-    return dataclasses.replace(presets.H100, peak_memory_bytes_per_s=bytes_per_s, memory_efficiency=1.0, **changed)
-
-
-@pytest.mark.parametrize(("array_bytes", "bytes_per_s"), [(50, 16.0), (100, 16.0), (200, 8.0), (400, 4.0), (800, 4.0)])
-def test_memory_moves_at_the_rate_of_arrays_of_that_size(array_bytes, bytes_per_s):
-    device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)))
-    assert device.memory_s(32.0, array_bytes) == pytest.approx(32.0 / bytes_per_s)
-    assert presets.H100.memory_s(32.0, array_bytes) == pytest.approx(32.0 / presets.H100.memory_bytes_per_s)
-
-
-@pytest.mark.parametrize(
-    ("fusible", "operand_parts", "result_parts", "expected_s"),
-    [
-        (False, (1, 1), (1,), (400 + 100 + 200) / 4.0),
-        (False, (4, 1), (2,), (100 + 100 + 100) / 16.0),  # by the parts that a device has
-        (True, (4, 1), (1,), 0.5 * 200 / 8.0),
-    ],
-)
-def test_the_largest_array_of_an_operation_tells_its_rate(fusible, operand_parts, result_parts, expected_s):
-    device = on_memory(4.0, memory_shares=((100.0, 4.0), (400.0, 1.0)), launch_overhead_s=0.0, float32_fill_s=0.0)
-    work = Work(flops=0.0, dtype="float32", operand_bytes=(400, 100), result_bytes=(200,), fusible=fusible)
-    assert time_s(work, 1, (operand_parts, result_parts), device) == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize(
-    ("mebibytes", "runs", "shared_by", "new_mebibytes"),
-    [
-        (33, 1, 8, 33),
-        (33, 3, 8, 99),  # large blocks are new in every run
-        (32, 1, 8, 32 - 64 / 8),
-        (32, 3, 8, 32 - 64 / 8),  # of small ones what is not kept is new once a step
-        (8, 3, 8, 0),
-        (32, 3, 1, 0),
-    ],
-)
-def test_memory_is_new_beyond_what_a_process_keeps(mebibytes, runs, shared_by, new_mebibytes):
-    device = dataclasses.replace(presets.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert host_cpu.page_fault_s(device, mebibytes * 2**20, runs) == pytest.approx(new_mebibytes)
-    assert host_cpu.page_fault_s(presets.H100, mebibytes * 2**20, runs) == 0.0
-
-
-@pytest.mark.parametrize(("shared_by", "num_devices", "slower"), [(8, 8, True), (8, 4, False), (1, 8, False)])
-def test_one_program_on_all_that_share_processors_leaves_some_idle(shared_by, num_devices, slower):
-    device = dataclasses.replace(presets.H100, shared_by=shared_by, dtype_efficiency=(("float32", 0.5),))
-    left = host_cpu.in_one_program(device, num_devices)
-    used = 0.905 if slower else 1.0
-    for dtype in ("float32", "bfloat16"):
-        assert left.flops_per_s(dtype) == pytest.approx(used * device.flops_per_s(dtype))
-        assert left.peak_flops_per_s(dtype) == device.peak_flops_per_s(dtype)
-    assert left.memory_s(1e6, 1e6) == pytest.approx(device.memory_s(1e6, 1e6) / used)
-
-
-@pytest.mark.parametrize(
-    ("mebibytes", "temporary_mebibytes", "shared_by", "new_mebibytes"),
-    [(8, 0, 8, 0), (38, 0, 8, 10), (35, 5, 8, 32 / 3), (30, 20, 8, 10), (38, 40, 8, 10), (80, 0, 1, 16 / 3)],
-)
-def test_of_what_is_held_in_many_blocks_a_part_is_new(mebibytes, temporary_mebibytes, shared_by, new_mebibytes):
-    device = dataclasses.replace(presets.H100, fresh_bytes_per_s=2.0**20, shared_by=shared_by)
-    assert host_cpu.held_page_fault_s(device, mebibytes * 2**20, temporary_mebibytes * 2**20) == pytest.approx(
-        new_mebibytes
-    )
-    assert host_cpu.held_page_fault_s(presets.H100, mebibytes * 2**20, 0) == 0.0
-
-
-def test_an_operand_is_transposed_in_parts():
-    device = dataclasses.replace(presets.H100, transposing=((100.0, 1e-6), (400.0, 16e-6)))
-    work = Work(
-        flops=0.0,
-        dtype="float32",
-        operand_bytes=(4000, 8000),
-        result_bytes=(8,),
-        fusible=False,
-        transposed=((0, 400, 1.0), (1, 200, 3.0)),
-    )
-    assert transposing_s(work, (4, 8), (4, 1), device) == pytest.approx(1000 * 1e-6 + 3000 * 4e-6)
-    assert transposing_s(work, (4, 8), (4, 1), presets.H100) == 0.0
-
-
-def _convolved(numbers):
-    return lambda x, y: jax.lax.conv_general_dilated(x, y, (1, 1), "SAME", dimension_numbers=numbers)
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes", "expected"),
-    [
-        (lambda x, y: x @ y, ((8, 4), (4, 8)), ()),
-        (lambda x, y: x.T @ y, ((4, 8), (4, 8)), ()),
-        (lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), ((2, 8, 4), (2, 4, 8)), ()),
-        (lambda x, y: jnp.einsum("bmk,bnk->bmn", x, y), ((2, 8, 4), (2, 8, 4)), ()),
-        (lambda x, y: jax.lax.batch_matmul(jnp.swapaxes(x, 1, 2), y), ((2, 4, 8), (2, 4, 8)), ()),
-        (
-            lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))),
-            ((2, 4, 8), (2, 4, 8)),
-            (0,),
-        ),
-        (
-            lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))),
-            ((2, 4, 1), (2, 4, 8)),
-            (),
-        ),
-        (_convolved(("NHWC", "HWIO", "NHWC")), ((2, 8, 8, 3), (3, 3, 3, 4)), ()),
-        (_convolved(("NCHW", "HWIO", "NHWC")), ((2, 3, 8, 8), (3, 3, 3, 4)), (0,)),
-        (_convolved(("CHWN", "IHWO", "HWNC")), ((3, 8, 8, 2), (3, 3, 3, 4)), (0,)),
-        (_convolved(("NCHW", "OIHW", "NCHW")), ((2, 3, 8, 8), (4, 3, 3, 3)), (0, 1)),
-    ],
-)
-def test_operands_that_are_transposed(function, shapes, expected):
-    made = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-    (eqn,) = (e for e in made.jaxpr.eqns if e.primitive.name in ("dot_general", "conv_general_dilated"))
-    assert transposed(eqn) == expected
-
-
-def test_a_device_needs_a_rate_for_float32():
-    with pytest.raises(InvalidArgumentError, match=r"DeviceKind\('x'\).peak_flops: expected a rate for float32"):
-        DeviceKind(
-            name="x",
-            peak_flops=(("bfloat16", 1e12),),
-            memory_bytes=1,
-            peak_memory_bytes_per_s=1.0,
-            launch_overhead_s=0.0,
-            flops_efficiency=1.0,
-            memory_efficiency=1.0,
-            source="test",
-        )
+def test_every_turn_of_a_loop_waits_where_small_times_are_known():
+    assert presets.H100.loop_turn_s == 4.5e-6
+    assert presets.A100_80GB.loop_turn_s == presets.TPU_V5P.loop_turn_s == 0.0
 
 
 def test_every_gpu_has_links():
@@ -279,25 +146,26 @@ def test_every_gpu_has_links():
     assert set(presets.GPU_LINKS) == gpus
     assert set(presets.TPU_ICI) == {kind.name for kind in KINDS if kind.platform is Platform.TPU}
     assert set(presets.GPU_LINKS) | set(presets.TPU_ICI) == {kind.name for kind in KINDS}
-    assert host_cpu.cpu_device(num_devices=1, cores=1, host_bytes=1).platform is Platform.CPU
+    assert presets.cpu_device(num_devices=1, cores=1, host_bytes=1).platform is Platform.CPU
 
 
 def test_virtual_cpu_devices_share_their_host():
-    two, eight = (host_cpu.cpu_device(num_devices=n, cores=2, host_bytes=16_000_000_000) for n in (2, 8))
+    two, eight = (presets.cpu_device(num_devices=n, cores=2, host_bytes=16_000_000_000) for n in (2, 8))
     assert two.flops_per_s("float32") == pytest.approx(4 * eight.flops_per_s("float32"))
     assert two.memory_bytes_per_s == pytest.approx(4 * eight.memory_bytes_per_s)
     assert (two.memory_bytes, eight.memory_bytes) == (8_000_000_000, 2_000_000_000)
-    assert host_cpu.cpu_link(2).bytes_per_s == pytest.approx(4 * host_cpu.cpu_link(8).bytes_per_s)
-    assert host_cpu.cpu_process_link(2).bytes_per_s < host_cpu.cpu_link(2).bytes_per_s
+    assert presets.cpu_link(2).bytes_per_s == pytest.approx(4 * presets.cpu_link(8).bytes_per_s)
+    assert presets.cpu_process_link(2).bytes_per_s < presets.cpu_link(2).bytes_per_s
 
 
 def test_the_cpu_backend_sends_bfloat16_as_32_bits():
-    """What `widens_bfloat16` says of CPU devices, in the program that XLA makes."""
+    """As `DeviceKind.widening` says, in the program that XLA makes."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
         lambda x: jax.lax.psum(x, "d"), mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec()
     )
     text = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)).compile().as_text()
     (found,) = collectives.collectives(text)
-    assert host_cpu.cpu_device(num_devices=2, cores=2, host_bytes=2).widens_bfloat16
+    assert presets.cpu_device(num_devices=2, cores=2, host_bytes=2).widening("bfloat16") == 2.0
+    assert presets.H100.widening("bfloat16") == 1.0
     assert (found.dtype, found.result_bytes) == ("f32", 32 * 32 * 4)

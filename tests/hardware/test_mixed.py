@@ -39,7 +39,7 @@ def test_the_slowest_and_smallest_of_two_cards():
     for dtype in ("float16", "bfloat16", "float32", "float8_e4m3fn"):
         assert both.flops_per_s(dtype) <= min(k.flops_per_s(dtype) for k in (presets.A100_80GB, presets.V100))
     assert both.memory_bytes_per_s <= presets.V100.memory_bytes_per_s
-    assert not both.has_cudnn_attention
+    assert both.attention_shares is None
     for backward in (False, True):
         kinds = (presets.H100, presets.A100_80GB)
         rates = [kind.attention_flops_per_s("bfloat16", 128, backward=backward) for kind in kinds]

@@ -300,18 +300,10 @@ def test_cpu_devices_get_the_search_of_accelerators(monkeypatch):
             plan(on, *arguments(4, 64, 32), num_microbatches=4)
         return found
 
-    accelerators, cpus = cluster(hosts=1, each=8), virtual_cpus()
+    accelerators, cpus = cluster(hosts=1, each=8), Cluster.local(8, measured=False)
     traced = trace(chain_step, arguments(4, 8, 32), names=("params", "batch"), donate=(0,), batch=(1,))
     assert microbatch_numbers(traced, cpus, PlanRequest()) == microbatch_numbers(traced, accelerators, PlanRequest())
     assert posed(cpus) == posed(accelerators) != []
-
-
-def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
-    """Eight; what a step gives back, and each call of a task, takes time as measured."""
-    on = Cluster.local(8, measured=False)
-    return dataclasses.replace(
-        on, device=dataclasses.replace(on.device, fresh_bytes_per_s=fresh_bytes_per_s, call_s=call_s)
-    )
 
 
 @pytest.mark.parametrize(
@@ -328,21 +320,6 @@ def virtual_cpus(call_s=5e-4, fresh_bytes_per_s=6e8):
 def test_stages_are_searched_where_a_program_loses_enough(hosts, step_time_s, lost, pays):
     best = SimpleNamespace(step_time_s=step_time_s, shared_out_s=(1.0 - lost) * step_time_s)
     assert planner.pipeline_may_pay(best, cluster(hosts=hosts, each=8)) is pays
-
-
-def test_each_task_is_called():
-    """One stage runs nothing beside its tasks: one of each micro-batch, for its backward pass waits for nobody, and as
-    many others whatever their number.
-    """
-
-    def called_s(m):
-        recipe = autopar.recipes.pipeline(1, num_microbatches=m)
-        args = arguments(layers=2, width=64, batch=1024)
-        with_calls, with_fewer = (plan(virtual_cpus(call_s), *args, plan=recipe) for call_s in (2e-3, 1e-3))
-        return with_calls.predicted.step_time_s - with_fewer.predicted.step_time_s
-
-    assert called_s(8) - called_s(4) == pytest.approx(4 * 1e-3)
-    assert called_s(4) == pytest.approx((4 + 2) * 1e-3)
 
 
 def test_small_micro_batches_are_not_for_stages_of_many_devices():

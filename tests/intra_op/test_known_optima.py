@@ -36,8 +36,8 @@ from benchmarks.zoo.moe import experts_layer
 LINK = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
 SLOW_LINK = dataclasses.replace(LINK, bytes_per_s=1e8)
 SLOW = dataclasses.replace(
-    H100, name="slow", peak_flops=(("float32", 1e9),), launch_overhead_s=0.0, flops_efficiency=1.0, sustained_share=1.0,
-    least_kernel_s=0.0, float32_fill_s=0.0, peak_memory_bytes_per_s=1e12,
+    H100, name="slow", peak_flops=(("float32", 1e9),), launch_overhead_s=0.0, flops_efficiency=(("float32", 1.0),),
+    sustained_share=1.0, least_kernel_s=0.0, float32_fill_s=0.0, peak_memory_bytes_per_s=1e12,
 )  # fmt: skip
 FASTER = dataclasses.replace(SLOW, name="faster", peak_flops=(("float32", 1e11),))
 N = 4

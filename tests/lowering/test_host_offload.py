@@ -208,9 +208,7 @@ def test_a_printed_plan_tells_host_memory():
 
 
 def test_a_device_is_without_what_its_host_keeps_and_waits_for_the_link():
-    device = dataclasses.replace(
-        slow_cluster().device, host_link_bytes_per_s=1e9, host_link_source="a slow link", launch_overhead_s=1e-6
-    )
+    device = dataclasses.replace(slow_cluster().device, host_link_bytes_per_s=1e9, launch_overhead_s=1e-6)
     cluster = dataclasses.replace(slow_cluster(), device=device)
     state, batch = jax.eval_shape(new_state), new_batch()
     one = step_under(recipes.zero(2), cluster=cluster).plan(state, batch).predicted

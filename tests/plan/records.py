@@ -74,7 +74,6 @@ def predicted(modules: tuple[ModuleRow, ...], **changes: Any) -> Predicted:
         compute_time_s=5.0,
         collective_time_s=4.0,
         hidden_time_s=1.0,
-        allocation_time_s=2.0,
         peak_bytes=(10 * KB,),
         flops=1e12,
         mfu=0.2,
@@ -178,7 +177,6 @@ def pipeline(layers: int = 4, stages: int = 2, **changes: Any) -> PlanRecord:
         modules=modules,
         predicted=predicted(
             modules,
-            allocation_time_s=0.0,
             bubble_fraction=0.2,
             peak_bytes=(10 * KB,) * stages,
             memory=(dataclasses.replace(MEMORY, course=()),) * stages,

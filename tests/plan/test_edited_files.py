@@ -305,7 +305,7 @@ def test_edited_clusters_are_refused_with_the_place_or_work(tmp_path):
             places.append(error.where)
         else:
             assert cluster.num_devices >= 1
-            assert all(cluster.device.memory_s(1e6, size) > 0 for size in (1.0, 1e12))
+            assert cluster.device.memory_s(1e6) > 0
 
     check()
     assert len(places) > 20

@@ -1,7 +1,5 @@
 """Paths between layouts: literal ones, and what holds for all of them."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -176,37 +174,6 @@ def test_a_backend_that_makes_all_reduces_of_reduce_scatters_is_charged_for_them
     reduces = MeshLinks(mesh=mesh, links=(FAST,), scatters_by_all_reduce=True)
     assert scatters.as_compiled(step, 1024.0) == (CollectiveKind.REDUCE_SCATTER, 256.0)
     assert reduces.as_compiled(step, 1024.0) == (CollectiveKind.ALL_REDUCE, 1024.0)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "copied_bytes"),
-    [
-        ("[y, -]", "[-, -]", 0),  # gathered along the first dimension
-        ("[-, y]", "[-, -]", 1024),  # behind an all-gather the whole
-        ("[x, y]", "[x, -]", 512),
-        ("[-, -] +y", "[y, -]", 0),
-        ("[-, -] +y", "[-, y]", 1024),  # before a reduce-scatter the whole
-        ("[y, -]", "[-, y]", 256),
-        ("[-, -] +y", "[-, -]", 0),  # an all-reduce has no dimension
-        ("[-, -]", "[-, y]", 0),  # nor has what stays on the device
-    ],
-)
-def test_what_moves_along_the_last_dimension_is_copied_where_that_costs_time(source, target, copied_bytes):
-    links = dataclasses.replace(UNEVEN, transposing_s_per_byte=1e-3)
-    (step,) = paths(2, UNEVEN).steps(layout(source), layout(target))
-    assert UNEVEN.copied_s(step, 1024.0) == 0.0
-    assert links.copied_s(step, 1024.0) == pytest.approx(copied_bytes * 1e-3)
-    table = paths(2, dataclasses.replace(links, transposing_s_per_byte=1e-15))  # too cheap for another path
-    i, j = table.index[layout(source)], table.index[layout(target)]
-    without = paths(2, UNEVEN)
-    more = table.s_per_byte[i, j] - without.s_per_byte[i, j]
-    assert 1024 * more == pytest.approx(copied_bytes * 1e-15, rel=1e-3, abs=1e-18)
-
-
-def test_a_vector_is_never_transposed():
-    links = MeshLinks(mesh=LogicalMesh(axis_sizes=(4,)), links=(FAST,), transposing_s_per_byte=1.0)
-    (step,) = paths(1, links).steps(layout("[x]"), layout("[-]"))
-    assert links.copied_s(step, 1024.0) == 0.0
 
 
 def test_a_path_over_a_layout_that_does_not_divide_does_not_fit():
