@@ -211,9 +211,7 @@ def slower(more_s: dict[str, tuple[float, float]], update_s: float = 0.0) -> str
             row = module(name, compute_s=compute_s + more[0], send_s=wait_s + more[1], exposed_s=wait_s + more[1])
             modules.append(dataclasses.replace(row, update_time_s=updated_s))
         computes, waits = (sum(more[i] for more in added.values()) for i in (0, 1))
-        made = predicted(
-            tuple(modules), step_time_s=8.0 + computes + waits, compute_time_s=3.0 + computes, allocation_time_s=0.0
-        )
+        made = predicted(tuple(modules), step_time_s=8.0 + computes + waits, compute_time_s=3.0 + computes)
         records.append(program(modules=tuple(modules), predicted=made))
     return WhyNot(plan=records[0], other=records[1]).in_short
 
