@@ -14,7 +14,7 @@ from typing import Any
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.kernels.factors import UNNAMED, KernelRule, check_results, parse
-from autopar.kernels.pallas_grid import Grid, grid_of, is_pallas_call, kernel_name
+from autopar.kernels.pallas_grid import Grid, grid_along, is_pallas_call, kernel_name
 from autopar.kernels.work import KernelWork, amount_of
 
 Amount = Callable[..., float]
@@ -89,12 +89,14 @@ def _code(function: Callable[..., float] | None) -> str:
     return "" if function is None else f"{code.co_code.hex()} {code.co_consts}" if code is not None else repr(function)
 
 
+def name_of(eqn: Any) -> str:
+    """The name by which an entry of a call is looked up."""
+    return kernel_name(eqn) if is_pallas_call(eqn) else str(eqn.params.get("target_name", ""))
+
+
 def entry_of(eqn: Any) -> KnownKernel | None:
     """The entry that a call fits."""
-    if not _ENTRIES:
-        return None
-    name = kernel_name(eqn) if is_pallas_call(eqn) else str(eqn.params.get("target_name", ""))
-    entry = _ENTRIES.get(name)
+    entry = _ENTRIES.get(name_of(eqn)) if _ENTRIES else None
     if entry is None:
         return None
     arrays = [*in_blocks(eqn), *eqn.outvars]
@@ -128,7 +130,7 @@ def grid_under(entry: KnownKernel, eqn: Any) -> Grid | None:
     Raises: InvalidArgumentError where the rule splits a dimension by which the grid does not choose blocks.
     """
     mapping = eqn.params["grid_mapping"]
-    grid = grid_of(eqn, trusted=frozenset(range(len(mapping.grid))))
+    grid = grid_along(eqn, set(range(len(mapping.grid))), may_read_number=True)
     names = [*entry.rule.operands, *entry.rule.results]
     places = [] if grid is None else [*grid.operands[len(eqn.invars) - mapping.num_inputs :], *grid.results]
     met: dict[int, set[str]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Rule
 from autopar.kernels.factors import graph_rule
-from autopar.kernels.known import entry_of, grid_under, known_work
+from autopar.kernels.known import entry_of, grid_under, known_work, name_of
 from autopar.kernels.pallas_grid import Grid, call_on_part, grid_of, grid_rule, is_pallas_call
 from autopar.kernels.work import KernelWork, call_work
 from autopar.sharding.rules import replicated_rule
@@ -60,8 +60,8 @@ def opaque_rule(eqn: Any) -> Rule:
     return replicated_rule(
         eqn,
         f"{CALLS[eqn.primitive.name]} without a rule{f', at {line},' if line else ''} runs whole on every device; "
-        "autopar.kernel(fun, rule=...) around the function that calls it, or autopar.known_kernel(name, rule), says "
-        "how it may be split",
+        f"autopar.kernel(fun, rule=...) around the function that calls it, or autopar.known_kernel({name_of(eqn)!r}, "
+        "rule), says how it may be split",
     )
 
 
