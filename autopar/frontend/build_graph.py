@@ -21,8 +21,8 @@ from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
+from autopar.kernels.islands import PLACEMENTS
 from autopar.kernels.local import local_rule
-from autopar.kernels.run_island import PLACEMENTS
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")

@@ -15,9 +15,21 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.primitives import is_inexact
-from autopar.kernels.factors import UNNAMED, KernelRule, Names, check_results, parse, sizes_of
-from autopar.kernels.operation import GradientOf, LocalFunction, bind, vjp_in
-from autopar.kernels.work import KernelWork, amount_of, flops_in
+from autopar.kernels.operation import (
+    UNNAMED,
+    GradientOf,
+    KernelRule,
+    KernelWork,
+    LocalFunction,
+    Names,
+    amount_of,
+    bind,
+    check_results,
+    flops_in,
+    parse,
+    sizes_of,
+    vjp_in,
+)
 from autopar.sharding.rules import rule_of_parts
 
 # The gradient of a kernel from its own backward pass: a forward kernel with residuals, and a backward kernel.

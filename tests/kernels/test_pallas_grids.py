@@ -16,8 +16,8 @@ from autopar import recipes
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.kernels import known
+from autopar.kernels.known import opaque_rule
 from autopar.kernels.local import local_work
-from autopar.kernels.opaque import opaque_rule
 from autopar.kernels.pallas_grid import grid_along, grid_of, kernel_name
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
