@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import InvalidArgumentError, UnsupportedError, expect_function
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.primitives import is_inexact
 from autopar.kernels.operation import (
@@ -272,11 +272,9 @@ def kernel(
     name = getattr(fun, "__name__", type(fun).__name__)
     where = _place(f"autopar.kernel({name})")
     for argument, given in (("fun", fun), ("like", like), ("flops", flops), ("bytes", bytes)):
-        if given is not None and not callable(given):
-            raise InvalidArgumentError(
-                where=f"{where}, {argument}", expected="a function", got=repr(given),
-                hint="flops and bytes are functions of the operands' shapes: lambda q, k, v: 4.0 * q.size * k.shape[1]",
-            )  # fmt: skip
+        if given is not None:
+            hint = "flops and bytes are functions of the operands' shapes: lambda q, k, v: 4.0 * q.size * k.shape[1]"
+            expect_function(f"{where}, {argument}", given, "a function", hint)
     parsed = parse(rule, whole, summed, where)
     if like is None:
         check_results(parsed, where)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.common import jax_compat, jax_local
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_function
 from autopar.ir.graph import Rule
 from autopar.kernels.operation import (
     UNNAMED,
@@ -81,11 +81,9 @@ def known_kernel(
     parsed = parse(rule, whole, (), where)
     check_results(parsed, where)
     for argument, given in (("flops", flops), ("bytes", bytes)):
-        if given is not None and not callable(given):
-            raise InvalidArgumentError(
-                where=f"{where}, {argument}", expected="a function of the operands' shapes", got=repr(given),
-                hint="lambda q, k, v: 4.0 * q.size * k.shape[1]",
-            )  # fmt: skip
+        if given is not None:
+            expected, hint = "a function of the operands' shapes", "lambda q, k, v: 4.0 * q.size * k.shape[1]"
+            expect_function(f"{where}, {argument}", given, expected, hint)
     _ENTRIES[name] = KnownKernel(name=name, rule=parsed, flops=flops, nbytes=bytes, where=where)
 
 
