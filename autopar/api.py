@@ -13,7 +13,7 @@ from autopar.calls.plan_sources import DEFAULT_CACHE
 from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.common.units import bytes_of_text
 from autopar.cost.compiler_options import requested_options
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import AS_WRITTEN, Attention, Effort, checked_effort, checked_remat, checked_time_limit_s
@@ -146,16 +146,10 @@ def parallelize(
                 got=f"{type(value).__name__} ({value!r:.40})",
                 hint=hint,
             )
-    if attention not in tuple(Attention):
-        raise InvalidArgumentError(
-            where="parallelize(attention=...)", expected=" or ".join(repr(str(a)) for a in Attention),
-            got=repr(attention), hint="leave it out to run attention as it is written",
-        )  # fmt: skip
-    if constraints not in tuple(ShardingsInCode):
-        raise InvalidArgumentError(
-            where="parallelize(constraints=...)", expected=" or ".join(repr(str(c)) for c in ShardingsInCode),
-            got=repr(constraints), hint="leave it out to have shardings in the code weighed beside the search's",
-        )  # fmt: skip
+    hint = "leave it out to run attention as it is written"
+    expect_one_of("parallelize(attention=...)", attention, Attention, hint)
+    hint = "leave it out to have shardings in the code weighed beside the search's"
+    expect_one_of("parallelize(constraints=...)", constraints, ShardingsInCode, hint)
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
         raise InvalidArgumentError(
             where="parallelize(memory_limit_bytes=...)", expected="a positive number of bytes for one device",

@@ -5,7 +5,7 @@ A violated invariant of autopar itself is an `assert` instead: a bug to report, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar.common.units import text_of_bytes
@@ -156,3 +156,39 @@ class MemoryLimitError(AutoparError):
     @property
     def bytes_over(self) -> int:
         return self.needed_bytes - self.limit_bytes
+
+
+# Checks of arguments, each of which raises InvalidArgumentError.
+
+
+def expect_one_of(where: str, value: object, allowed: Iterable[str], hint: str, expected: str = "") -> None:
+    """Raises unless the value is one of the allowed names, which are listed where `expected` does not say them."""
+    names = tuple(allowed)
+    if value not in names:
+        expected = expected or " or ".join(repr(str(name)) for name in names)
+        raise InvalidArgumentError(where=where, expected=expected, got=repr(value), hint=hint)
+
+
+def expect_type(where: str, value: object, kind: type, expected: str, hint: str) -> None:
+    """Raises unless the value is an instance, with the type that it has."""
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(where=where, expected=expected, got=type(value).__name__, hint=hint)
+
+
+def expect_step(where: str, value: object, methods: Sequence[str], hint: str, expected: str = "") -> None:
+    """Raises unless the value has these methods of a step."""
+    if not all(hasattr(value, name) for name in methods):
+        expected = expected or "a step made by autopar.parallelize"
+        raise InvalidArgumentError(where=where, expected=expected, got=type(value).__name__, hint=hint)
+
+
+def expect_function(where: str, value: object, expected: str, hint: str) -> None:
+    """Raises unless the value can be called."""
+    if not callable(value):
+        raise InvalidArgumentError(where=where, expected=expected, got=f"{value!r:.60}", hint=hint)
+
+
+def expect_positive(where: str, value: object, expected: str, hint: str) -> None:
+    """Raises unless the value is a whole number from 1 on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgumentError(where=where, expected=expected, got=repr(value), hint=hint)

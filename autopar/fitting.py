@@ -22,7 +22,14 @@ from autopar.batch_sizes import Axes, check_batch, resized
 from autopar.calls import nnx_objects
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
-from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
+from autopar.errors import (
+    AutoparError,
+    InvalidArgumentError,
+    MemoryLimitError,
+    UnsupportedError,
+    expect_one_of,
+    expect_positive,
+)
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
 from autopar.plan.fit_row import FitRow
@@ -144,13 +151,8 @@ def fit(
     clusters = [clusters] if isinstance(clusters, Cluster | str) else clusters
     named = {c if isinstance(c, str) else c.name: Cluster.parse(c) if isinstance(c, str) else c for c in clusters}
     _check_clusters(list(named), len(clusters), prices or {})
-    if multiple is not None and (not isinstance(multiple, int) or multiple < 1):
-        raise InvalidArgumentError(
-            where="autopar.fit(multiple=...)",
-            expected="a positive whole number",
-            got=repr(multiple),
-            hint="leave it out",
-        )
+    if multiple is not None:
+        expect_positive("autopar.fit(multiple=...)", multiple, "a positive whole number", "leave it out")
     args = nnx_objects.split(args)
     axes = batch_axes_of(parallel, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
     check_batch(parallel.__name__, args, axes)
@@ -180,13 +182,8 @@ def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float
             hint="name them as text: clusters=['dgx-h100', 'tpu-v5e:2x4']",
         )
     for name in prices:
-        if name not in names:
-            raise InvalidArgumentError(
-                where="autopar.fit(prices=...)",
-                expected=f"prices of {', '.join(map(repr, names))}",
-                got=repr(name),
-                hint="write the name as in clusters",
-            )
+        expected = f"prices of {', '.join(map(repr, names))}"
+        expect_one_of("autopar.fit(prices=...)", name, names, "write the name as in clusters", expected)
 
 
 def _weighed(

@@ -13,7 +13,7 @@ from autopar.calls.following import FollowedStep
 from autopar.calls.methods import keep_instance_alive
 from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
 from autopar.calls.step_options import DEFAULT_ARGNUMS
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import UnsupportedError, expect_type
 from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
 from autopar.executables.smaller_batch import peak_of_other_batch
 from autopar.frontend.static_leaves import set_apart
@@ -71,13 +71,8 @@ def problem_of_shapes(step: Step, *args: Any) -> PlanningProblem:
 
 def check_is_step(where: str, step: object) -> None:
     """Raises: InvalidArgumentError for a value that `parallelize` did not return."""
-    if not isinstance(step, Step):
-        raise InvalidArgumentError(
-            where=where,
-            expected="a step made by autopar.parallelize",
-            got=type(step).__name__,
-            hint=f"decorate the function first: {where.rpartition('.')[2]}(autopar.parallelize(fun), ...)",
-        )
+    hint = f"decorate the function first: {where.rpartition('.')[2]}(autopar.parallelize(fun), ...)"
+    expect_type(where, step, Step, "a step made by autopar.parallelize", hint)
 
 
 def save_rules(step: Step) -> None:

@@ -42,7 +42,6 @@ NONE = {
     "microbatch.forms.TRIPS": "a mark, not a size",
     "passes.scan_stacks.MOST_STACKS": "a limit of what is followed: further loops stay whole",
     "cost.product_rate._REAL_PRODUCTS": "of a product of complex numbers",
-    "kernels.pallas_grid.MOST_CELLS": "a limit of what is followed: beyond it a dimension stays whole",
     "kernels.grouped.WHOLE": "the only part of one",
     "kernels.grouped._NUM_OPERANDS": "of a ragged product",
     "kernels.grouped._RANK_OF_MATRICES": "of a ragged product",

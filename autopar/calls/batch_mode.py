@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import jax
 
-from autopar.errors import InvalidArgumentError, ProcessMismatchError
+from autopar.errors import ProcessMismatchError, expect_one_of
 
 logger = logging.getLogger("autopar")
 
@@ -30,13 +30,9 @@ Shape = tuple[int, ...]
 
 def checked_mode(given: str | None, where: str) -> str:
     """Raises: InvalidArgumentError."""
-    if given is not None and given not in MODES:
-        raise InvalidArgumentError(
-            where=where,
-            expected="'local' (each process passes its own rows), 'global' (all pass the whole batch), or None",
-            got=repr(given),
-            hint="None finds out by the first batch",
-        )
+    expected = "'local' (each process passes its own rows), 'global' (all pass the whole batch), or None"
+    if given is not None:
+        expect_one_of(where, given, MODES, "None finds out by the first batch", expected)
     return given or AUTO
 
 

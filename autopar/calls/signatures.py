@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -117,11 +117,9 @@ class Signature:
         names = (names,) if isinstance(names, str) else tuple(names)
         allowed_names = self._positional if self._any_number else self.names
         for name in names:
-            if name not in allowed_names:
-                raise InvalidArgumentError(
-                    where=f"parallelize({self._name}, {option}=...)",
-                    expected=f"names of its arguments: {', '.join(allowed_names)}",
-                    got=repr(name),
-                    hint="name them as in the function's signature",
-                )
+            where, expected = (
+                f"parallelize({self._name}, {option}=...)",
+                f"names of its arguments: {', '.join(allowed_names)}",
+            )
+            expect_one_of(where, name, allowed_names, "name them as in the function's signature", expected)
         return tuple(allowed_names.index(name) for name in names)

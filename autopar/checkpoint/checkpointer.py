@@ -42,6 +42,8 @@ from autopar.errors import (
     InvalidArgumentError,
     NonFiniteError,
     ProcessMismatchError,
+    expect_positive,
+    expect_step,
 )
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
@@ -286,13 +288,9 @@ def checked_folder(folder: str | Path) -> Path:
 
 def check_restoring(where: str, *, step: Any, data: Any, create: Any = None) -> None:
     """Raises: InvalidArgumentError for a step that is none, data without a position, a state in place of `create`."""
-    if step is not None and not (hasattr(step, "latest_plan") and hasattr(step, "state_shardings")):
-        raise InvalidArgumentError(
-            where=f"{where}(step=...)",
-            expected="a step made by autopar.parallelize",
-            got=type(step).__name__,
-            hint="pass what parallelize returned, or leave step out",
-        )
+    if step is not None:
+        hint = "pass what parallelize returned, or leave step out"
+        expect_step(f"{where}(step=...)", step, ("latest_plan", "state_shardings"), hint)
     _check_has(where, data, "restore")
     if create is not None and not callable(create):
         raise InvalidArgumentError(
@@ -344,13 +342,8 @@ def plan_of(plan: Plan | PlannedStep | None) -> Plan | None:
     """Raises: InvalidArgumentError for what is neither a plan nor a step."""
     if plan is None or isinstance(plan, Plan):
         return plan
-    if not hasattr(plan, "latest_plan"):
-        raise InvalidArgumentError(
-            where="save(plan=...)",
-            expected="a plan, or a step made by autopar.parallelize",
-            got=type(plan).__name__,
-            hint="such as plan=train_step",
-        )
+    expected = "a plan, or a step made by autopar.parallelize"
+    expect_step("save(plan=...)", plan, ("latest_plan",), "such as plan=train_step", expected)
     return plan.latest_plan
 
 
@@ -461,12 +454,10 @@ class Checkpointer:
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = 3, on_preemption: bool = True) -> None:
         for name, number in (("every", every), ("keep", keep)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise InvalidArgumentError(
-                    where=f"Checkpointer({name}=...)",
-                    expected="a whole number from 1" + (", or None to keep all" if name == "keep" else ""),
-                    got=repr(number),
-                    hint=f"such as Checkpointer(folder, {name}=3)",
+            expected = "a whole number from 1" + (", or None to keep all" if name == "keep" else "")
+            if number is not None:
+                expect_positive(
+                    f"Checkpointer({name}=...)", number, expected, f"such as Checkpointer(folder, {name}=3)"
                 )
         self.folder = checked_folder(folder)
         self.every, self.keep = every, keep

@@ -82,16 +82,6 @@ def transposed_first(eqn: Any) -> tuple[Any, Any] | None:
     return transpose, eqn.replace(invars=[between], params={**eqn.params, "dimensions": None})
 
 
-def without_results(eqn: Any, unread: Sequence[int]) -> Any:
-    """The equation with some of its results marked as read by nothing."""
-    return eqn.replace(outvars=[jax_core.DropVar(v.aval) if i in unread else v for i, v in enumerate(eqn.outvars)])
-
-
-def is_unread(var: Any) -> bool:
-    """Whether the result of an equation is marked as read by nothing."""
-    return isinstance(var, jax_core.DropVar)
-
-
 def function_of(jaxpr: Any) -> tuple[str, str]:
     """(name, file) of the function that a jaxpr was traced from; empty texts where they are not known."""
     information = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", None) or ""
@@ -107,15 +97,6 @@ def block_rows(size: Any) -> int | None:
     if isinstance(size, int):
         return size
     return int(size.block_size) if kind == "Blocked" else None
-
-
-def parallel_dimensions(eqn: Any) -> frozenset[int]:
-    """The grid dimensions of a Pallas call, by the body's numbers, that the user declared to be parallel."""
-    given = eqn.params.get("compiler_params")
-    options = list(given.values()) if isinstance(given, Mapping) else [given]
-    named = [getattr(o, "dimension_semantics", None) for o in options if o is not None]
-    kinds = [str(getattr(k, "name", k)).lower() for semantics in named for k in semantics or ()]
-    return frozenset(n for n, kind in enumerate(kinds) if kind == "parallel")
 
 
 def smaller_call(eqn: Any, times: Mapping[int, int], shapes: Sequence[Sequence[int]]) -> Any:

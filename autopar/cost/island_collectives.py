@@ -11,8 +11,7 @@ from autopar.common import jax_compat
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op
 from autopar.ir.mesh import LogicalMesh
-from autopar.kernels.islands import is_island, island_of, mesh_axes
-from autopar.kernels.run_island import collective_axes
+from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
 from autopar.sharding.strategies import Strategy
 
 _KINDS = {

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.data.sources import NumberedExamples, StreamExamples, check_not_batched, is_stream, numbered, stacked
-from autopar.errors import InvalidArgumentError, ProcessMismatchError
+from autopar.errors import InvalidArgumentError, ProcessMismatchError, expect_one_of, expect_step
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
 from autopar.runtime.execution.cross_process import absent, is_here
@@ -675,14 +675,7 @@ def _checked(batch_size: Any, seed: Any, epoch: Any, epochs: Any, tail: Any, pre
                 expected=f"a whole number from {least} on" + (", or None" if may_be_none else ""),
                 got=repr(value), hint=_HINTS[name],
             )  # fmt: skip
-    if tail not in tuple(Tail):
-        raise InvalidArgumentError(
-            where="autopar.data.shard(tail=...)", expected=" or ".join(repr(str(t)) for t in Tail), got=repr(tail),
-            hint="'pad' is what DistributedSampler does",
-        )  # fmt: skip
-    if not hasattr(step, "batch_shardings_for"):
-        raise InvalidArgumentError(
-            where="autopar.data.shard(source, step)", expected="a step made by autopar.parallelize",
-            got=type(step).__name__, hint="decorate the step first, and pass what parallelize returned",
-        )  # fmt: skip
+    expect_one_of("autopar.data.shard(tail=...)", tail, Tail, "'pad' is what DistributedSampler does")
+    hint = "decorate the step first, and pass what parallelize returned"
+    expect_step("autopar.data.shard(source, step)", step, ("batch_shardings_for",), hint)
     return Tail(tail)

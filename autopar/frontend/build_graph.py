@@ -21,9 +21,8 @@ from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
+from autopar.kernels.islands import PLACEMENTS
 from autopar.kernels.local import local_rule
-from autopar.kernels.pallas_grid import is_pallas_call, with_unread_marked
-from autopar.kernels.run_island import PLACEMENTS
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -120,8 +119,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            called = with_unread_marked(eqn, jaxpr) if is_pallas_call(eqn) else eqn
-            outs = self._equation(called, ins, stack_of(eqn, stack), count, ops)
+            outs = self._equation(eqn, ins, stack_of(eqn, stack), count, ops)
             env.update(zip(eqn.outvars, outs, strict=True))
         if self._written_of:
             for var, atom in env.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.pipeline_candidate import SOURCE
@@ -120,13 +120,9 @@ def schedules_of(request: PlanRequest, cluster: Cluster) -> tuple[str, ...]:
     if request.schedule is None:
         return SEARCHED_SCHEDULES if cluster.num_devices > 1 else SEARCHED_SCHEDULES[:1]
     known = [s.value for s in SearchedSchedule]
-    if request.schedule not in known:
-        raise InvalidArgumentError(
-            where=f"schedule={request.schedule!r} without a number of stages",
-            expected=f"one of {', '.join(known)}",
-            got=repr(request.schedule),
-            hint=f"name the stages: plan=autopar.recipes.pipeline(4, {request.schedule!r})",
-        )
+    where = f"schedule={request.schedule!r} without a number of stages"
+    hint = f"name the stages: plan=autopar.recipes.pipeline(4, {request.schedule!r})"
+    expect_one_of(where, request.schedule, known, hint, f"one of {', '.join(known)}")
     return (request.schedule,)
 
 

@@ -12,12 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.errors import InvalidArgumentError, UnsupportedError, expect_function
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.primitives import is_inexact
-from autopar.kernels.factors import UNNAMED, KernelRule, Names, check_results, parse, sizes_of
-from autopar.kernels.operation import GradientOf, LocalFunction, bind, vjp_in
-from autopar.kernels.work import KernelWork, amount_of, flops_in
+from autopar.kernels.operation import (
+    UNNAMED,
+    GradientOf,
+    KernelRule,
+    KernelWork,
+    LocalFunction,
+    Names,
+    amount_of,
+    bind,
+    check_results,
+    flops_in,
+    parse,
+    sizes_of,
+    vjp_in,
+)
 from autopar.sharding.rules import rule_of_parts
 
 # The gradient of a kernel from its own backward pass: a forward kernel with residuals, and a backward kernel.
@@ -260,11 +272,9 @@ def kernel(
     name = getattr(fun, "__name__", type(fun).__name__)
     where = _place(f"autopar.kernel({name})")
     for argument, given in (("fun", fun), ("like", like), ("flops", flops), ("bytes", bytes)):
-        if given is not None and not callable(given):
-            raise InvalidArgumentError(
-                where=f"{where}, {argument}", expected="a function", got=repr(given),
-                hint="flops and bytes are functions of the operands' shapes: lambda q, k, v: 4.0 * q.size * k.shape[1]",
-            )  # fmt: skip
+        if given is not None:
+            hint = "flops and bytes are functions of the operands' shapes: lambda q, k, v: 4.0 * q.size * k.shape[1]"
+            expect_function(f"{where}, {argument}", given, "a function", hint)
     parsed = parse(rule, whole, summed, where)
     if like is None:
         check_results(parsed, where)

@@ -14,8 +14,7 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import FactorKind
 from autopar.ir.primitives import is_inexact
-from autopar.kernels.factors import Names, kind_of
-from autopar.kernels.operation import GradientOf, LocalFunction, is_kernel, vjp_in
+from autopar.kernels.operation import GradientOf, LocalFunction, Names, is_kernel, kind_of, vjp_in
 
 # Compares the kernels of a step, and their gradients, with their twins, on random numbers.
 

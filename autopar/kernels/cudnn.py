@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.primitives import CUDNN_BACKWARD, CUDNN_FORWARD
-from autopar.kernels.work import KernelWork
+from autopar.kernels.operation import KernelWork
 
 FORWARD, BACKWARD = CUDNN_FORWARD, CUDNN_BACKWARD
 NAMES = (FORWARD, BACKWARD)

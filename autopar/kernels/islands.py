@@ -2,7 +2,7 @@
 
 An island is written for a mesh of its own. Each of its axes is a factor, the major part of the dimensions that its
 specs split by that axis, and the mesh axes that split the factor are the island's axis: all of it, or none. An axis
-that no mesh axes stand for is run on every device, part by part (`run_island`), which computes the same.
+that no mesh axes stand for is run on every device, part by part (`run_parts`), which computes the same.
 
 Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. An
 island inside of an island is a part of its body: every device runs all parts of the inner one.
@@ -13,10 +13,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.common import jax_compat
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.common import jax_compat, jax_local
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Factor, FactorKind, Op, OpGraph, Rule
 from autopar.ir.layout import Layout
@@ -176,3 +181,253 @@ def _check_island(op: Op, num_devices: int) -> None:
         got=f"one of {island.shards} devices ({sizes})",
         hint="write its mesh for a divisor of the devices, such as jax.make_mesh((jax.device_count(),), ...)",
     )
+
+
+# Runs an island on one device's part, under the mesh of a plan.
+#
+# The body was traced under the mesh of the island, whose name its types carry, so that it is evaluated anew, one
+# equation after another. Where no mesh axes stand for an axis of the island, a device has the operands of all its
+# parts. With collectives over such an axis the parts are computed side by side (`jax.vmap` with the axis' name),
+# without any one after the other.
+
+# Parameters of an equation without the mesh of the island in which it was traced.
+#
+# Inside of `jax.shard_map` the type of every value names the mesh. An equation that is bound again under the mesh of a
+# plan must not bring such types: those of a Pallas call are its `out_avals`, and in the jaxprs of its kernel and of its
+# index maps.
+
+
+def without_island_mesh(value: Any) -> Any:
+    """A parameter without meshes in its types; the same object where none names one."""
+    if isinstance(value, jax_compat.ShapedArray):
+        return _type(value)
+    if jax_compat.is_jaxpr(value):
+        return _jaxpr(value)
+    if isinstance(value, (tuple, list)):
+        members = [without_island_mesh(v) for v in value]
+        if all(a is b for a, b in zip(members, value, strict=True)):
+            return value
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: without_island_mesh(v) for name, v in found.items()}
+        changed = {name: v for name, v in changed.items() if v is not found[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _type(aval: Any) -> Any:
+    inner = getattr(aval, "inner_aval", None)  # of a reference, in the body of a kernel
+    if inner is not None:
+        plain = _type(inner)
+        return aval if plain is inner else aval.update(inner_aval=plain)
+    if not isinstance(aval, jax_compat.ShapedArray) or aval.sharding.mesh.empty:
+        return aval
+    return jax_compat.ShapedArray(aval.shape, aval.dtype, aval.weak_type, memory_space=aval.memory_space)
+
+
+def _jaxpr(closed: Any) -> Any:
+    inner = jax_compat.open_jaxpr(closed)
+    renamed: dict[Any, Any] = {}
+
+    def plain(var: Any) -> Any:
+        aval = _type(var.aval)
+        return var if aval is var.aval else renamed.setdefault(var, type(var)(aval))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, jax_compat.Literal):
+            aval = _type(atom.aval)  # its number may have a type of its own
+            return atom if aval is atom.aval else type(atom)(np.asarray(atom.val, aval.dtype), aval)
+        return renamed.get(atom, atom)
+
+    constvars, invars = [plain(v) for v in inner.constvars], [plain(v) for v in inner.invars]
+    eqns, is_changed = [], bool(renamed)
+    for traced in inner.eqns:
+        eqn = jax_local.without_context_mesh(traced)
+        ins, params = [read(a) for a in eqn.invars], {k: without_island_mesh(v) for k, v in eqn.params.items()}
+        outs = [plain(v) for v in eqn.outvars]
+        same = all(a is b for a, b in zip((*ins, *outs), (*eqn.invars, *eqn.outvars), strict=True))
+        same = same and all(params[k] is v for k, v in eqn.params.items())
+        is_changed = is_changed or not same or eqn is not traced
+        eqns.append(eqn if same else eqn.replace(invars=ins, outvars=outs, params=params))
+    outvars = [read(a) for a in inner.outvars]
+    if not is_changed and all(a is b for a, b in zip(outvars, inner.outvars, strict=True)):
+        return closed
+    cleaned = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+    is_open = inner is closed and not jax_compat.jaxpr_consts(closed)
+    return cleaned if is_open else jax_compat.closed_like(closed, cleaned)
+
+
+# What only changes the type of a value that differs, or does not differ, between the devices.
+TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
+
+# What only says where a value lies. All axes of an island are its own, so that in its body nothing is left to say.
+PLACEMENTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+
+
+def collective_axes(eqn: Any) -> tuple[str, ...]:
+    """The axes over which an equation sends, or whose devices it numbers; none of other equations."""
+    if eqn.primitive.name in TYPE_CHANGES:
+        return ()
+    for param in ("axis_name", "axes"):
+        value = eqn.params.get(param)
+        names = value if isinstance(value, (tuple, list)) else (value,)
+        if value is not None and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def run_parts(eqn: Any, island: Island, mapped: Mapping[str, Any], parts: Sequence[Any]) -> list[Any]:
+    """The results on one device, of operands as it has them; mesh axes stand for the `mapped` axes of the island."""
+    whole = [name for name in island.sizes if name not in mapped]
+    jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
+    sends = {name for inner in jax_compat.equations_in(jaxpr) for name in collective_axes(inner)}
+
+    def body(*args: Any) -> list[Any]:
+        return evaluate(jaxpr, args)
+
+    run: Callable[..., list[Any]] = body
+    for name in reversed(whole):
+        run = _over_parts(run, island, name, together=name in sends or island.sizes[name] == 1)
+    args = [_taken_apart(a, spec, island, whole) for a, spec in zip(parts, island.operands, strict=True)]
+    made = run(*args)
+    return [_put_together(a, spec, island, whole) for a, spec in zip(made, island.results, strict=True)]
+
+
+def _over_parts(run: Callable[..., list[Any]], island: Island, name: str, *, together: bool) -> Callable[..., Any]:
+    """The function over all parts of an axis, which is the first dimension of the operands that it splits."""
+    split = [any(name in dim for dim in spec) for spec in island.operands]
+    n = island.sizes[name]
+    if together:
+        axes = tuple(0 if s else None for s in split)
+        return jax.vmap(run, in_axes=axes, out_axes=0, axis_name=name, axis_size=n)
+
+    def one_after_the_other(*args: Any) -> Any:
+        def part(number: Any) -> Any:
+            taken = [
+                lax.dynamic_index_in_dim(a, number, 0, keepdims=False) if s else a
+                for a, s in zip(args, split, strict=True)
+            ]
+            return run(*taken)
+
+        return lax.map(part, jnp.arange(n))
+
+    return one_after_the_other
+
+
+def _taken_apart(array: Any, spec: Spec, island: Island, whole: Sequence[str]) -> Any:
+    """An operand with the axes that stand for nothing as its first dimensions."""
+    shape: list[int] = []
+    first: dict[str, int] = {}
+    for n, names in zip(array.shape, spec, strict=True):
+        apart = [name for name in names if name in whole]
+        for name in apart:
+            first[name] = len(shape)
+            shape.append(island.sizes[name])
+        shape.append(n // math.prod(island.sizes[name] for name in apart))
+    front = [first[name] for name in whole if name in first]
+    rest = [d for d in range(len(shape)) if d not in front]
+    return jnp.transpose(array.reshape(shape), [*front, *rest])
+
+
+def _put_together(array: Any, spec: Spec, island: Island, whole: Sequence[str]) -> Any:
+    """The inverse for a result, which has all these axes first, also those whose parts are all alike."""
+    used = {name for names in spec for name in names}
+    for position, name in reversed(list(enumerate(whole))):
+        if name not in used:
+            array = lax.index_in_dim(array, 0, position, keepdims=False)
+    front = [name for name in whole if name in used]
+    own = array.shape[len(front) :]
+    order, shape = [], []
+    for d, (n, names) in enumerate(zip(own, spec, strict=True)):
+        apart = [name for name in names if name in whole]
+        order += [*(front.index(name) for name in apart), len(front) + d]
+        shape.append(n * math.prod(island.sizes[name] for name in apart))
+    return jnp.transpose(array, order).reshape(shape)
+
+
+# The body
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+    """The results of an open jaxpr, traced under the mesh that is set now rather than that of its types."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, jax_compat.Literal):
+            return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype)
+
+    for eqn in jaxpr.eqns:
+        with jax_compat.standing_at(eqn):
+            outs = [_without_mesh(a) for a in _equation(eqn, [read(v) for v in eqn.invars])]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _without_mesh(array: Any) -> Any:
+    """A number that is known already has the type of the mesh under which its equation was traced."""
+    return array if jax_compat.is_tracer(array) or jax_compat.is_key_dtype(array.dtype) else np.asarray(array)
+
+
+def _closed(closed: Any, args: Sequence[Any]) -> list[Any]:
+    return evaluate(jax_compat.open_jaxpr(closed), args, jax_compat.jaxpr_consts(closed))
+
+
+def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in TYPE_CHANGES or name in PLACEMENTS:
+        return args
+    if is_island(eqn):
+        return run_parts(eqn, island_of(eqn), {}, args)
+    if name == "psum_invariant":
+        summed: Sequence[Any] = lax.psum(args, params["axes"])
+        return summed
+    if name == "all_gather_invariant":
+        return [
+            lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
+            for a in args
+        ]
+    inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
+    if inner is not None:
+        return _closed(next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args)
+    if name == "scan":
+        return _scan(eqn, args)
+    if name == "while":
+        k, n = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        going: Sequence[Any] = lax.while_loop(
+            lambda carry: _closed(params["cond_jaxpr"], [*args[:k], *carry])[0],
+            lambda carry: _like(_closed(params["body_jaxpr"], [*args[k:n], *carry]), eqn.outvars),
+            _like(args[n:], eqn.outvars),
+        )
+        return going
+    if name == "cond":
+        index = args[0].astype(jnp.int32) if args[0].dtype == jnp.bool_ else args[0]
+        branches = [lambda *xs, branch=branch: _closed(branch, xs) for branch in params["branches"]]
+        taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
+        return taken
+    named = {k: None for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}  # after the island's own mesh
+    plain = {k: without_island_mesh(v) for k, v in params.items()} | named
+    return jax_compat.bind(eqn.replace(params=plain), args)
+
+
+def _like(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """What a loop carries, of the types that it was traced with, weak ones included."""
+    pairs = zip(arrays, variables, strict=True)
+    return [jax_compat.with_weak_type(jnp.asarray(a), bool(v.aval.weak_type)) for a, v in pairs]
+
+
+def _scan(eqn: Any, args: list[Any]) -> Sequence[Any]:
+    params = eqn.params
+    (k, c), inner = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"])
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = _closed(params["jaxpr"], [*args[:k], *carry, *slices])
+        return _like(outs[:c], inner.outvars[:c]), outs[c:]
+
+    carry, stacked = lax.scan(
+        body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]),
+        length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+    )  # fmt: skip
+    return [*carry, *stacked]

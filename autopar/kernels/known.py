@@ -1,21 +1,33 @@
-"""The table of kernels that the user knows by name: `autopar.known_kernel`.
+"""Calls of kernels without a rule around them, and the user's table of them: `autopar.known_kernel`.
 
-What jax has is known without it (`pallas_grid`, `grouped`). An entry is for a Pallas call or a foreign function in code
-that cannot be changed; it is looked up by the kernel's name, and holds for calls with as many arrays, of as many
-dimensions, as its rule has. A call that no entry fits is what it was without the table.
+What jax has is known without the table (`pallas_grid`, `grouped`). An entry is for a Pallas call or a foreign function
+in code that cannot be changed; it is looked up by the kernel's name, and holds for calls with as many arrays, of as
+many dimensions, as its rule has. A call that no entry fits is what it was without the table. What nobody knows the
+factors of runs on whole arrays on every device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.common import jax_compat
-from autopar.errors import InvalidArgumentError
-from autopar.kernels.factors import UNNAMED, KernelRule, check_results, parse
-from autopar.kernels.pallas_grid import Grid, grid_of, is_pallas_call, kernel_name
-from autopar.kernels.work import KernelWork, amount_of
+from autopar.common import jax_compat, jax_local
+from autopar.errors import InvalidArgumentError, expect_function
+from autopar.ir.graph import Rule
+from autopar.kernels.operation import (
+    UNNAMED,
+    KernelRule,
+    KernelWork,
+    amount_of,
+    call_work,
+    check_results,
+    graph_rule,
+    parse,
+)
+from autopar.kernels.pallas_grid import Grid, call_on_part, grid_along, grid_of, grid_rule, is_pallas_call, kernel_name
+from autopar.sharding.rules import replicated_rule
 
 Amount = Callable[..., float]
 
@@ -69,11 +81,9 @@ def known_kernel(
     parsed = parse(rule, whole, (), where)
     check_results(parsed, where)
     for argument, given in (("flops", flops), ("bytes", bytes)):
-        if given is not None and not callable(given):
-            raise InvalidArgumentError(
-                where=f"{where}, {argument}", expected="a function of the operands' shapes", got=repr(given),
-                hint="lambda q, k, v: 4.0 * q.size * k.shape[1]",
-            )  # fmt: skip
+        if given is not None:
+            expected, hint = "a function of the operands' shapes", "lambda q, k, v: 4.0 * q.size * k.shape[1]"
+            expect_function(f"{where}, {argument}", given, expected, hint)
     _ENTRIES[name] = KnownKernel(name=name, rule=parsed, flops=flops, nbytes=bytes, where=where)
 
 
@@ -89,12 +99,14 @@ def _code(function: Callable[..., float] | None) -> str:
     return "" if function is None else f"{code.co_code.hex()} {code.co_consts}" if code is not None else repr(function)
 
 
+def name_of(eqn: Any) -> str:
+    """The name by which an entry of a call is looked up."""
+    return kernel_name(eqn) if is_pallas_call(eqn) else str(eqn.params.get("target_name", ""))
+
+
 def entry_of(eqn: Any) -> KnownKernel | None:
     """The entry that a call fits."""
-    if not _ENTRIES:
-        return None
-    name = kernel_name(eqn) if is_pallas_call(eqn) else str(eqn.params.get("target_name", ""))
-    entry = _ENTRIES.get(name)
+    entry = _ENTRIES.get(name_of(eqn)) if _ENTRIES else None
     if entry is None:
         return None
     arrays = [*in_blocks(eqn), *eqn.outvars]
@@ -128,7 +140,7 @@ def grid_under(entry: KnownKernel, eqn: Any) -> Grid | None:
     Raises: InvalidArgumentError where the rule splits a dimension by which the grid does not choose blocks.
     """
     mapping = eqn.params["grid_mapping"]
-    grid = grid_of(eqn, trusted=frozenset(range(len(mapping.grid))))
+    grid = grid_along(eqn, set(range(len(mapping.grid))), may_read_number=True)
     names = [*entry.rule.operands, *entry.rule.results]
     places = [] if grid is None else [*grid.operands[len(eqn.invars) - mapping.num_inputs :], *grid.results]
     met: dict[int, set[str]] = {}
@@ -155,3 +167,66 @@ def grid_under(entry: KnownKernel, eqn: Any) -> Grid | None:
     split = {g for g, of in met.items() if of <= entry.rule.split}
     runs = tuple(n if g in split else 1 for g, n in enumerate(grid.runs))
     return None if max(runs) == 1 else dataclasses.replace(grid, runs=runs)
+
+
+# The calls
+
+
+# Primitives that call code which XLA does not see into, and what users know them by.
+CALLS = {"pallas_call": "a Pallas call", "ffi_call": "a foreign function (jax.ffi)", "tpu_custom_call": "a Mosaic call"}
+
+
+def is_opaque(eqn: Any) -> bool:
+    return eqn is not None and eqn.primitive.name in CALLS
+
+
+class _SameEquation:
+    """An equation by its identity: those of jax compare by what they hold."""
+
+    def __init__(self, eqn: Any) -> None:
+        self.eqn = eqn
+
+    def __hash__(self) -> int:
+        return id(self.eqn)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameEquation) and other.eqn is self.eqn
+
+
+def known_grid(eqn: Any) -> Grid | None:
+    """How a Pallas call may be split; None where nothing of it may be. Raises: InvalidArgumentError of its entry."""
+    return _grid(_SameEquation(eqn), entry_of(eqn))
+
+
+@functools.lru_cache(maxsize=4096)
+def _grid(same: _SameEquation, entry: Any) -> Grid | None:
+    return grid_under(entry, same.eqn) if entry is not None else grid_of(same.eqn)
+
+
+def opaque_rule(eqn: Any) -> Rule:
+    """What an entry or the grid says; else nothing may be split, with a note that says how to change that."""
+    if is_pallas_call(eqn):
+        grid = known_grid(eqn)
+        if grid is not None:
+            return grid_rule(grid, eqn)
+    elif (entry := entry_of(eqn)) is not None:
+        return graph_rule(entry.rule, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+    line = jax_compat.source_line(eqn)
+    return replicated_rule(
+        eqn,
+        f"{CALLS[eqn.primitive.name]} without a rule{f', at {line},' if line else ''} runs whole on every device; "
+        f"autopar.kernel(fun, rule=...) around the function that calls it, or autopar.known_kernel({name_of(eqn)!r}, "
+        "rule), says how it may be split",
+    )
+
+
+def opaque_work(eqn: Any) -> KernelWork:
+    """What a call does on whole arrays."""
+    return known_work(eqn, call_work(eqn))
+
+
+def run_opaque(eqn: Any, shapes: Sequence[Sequence[int]], parts: Sequence[Any]) -> list[Any]:
+    """A call on one device's part of its operands. `shapes`: those of its results there."""
+    if is_pallas_call(eqn):
+        return call_on_part(known_grid(eqn), eqn, shapes, parts)
+    return jax_compat.bind(jax_local.foreign_call_of(eqn, shapes), parts)

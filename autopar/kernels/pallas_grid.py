@@ -1,18 +1,18 @@
-"""Pallas calls without a rule: which dimensions of their grid only say which block a cell works on.
+"""Pallas calls: which dimensions of their grid may be split over devices, and the call on a part.
 
-A cell of a grid dimension is independent of the others if each array's block index along one dimension is the cell's
-number (or the number of its run of cells, as heads that share a key head), every result has a block of its own for each
-cell or run, the body does not read the cell's number but for its place in the run, and no cell finds in scratch memory
-what others left. Such a dimension may be split: each device runs its own cells, the same body on the same blocks. This
-is read from the index maps of the call, for any kernel; nothing is known of kernels by name here.
+Each device runs its own cells of a split dimension: the same body on the same blocks. That the cells leave nothing to
+one another is known of dimensions that `jax.vmap` put there, of examples and heads in jax's own attention kernels, and
+of what an entry of the user's says (`known`); no other dimension is split. Each array's block index along one dimension
+must be the cell's number, or the number of its run of cells (as heads that share a key head), and the body must not
+read the cell's number but for its place in the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -21,128 +21,21 @@ import numpy as np
 from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Factor, FactorKind, Rule
 
-# Whether the cells of a Pallas grid dimension leave something to one another in scratch memory.
-#
-# Cells run one after the other, the last dimension fastest, and scratch memory stays as it was. A device that has a
-# part of a dimension's cells begins with one that others precede in the whole grid. That is the same if what it reads
-# of the scratch memory was written before, in the cells since then: at the first cell of each step along the dimension,
-# where the dimensions inside of it begin anew, the body is followed with these numbers of cells, and writes all of a
-# scratch array before it reads any of it.
-
-
-# The most first cells that are followed: of dimensions outside, whose numbers the body reads.
-MOST_CELLS = 256
-_UNKNOWN = object()
-_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
-
-
-class _Ref:
-    """A scratch array of the kernel."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-
-class _ReadsWhatOthersLeft(Exception):
-    pass
-
-
-def begins_anew(body: Any, scratch: Sequence[Any], own: Sequence[int], grid: Sequence[int], g: int) -> bool:
-    """Whether each step along grid dimension g begins with scratch arrays that nothing is read of before it is written.
-
-    `scratch`: variables of the body; `own`: the grid dimensions that the body has numbers of, in its order. The body
-    must not depend on the number of the cell along g itself.
-    """
-    if not scratch:
-        return True
-    read = {own[e.params["axis"]] for e in jax_compat.equations_in(body) if e.primitive.name == "program_id"}
-    outside = [d for d in range(g) if d in read]
-    if math.prod(grid[d] for d in outside) > MOST_CELLS:
-        return False
-    for cells in itertools.product(*(range(grid[d]) for d in outside)):
-        numbers = dict.fromkeys(range(len(grid)), 0) | dict(zip(outside, cells, strict=True))
-        refs = {v: _Ref(v.aval.shape) for v in scratch}
-        try:
-            _follow(body, dict(refs), set(), _Cell(own, grid, numbers))
-        except _ReadsWhatOthersLeft:
-            return False
-    return True
-
-
-class _Cell:
-    def __init__(self, own: Sequence[int], grid: Sequence[int], numbers: Mapping[int, int]) -> None:
-        self.own, self.grid, self.numbers = own, grid, numbers
-
-
-def _follow(jaxpr: Any, env: dict[Any, Any], written: set[_Ref], cell: _Cell) -> list[Any]:
-    """The results of a jaxpr in one cell, as far as they are known; adds what it writes whole to `written`."""
-
-    def value(v: Any) -> Any:
-        return v.val if isinstance(v, jax_compat.Literal) else env.get(v, _UNKNOWN)
-
-    for e in jaxpr.eqns:
-        name, args = e.primitive.name, [value(v) for v in e.invars]
-        if name == "program_id":
-            results = [np.int32(cell.numbers[cell.own[e.params["axis"]]])]
-        elif name == "num_programs":
-            results = [np.int32(cell.grid[cell.own[e.params["axis"]]])]
-        elif name == "swap" and isinstance(args[0], _Ref):
-            results = _swapped(e, args, written, _is_read(jaxpr, e.outvars[0]))
-        elif name == "cond":
-            results = _taken(e, args, written, cell)
-        elif name in _CALLS and len(inner := list(jax_compat.jaxprs_in(e))) == 1:
-            called = jax_compat.open_jaxpr(inner[0])
-            results = _follow(called, dict(zip(called.invars, args, strict=True)), written, cell)
-        else:
-            if any(isinstance(a, _Ref) and a not in written for a in args):
-                raise _ReadsWhatOthersLeft
-            results = _computed(e, args)
-        env.update(zip(e.outvars, results, strict=True))
-    return [value(v) for v in jaxpr.outvars]
-
-
-def _is_read(jaxpr: Any, v: Any) -> bool:
-    return any(v is a for e in jaxpr.eqns for a in e.invars) or any(v is a for a in jaxpr.outvars)
-
-
-def _swapped(eqn: Any, args: Sequence[Any], written: set[_Ref], reads: bool) -> list[Any]:
-    """Of a write: the first must be of all of the array, and what was there before must be read by nothing."""
-    ref, whole = args[0], math.prod(eqn.invars[1].aval.shape) == math.prod(args[0].shape)
-    if ref not in written:
-        if reads or not whole:
-            raise _ReadsWhatOthersLeft
-        written.add(ref)
-    return [_UNKNOWN]
-
-
-def _taken(eqn: Any, args: Sequence[Any], written: set[_Ref], cell: _Cell) -> list[Any]:
-    """Of a branch: the one that is taken, or what holds of all."""
-    branches = [jax_compat.open_jaxpr(branch) for branch in eqn.params["branches"]]
-    if args[0] is not _UNKNOWN and not isinstance(args[0], _Ref):
-        branches = [branches[min(max(int(args[0]), 0), len(branches) - 1)]]
-    ends = []
-    for branch in branches:
-        its = set(written)
-        ends.append((_follow(branch, dict(zip(branch.invars, args[1:], strict=True)), its, cell), its))
-    written.update(set.intersection(*(its for _, its in ends)))
-    return ends[0][0] if len(ends) == 1 else [_UNKNOWN] * len(eqn.outvars)
-
-
-def _computed(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of an operation on numbers that are known."""
-    unknown = [_UNKNOWN] * len(eqn.outvars)
-    is_small = all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars))
-    if not is_small or any(a is _UNKNOWN or isinstance(a, _Ref) for a in args) or list(jax_compat.jaxprs_in(eqn)):
-        return unknown
-    with jax.ensure_compile_time_eval():
-        return [np.asarray(x) for x in jax_compat.bind(eqn, list(args))]
-
-
 NAME = "pallas_call"
 # A generator of random bits goes on from cell to cell.
 _STATEFUL = frozenset({"prng_seed", "prng_random_bits"})
 _DEPENDING_ON_SIZES = frozenset({"grid_mapping", "jaxpr", "out_avals", "cost_estimate"})
 Place = int | None  # the grid dimension that a dimension of an array goes with
+# Of jax's own attention kernels: the file's end, what the name begins with, and the grid dimensions of examples and
+# heads. Heads come first in the grid of splash attention but for the gradients of keys and values, examples and heads
+# in that of flash attention; the Triton kernels have no scratch memory.
+_PUBLISHED = (
+    ("jax/experimental/pallas/ops/tpu/splash_attention/splash_attention_kernel.py", r"splash_m[hq]a_(fwd|dq)_", (0,)),
+    ("jax/experimental/pallas/ops/tpu/splash_attention/splash_attention_kernel.py", r"splash_m[hq]a_dkv_", (1,)),
+    ("jax/experimental/pallas/ops/tpu/flash_attention.py", r"_flash_attention_(dkv_|dq_)?kernel", (0, 1)),
+    ("jax/experimental/pallas/ops/gpu/attention.py", r"mha_(forward|preprocess_backward)", (1, 2)),
+    ("jax/experimental/pallas/ops/gpu/attention.py", r"mha_backward", (0, 1)),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,63 +56,60 @@ def is_pallas_call(eqn: Any) -> bool:
     return eqn is not None and eqn.primitive.name == NAME
 
 
-def with_unread_marked(eqn: Any, jaxpr: Any) -> Any:
-    """The equation of a call in a jaxpr; results that nothing reads, or only what nothing reads (`jax.vmap` over one
-    example puts a dimension back), are marked: they are scratch memory.
-    """
-    read = {v for v in jaxpr.outvars if not isinstance(v, jax_compat.Literal)}
-    for e in reversed(jaxpr.eqns):
-        if e is eqn:
-            break
-        if e.effects or read.intersection(e.outvars):
-            read.update(v for v in e.invars if not isinstance(v, jax_compat.Literal))
-    unread = [i for i, v in enumerate(eqn.outvars) if v not in read]
-    return jax_local.without_results(eqn, unread) if unread else eqn
-
-
 def kernel_name(eqn: Any) -> str:
     """What the user's kernel is called: the name of the call, or that of its body's function."""
     given = eqn.params.get("name")
     return str(given) if given else jax_local.function_of(eqn.params["jaxpr"])[0]
 
 
-def grid_of(eqn: Any, trusted: frozenset[int] = frozenset()) -> Grid | None:
-    """How a Pallas call may be split; None where its grid cannot be read, or nothing of it may be split.
+def grid_of(eqn: Any) -> Grid | None:
+    """How a Pallas call without an entry may be split; None where nothing of it may be."""
+    vmapped, own = eqn.params["grid_mapping"].vmapped_dims, _own_dimensions(eqn)
+    name, file = kernel_name(eqn), jax_local.function_of(eqn.params["jaxpr"])[1]
+    published = [dims for end, names, dims in _PUBLISHED if file.endswith(end) and re.match(names, name)]
+    return grid_along(eqn, {*vmapped, *(own[n] for dims in published for n in dims)}, may_read_number=False)
 
-    In a `trusted` grid dimension the body may read the cell's number, and its results may lack it.
+
+def grid_along(eqn: Any, dimensions: Set[int], *, may_read_number: bool) -> Grid | None:
+    """How a Pallas call may be split over grid dimensions whose cells leave nothing to one another; None where the
+    blocks do not follow the cells, or the body reads the cell's number, and that is not said to be harmless.
     """
     mapping, body = eqn.params["grid_mapping"], jax_compat.open_jaxpr(eqn.params["jaxpr"])
-    if eqn.params.get("mesh") is not None or mapping.grid_names is not None:
+    if not dimensions or eqn.params.get("mesh") is not None or mapping.grid_names is not None:
+        return None
+    # A result in the memory of an operand would have to lie as that does.
+    if eqn.params.get("input_output_aliases"):
         return None
     if any(e.primitive.name in _STATEFUL for e in jax_compat.equations_in(body)):
         return None
-    reader = _Reader(eqn, mapping, body, trusted)
+    reader = _Reader(eqn, mapping, dimensions)
+    if not may_read_number:
+        reader.read_body(body)
     return reader.grid()
 
 
+def _own_dimensions(eqn: Any) -> list[int]:
+    """The grid dimensions that the kernel was written with; `jax.vmap` puts others before them."""
+    mapping = eqn.params["grid_mapping"]
+    return [g for g in range(len(mapping.grid)) if g not in mapping.vmapped_dims]
+
+
 class _Reader:
-    def __init__(self, eqn: Any, mapping: Any, body: Any, trusted: frozenset[int]) -> None:
-        self.eqn, self.mapping, self.body, self.trusted = eqn, mapping, body, trusted
+    def __init__(self, eqn: Any, mapping: Any, dimensions: Set[int]) -> None:
+        self.eqn, self.mapping = eqn, mapping
         # By how many cells a run of each grid dimension goes on; 0: it may not be split.
-        self.run = [int(isinstance(n, int) and n > 1) for n in mapping.grid]
+        self.run = [int(g in dimensions and isinstance(n, int) and n > 1) for g, n in enumerate(mapping.grid)]
 
     def grid(self) -> Grid | None:
-        self.read_body()
-        self.read_aliases()
         places = [self.places(block) for block in self.mapping.block_mappings]
         num_leading = len(self.eqn.invars) - self.mapping.num_inputs
         leading = [(None,) * len(v.aval.shape) for v in self.eqn.invars[:num_leading]]
         operands = [*leading, *places[: self.mapping.num_inputs]]
         results = places[self.mapping.num_inputs :]
-        for dims, v in zip(results, self.eqn.outvars, strict=True):
-            for g in range(len(self.run)):
-                if g not in dims and not jax_local.is_unread(v) and g not in self.trusted:
-                    self.forbid(g)
         arrays = [*operands, *results]
         for g in range(len(self.run)):
             if any(dims.count(g) > 1 for dims in arrays):
                 self.forbid(g)
-        self.read_scratch(results)
         runs = tuple(n // r if r else 1 for n, r in zip(self.mapping.grid, self.run, strict=True))
         if max(runs, default=1) == 1:
             return None
@@ -246,45 +136,20 @@ class _Reader:
         if not self.run[g]:
             return
         run = math.lcm(self.run[g], cells)
-        self.run[g] = run if self.mapping.grid[g] % run == 0 else 0
+        self.run[g] = run if run and self.mapping.grid[g] % run == 0 else 0
 
     # What the body reads
 
-    def read_body(self) -> None:
+    def read_body(self, body: Any) -> None:
         """Grid dimensions whose cells read their number; of vmapped ones the body knows nothing."""
-        own = [g for g in range(len(self.mapping.grid)) if g not in self.mapping.vmapped_dims]
-        for jaxpr in _jaxprs(self.body):
+        own = _own_dimensions(self.eqn)
+        for jaxpr in _jaxprs(body):
             for e in jaxpr.eqns:
-                if e.primitive.name not in ("program_id", "num_programs"):
-                    continue
-                g = own[e.params["axis"]]
-                if g in self.trusted:
-                    continue
-                for cells in _moduli(jaxpr, e) if e.primitive.name == "program_id" else (0,):
-                    self.longer_runs(g, cells) if cells else self.forbid(g)
-
-    def read_scratch(self, results: Sequence[Sequence[Place]]) -> None:
-        """Grid dimensions whose cells find what others left: in scratch memory, or in results that nothing reads."""
-        own = [g for g in range(len(self.mapping.grid)) if g not in self.mapping.vmapped_dims]
-        declared = jax_local.parallel_dimensions(self.eqn)
-        first = len(self.body.invars) - len(self.mapping.scratch_avals)
-        refs = self.body.invars[first - len(results) : first]
-        for n, g in enumerate(own):
-            if not self.run[g] or n in declared or g in self.trusted:
-                continue
-            unread = [
-                ref
-                for ref, dims, v in zip(refs, results, self.eqn.outvars, strict=True)
-                if g not in dims and jax_local.is_unread(v)
-            ]
-            if not begins_anew(self.body, [*unread, *self.body.invars[first:]], own, self.mapping.grid, g):
-                self.forbid(g)
-
-    def read_aliases(self) -> None:
-        """A result in the memory of an operand: both would have to lie alike."""
-        if self.eqn.params.get("input_output_aliases"):
-            for g in range(len(self.run)):
-                self.forbid(g)
+                if e.primitive.name == "num_programs":
+                    self.forbid(own[e.params["axis"]])
+                elif e.primitive.name == "program_id":
+                    for cells in _moduli(jaxpr, e):
+                        self.longer_runs(own[e.params["axis"]], cells)
 
     # What index maps read
 

@@ -31,13 +31,11 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
 from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
-from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.grouped import WHOLE, Part, grouped_places, is_grouped_product, product_on_part
-from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes
-from autopar.kernels.local import runs_locally
-from autopar.kernels.opaque import is_opaque, run_opaque
+from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes, run_parts
+from autopar.kernels.known import is_opaque, run_opaque
+from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.operation import is_kernel
-from autopar.kernels.run_island import run_parts
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,

@@ -21,7 +21,7 @@ from autopar.attention import ring
 from autopar.attention.form import counted, letters
 from autopar.ir.primitives import SCATTERS
 from autopar.kernels import cudnn, operation, pallas_grid
-from autopar.kernels.opaque import known_grid
+from autopar.kernels.known import known_grid
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,
     BY_POSITION,

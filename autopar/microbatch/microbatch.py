@@ -21,8 +21,7 @@ from autopar.frontend.build_graph import build_graph, graph_of_body
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values, read_by
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
-from autopar.kernels.islands import Spec, is_island, island_of
-from autopar.kernels.run_island import TYPE_CHANGES, collective_axes
+from autopar.kernels.islands import TYPE_CHANGES, Spec, collective_axes, is_island, island_of
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.cut_graph import cut_graph
 from autopar.microbatch.example_places import BY_POSITION, COMBINES, SEVERAL, UNKNOWN

@@ -19,9 +19,8 @@ from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, has_effects
 from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.rewrite import handed_on
-from autopar.kernels.custom_partitions import is_custom_partition
 from autopar.kernels.islands import is_island
-from autopar.kernels.local import runs_locally
+from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
 from autopar.microbatch.example_places import (
     AGAINST_OTHERS,

@@ -25,7 +25,7 @@ from autopar.calls.signatures import Signature
 from autopar.common import jax_compat
 from autopar.common.jax_products import run_wide_products_on_cpus
 from autopar.common.paths import name_of_key
-from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError
+from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError, expect_one_of
 from autopar.ir.primitives import MATRIX_PRODUCTS, RAGGED_PRODUCT, linear_operands
 from autopar.mixed_precision.float8 import check_has_products, delayed_scaling, float8_dot_general, is_scaling
 from autopar.mixed_precision.loss_scale import FACTOR, FIRST, PERIOD, LossScale
@@ -456,13 +456,9 @@ def _check_names(keep: Sequence[str], names: Sequence[str], args: Sequence[Any],
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
     there = {*names, *kwargs, *(name_of_key(key) for path in paths for key in path)}
     for name in keep:
-        if name not in there:
-            raise InvalidArgumentError(
-                where="value_and_grad(keep=...)",
-                expected=f"names of arguments ({', '.join([*names, *kwargs])}), or of entries in them",
-                got=repr(name),
-                hint="write the name as in the signature of the loss function, or as the key in the batch",
-            )
+        expected = f"names of arguments ({', '.join([*names, *kwargs])}), or of entries in them"
+        hint = "write the name as in the signature of the loss function, or as the key in the batch"
+        expect_one_of("value_and_grad(keep=...)", name, there, hint, expected)
 
 
 def _widened(policy: Types, params: Any) -> Any:

@@ -23,7 +23,7 @@ from rich.console import Console
 from autopar.common import jax_distributed
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_bytes, text_of_count, text_of_s
-from autopar.errors import InvalidArgumentError, MissingPackageError
+from autopar.errors import InvalidArgumentError, MissingPackageError, expect_function, expect_positive, expect_step
 from autopar.monitoring.goodput import Goodput, RunRecord, RunsFile, goodput, now_s
 from autopar.plan.plan import Plan
 
@@ -521,27 +521,12 @@ class Monitor:
         tokens_per_step: int | None = None,
         terminal: bool = True,
     ) -> None:
-        if not hasattr(step, "latest_plan"):
-            raise InvalidArgumentError(
-                where="autopar.Monitor(step)",
-                expected="a step made by autopar.parallelize",
-                got=type(step).__name__,
-                hint="decorate the function first",
-            )
-        if not isinstance(every, int) or every < 1:
-            raise InvalidArgumentError(
-                where="autopar.Monitor(every=...)",
-                expected="a number of steps, at least 1",
-                got=repr(every),
-                hint="leave it out for 10",
-            )
-        if callback is not None and not callable(callback):
-            raise InvalidArgumentError(
-                where="autopar.Monitor(callback=...)",
-                expected="a function of a step and its numbers by name, or None",
-                got=f"{callback!r:.60}",
-                hint="for example lambda step, values: wandb.log(values, step=step)",
-            )
+        expect_step("autopar.Monitor(step)", step, ("latest_plan",), "decorate the function first")
+        expect_positive("autopar.Monitor(every=...)", every, "a number of steps, at least 1", "leave it out for 10")
+        if callback is not None:
+            expected = "a function of a step and its numbers by name, or None"
+            hint = "for example lambda step, values: wandb.log(values, step=step)"
+            expect_function("autopar.Monitor(callback=...)", callback, expected, hint)
         self._step, self._every, self._tokens_per_step = step, every, tokens_per_step
         self._loop = _Loop(progress=step.last_progress)
         self._timer = StepTimer()

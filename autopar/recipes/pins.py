@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_type
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.recipes.recipe import Recipe, check_number
 from autopar.sharding.pins import Pin, Pins
@@ -48,13 +48,8 @@ def constrain(
             got=repr(pins),
             hint="for a plan without pins leave out plan=...",
         )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            where="constrain(recipe=...)",
-            expected="a recipe, or None",
-            got=type(recipe).__name__,
-            hint="take one of autopar.recipes",
-        )
+    if recipe is not None:
+        expect_type("constrain(recipe=...)", recipe, Recipe, "a recipe, or None", "take one of autopar.recipes")
     sizes = tuple((name, check_number(f"constrain(axis_sizes={{{name!r}: ...}})", n)) for name, n in _items(axis_sizes))
     parsed = Pins(pins=tuple(_pin(pattern, spec) for pattern, spec in pins.items()), axis_sizes=sizes)
     if recipe is not None and recipe.request.pins is not None:

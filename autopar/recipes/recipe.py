@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive
 from autopar.plan.options import PlanRequest
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 
@@ -58,8 +58,8 @@ def check_number(
     where: str, number: object, *, expected: str = "a positive whole number", hint: str = "1 cuts nothing"
 ) -> int:
     """The number. Raises: InvalidArgumentError for what is no positive whole number."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise InvalidArgumentError(where=where, expected=expected, got=repr(number), hint=hint)
+    expect_positive(where, number, expected, hint)
+    assert isinstance(number, int), "as it was checked"
     return number
 
 
@@ -87,18 +87,12 @@ def check_gather(where: str, gather: object, stage: int, gathers: Sequence[str])
 
 def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
     """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
-    if kind not in kinds:
-        raise InvalidArgumentError(
-            where=where, expected=" or ".join(map(repr, kinds)), got=repr(kind), hint="leave it out"
-        )
+    expect_one_of(where, kind, kinds, "leave it out")
 
 
 def check_schedule(where: str, name: object) -> None:
     """Raises: InvalidArgumentError for a name that is not known."""
-    if name not in SCHEDULES:
-        raise InvalidArgumentError(
-            where=where, expected=f"one of {', '.join(SCHEDULES)}", got=repr(name), hint="1f1b is always possible"
-        )
+    expect_one_of(where, name, SCHEDULES, "1f1b is always possible", f"one of {', '.join(SCHEDULES)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

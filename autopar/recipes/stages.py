@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.recipes.recipe import Recipe, check_number, check_schedule, named
@@ -57,13 +57,8 @@ def cut(
 
     Raises: InvalidArgumentError.
     """
-    if not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            where="recipes.cut(recipe)",
-            expected="a recipe",
-            got=type(recipe).__name__,
-            hint="call a function of autopar.recipes: cut(recipes.zero(1), ...)",
-        )
+    hint = "call a function of autopar.recipes: cut(recipes.zero(1), ...)"
+    expect_type("recipes.cut(recipe)", recipe, Recipe, "a recipe", hint)
     if recipe.request != PlanRequest(binding=recipe.request.binding):
         raise InvalidArgumentError(
             where="recipes.cut(recipe)",
@@ -84,13 +79,7 @@ def cut_into(where: str, recipe: Recipe, stages: PlanRequest, recompute: str, of
             got=repr(recompute),
             hint="leave it out to keep everything",
         )
-    if offload not in _OFFLOADS:
-        raise InvalidArgumentError(
-            where=f"{where}(offload=...)",
-            expected=" or ".join(map(repr, _OFFLOADS)),
-            got=repr(offload),
-            hint="leave it out to keep everything on the devices",
-        )
+    expect_one_of(f"{where}(offload=...)", offload, _OFFLOADS, "leave it out to keep everything on the devices")
     binding, (optimizer, activations) = recipe.request.binding, _OFFLOADS[offload]
     if optimizer or activations:
         assert binding is not None, "pipelines are not cut"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.plan.options import PlanRequest
 from autopar.recipes.axes import SEQUENCES, bind_axes, data_beside, hybrid_axes
 from autopar.recipes.combined import combine
@@ -108,13 +108,8 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
 
     Raises: InvalidArgumentError.
     """
-    if kind not in ("1d", "2d", "2.5d", "3d"):
-        raise InvalidArgumentError(
-            where="recipes.tensor_parallel(kind)",
-            expected="'1d', '2d', '2.5d' or '3d'",
-            got=repr(kind),
-            hint="leave it out for '1d', Megatron's; size=8 is the number of devices",
-        )
+    kinds, hint = ("1d", "2d", "2.5d", "3d"), "leave it out for '1d', Megatron's; size=8 is the number of devices"
+    expect_one_of("recipes.tensor_parallel(kind)", kind, kinds, hint, "'1d', '2d', '2.5d' or '3d'")
     if (kind == "2.5d") != (depth is not None):
         raise InvalidArgumentError(
             where="recipes.tensor_parallel(depth=...)",

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.runtime.pipeline.automatic_schedules import zb_1p, zb_2p
 from autopar.runtime.pipeline.program import TaskKind
 from autopar.runtime.pipeline.schedule import (
@@ -252,10 +252,7 @@ def make_schedule(
     Raises:
         InvalidArgumentError: An unknown name, or numbers that the schedule has no lists for.
     """
-    if name not in SCHEDULES:
-        raise InvalidArgumentError(
-            where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(name), hint="1f1b is always possible"
-        )
+    expect_one_of("schedule", name, SCHEDULES, "1f1b is always possible", f"one of {', '.join(SCHEDULES)}")
     for what, number in (("num_groups", num_groups), ("num_microbatches", num_microbatches)):
         if number < 1:
             raise InvalidArgumentError(

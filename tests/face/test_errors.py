@@ -1,6 +1,7 @@
 """Messages of errors: where, expected, got, what to do."""
 
 import pickle
+import re
 
 import pytest
 
@@ -69,3 +70,22 @@ def test_out_of_memory_keeps_its_numbers_across_processes():
 def test_what_fits_is_no_memory_error():
     with pytest.raises(AssertionError, match="10 bytes fit into 20"):
         errors.MemoryLimitError(where="stage 1", limit_bytes=20, needed_bytes=10, largest=[], hint="none")
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong", "text"),
+    [
+        (lambda v: errors.expect_one_of("f(x)", v, ("a", "b"), "leave it out"), "a", "c", "'a' or 'b', got 'c'"),
+        (lambda v: errors.expect_one_of("f(x)", v, {"a": 1}, "", "a name"), "a", 1, "a name, got 1"),
+        (lambda v: errors.expect_type("f(x)", v, str, "a text", ""), "a", 1, "a text, got int"),
+        (lambda v: errors.expect_function("f(x)", v, "a function", ""), len, 1.5, "a function, got 1.5"),
+        (lambda v: errors.expect_positive("f(x)", v, "a number", ""), 1, 0, "a number, got 0"),
+        (lambda v: errors.expect_positive("f(x)", v, "a number", ""), 2, True, "a number, got True"),
+        (lambda v: errors.expect_step("f(x)", v, ("upper",), ""), "a", 1, "autopar.parallelize, got int"),
+    ],
+)
+def test_checks_of_arguments_say_what_they_expect(check, right, wrong, text):
+    check(right)
+    with pytest.raises(errors.InvalidArgumentError, match=re.escape(text)) as caught:
+        check(wrong)
+    assert caught.value.where == "f(x)"

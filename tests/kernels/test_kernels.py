@@ -13,7 +13,7 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import FactorKind
-from autopar.kernels.factors import parse
+from autopar.kernels.operation import parse
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
 from autopar.sharding.rules import RuleBook

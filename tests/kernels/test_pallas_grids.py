@@ -1,34 +1,49 @@
-"""Pallas calls without a rule: split over the grid dimensions that only choose blocks, and over no others."""
+"""Pallas calls without a rule run whole, but for mapped ones, jax's own attention, and those of an entry."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.gpu.attention import mha
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import autopar
 from autopar import recipes
-from autopar.errors import InvalidArgumentError
+from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.kernels import known
+from autopar.kernels.known import opaque_rule
 from autopar.kernels.local import local_work
-from autopar.kernels.opaque import opaque_rule
-from autopar.kernels.pallas_grid import grid_of, with_unread_marked
+from autopar.kernels.pallas_grid import grid_along, grid_of, kernel_name
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
 from tests.kernels.pallas_steps import arguments, loss, pallas_attention, plain_attention
 from tests.small_steps import assert_close, slow_cluster
 
 
-def call_in(function, *args):
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(known, "_ENTRIES", {})
+
+
+def calls_in(function, *args):
     jaxpr = jax.make_jaxpr(function)(*args)
-    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "pallas_call"]
-    return with_unread_marked(eqn, jaxpr)
+    return [e for e in jax_compat.equations_in(jaxpr) if e.primitive.name == "pallas_call"]
+
+
+def call_in(function, *args):
+    (call,) = calls_in(function, *args)
+    return call
 
 
 def runs(function, *args):
-    grid = grid_of(call_in(function, *args))
+    """Of a call whose cells leave nothing to one another."""
+    call = call_in(function, *args)
+    grid = grid_along(call, set(range(len(call.params["grid_mapping"].grid))), may_read_number=False)
     return None if grid is None else grid.runs
 
 
@@ -78,100 +93,58 @@ def test_cells_that_share_a_block_stay_together():
         out_specs=pl.BlockSpec((1, 4), lambda i: (i, 0)), out_shape=jax.ShapeDtypeStruct((8, 4), "float32"),
         interpret=True,
     )  # fmt: skip
-    grid = grid_of(call_in(shared, jnp.ones((8, 4)), jnp.ones((4, 4))))
+    grid = grid_along(call_in(shared, jnp.ones((8, 4)), jnp.ones((4, 4))), {0}, may_read_number=False)
     assert grid.runs == (4,)
     assert not grid.single
 
 
-def test_a_sum_over_cells_is_not_split_unless_nothing_reads_it():
-    def both(x_ref, o_ref, total_ref):
-        o_ref[...] = 2 * x_ref[...]
-        total_ref[...] = x_ref[...]
-
-    def call(x):
-        return pl.pallas_call(
-            both, grid=(8,), in_specs=[pl.BlockSpec((1, 4), lambda i: (i, 0))],
-            out_specs=[pl.BlockSpec((1, 4), lambda i: (i, 0)), pl.BlockSpec((1, 4), lambda i: (0, 0))],
-            out_shape=[jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((1, 4), "float32")],
-            interpret=True,
-        )(x)  # fmt: skip
-
-    assert runs(call, jnp.ones((8, 4))) is None
-    assert runs(lambda x: call(x)[0], jnp.ones((8, 4))) == (8,)
+@jax.custom_vjp
+def unknown_attention(q, k, v):
+    return pallas_attention(q, k, v)
 
 
-def sums(reset, *, semantics=None):
-    """Running sums over a grid of 2 x 4 cells in scratch memory, which `reset` clears in some of them."""
-
-    def body(x_ref, o_ref, sum_ref):
-        @pl.when(reset(pl.program_id(0), pl.program_id(1)))
-        def _():
-            sum_ref[...] = jnp.zeros((1, 4))
-
-        sum_ref[...] += x_ref[...]
-        o_ref[...] = sum_ref[...]
-
-    block = pl.BlockSpec((1, 4), lambda i, j: (i, j))
-    return lambda x: pl.pallas_call(
-        body, grid=(2, 4), in_specs=[block], out_specs=block, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_shapes=[pltpu.VMEM((1, 4), "float32")], interpret=True,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-    )(x)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("reset", "semantics", "split"),
-    [
-        (lambda i, j: j == 0, None, (2, 1)),  # a row begins anew
-        (lambda i, j: i == 0, None, None),  # the second row goes on from what the first left
-        (lambda i, j: (i == 0) & (j == 0), None, None),
-        (lambda i, j: i >= 0, None, (1, 4)),  # in each cell; the number of its row is read
-        (lambda i, j: True, None, (2, 4)),
-        (lambda i, j: False, ("parallel", "arbitrary"), (2, 1)),  # as the user says
-    ],
+unknown_attention.defvjp(
+    lambda q, k, v: (pallas_attention(q, k, v), (q, k, v)), lambda kept, g: jax.vjp(plain_attention, *kept)[1](g)
 )
-def test_cells_that_find_what_others_left_in_scratch_memory_are_not_split(reset, semantics, split):
-    assert runs(sums(reset, semantics=semantics), jnp.ones((2, 16))) == split
 
 
-def test_examples_are_independent_cells():
-    x = jnp.ones((8, 8))
-    apart = call_in(lambda x: rows(copied, x, grid=(8, 2), in_map=lambda i, j: (i, j), out_map=lambda i, j: (i, j)), x)
-    assert places_of_results(apart, (0,)) == [0]
-    with pytest.raises(MixesExamples):  # blocks of four
-        places_of_results(apart, (1,))
+def attention_step(state, batch):
+    value, gradients = jax.value_and_grad(loss)(state, batch, unknown_attention, lambda x, w: 2.0 * x * w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
 
-@pytest.mark.parametrize(
-    ("recipe", "devices"),
-    [(None, 4), (recipes.data_parallel(), 4), (recipes.pipeline(2, num_microbatches=2), 4)],
-)
-def test_a_step_with_an_unknown_kernel_is_split_and_equals_plain_jit(recipe, devices):
-    @jax.custom_vjp
-    def attention(q, k, v):
-        return pallas_attention(q, k, v)
-
-    attention.defvjp(
-        lambda q, k, v: (pallas_attention(q, k, v), (q, k, v)), lambda kept, g: jax.vjp(plain_attention, *kept)[1](g)
+def planned(recipe, devices):
+    return autopar.parallelize(
+        attention_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
     )
 
-    def step(state, batch):
-        value, gradients = jax.value_and_grad(lambda s: loss(s, batch, attention, lambda x, w: 2.0 * x * w))(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
+def test_an_unknown_kernel_runs_whole_equals_plain_jit_and_is_named(table):
+    args = arguments(layers=1)
+    made = planned(recipes.data_parallel(), 2)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(attention_step)(*args))
+    (note,) = [n for n in made.plan(*args).record.notes if "Pallas call" in n]
+    assert "runs whole on every device" in note
+    assert "autopar.known_kernel('_attention_body', rule)" in note
+
+
+def test_an_unknown_kernel_in_micro_batches_is_an_error_that_says_how_to_give_a_rule(table):
+    with pytest.raises(UnsupportedError, match=r"autopar.kernel\(fun,"):
+        planned(recipes.pipeline(2, num_microbatches=2), 4).plan(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "devices"), [(None, 4), (recipes.data_parallel(), 4), (recipes.pipeline(2, num_microbatches=2), 4)]
+)
+def test_with_an_entry_it_is_split_and_equals_plain_jit(table, recipe, devices):
+    autopar.known_kernel("_attention_body", "b h q [d], b h [k] [d], b h [k] [d] -> b h q [d]")
     args = arguments()
-    made = autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
-    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
-    notes = made.plan(*args).record.notes
-    assert not [n for n in notes if "Pallas call" in n]
+    made = planned(recipe, devices)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(attention_step)(*args))
+    assert not [n for n in made.plan(*args).record.notes if "Pallas call" in n]
 
 
 # The user's table
-
-
-@pytest.fixture
-def table(monkeypatch):
-    monkeypatch.setattr(known, "_ENTRIES", {})
 
 
 def counted_rows(x):
@@ -201,6 +174,17 @@ def test_an_entry_of_the_user_splits_a_kernel_by_its_name(table, devices):
     autopar.known_kernel("numbered", "b [d] -> b [d]", flops=lambda x: 7.0 * x.size)
     assert not noted()
     assert local_work(call_in(counted_rows, args[0])).flops == 7.0 * 64
+
+
+def test_examples_are_cells_of_their_own(table):
+    autopar.known_kernel("numbered", "b [d] -> b [d]")
+    assert places_of_results(call_in(counted_rows, jnp.ones((8, 8))), (0,)) == [0]
+    autopar.known_kernel("copied", "b d -> b d")
+    same = lambda i, j: (i, j)
+    apart = call_in(lambda x: rows(copied, x, grid=(8, 2), in_map=same, out_map=same), jnp.ones((8, 8)))
+    assert places_of_results(apart, (0,)) == [0]
+    with pytest.raises(MixesExamples):  # blocks of four
+        places_of_results(apart, (1,))
 
 
 def test_an_entry_that_does_not_fit_a_call_leaves_it_alone(table):
@@ -239,6 +223,42 @@ def test_a_foreign_function_is_split_by_its_entry(table):
 
 
 # Kernels of jax
+
+
+def of_heads(masks):
+    return jax.vmap(splash_attention_kernel.make_splash_mha_single_device(splash_attention_mask.MultiHeadMask(masks)))
+
+
+def causal_masks(heads):
+    return [splash_attention_mask.CausalMask((256, 256))] * heads
+
+
+def of_each(heads):
+    local = splash_attention_mask.LocalMask((256, 256), (128, 0), 0)
+    return [*causal_masks(heads // 2), *[local] * (heads // 2)]
+
+
+SHARED_HEADS = {"fwd": (2, 2, 1, 1), "dkv": (2, 1, 2, 1), "dq": (2, 2, 1, 1)}
+EXAMPLES = (2, 4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("attention", "key_heads", "is_last", "expected"),
+    [
+        (of_heads(causal_masks(4)), 2, False, [SHARED_HEADS["fwd"], SHARED_HEADS["dkv"], SHARED_HEADS["dq"]]),
+        (of_heads(of_each(4)), 2, False, [(2, 1, 1, 1)] * 3),  # a mask of each head stands whole on every device
+        (functools.partial(flash_attention, causal=True), 4, False, [EXAMPLES] * 3),
+        (functools.partial(mha, segment_ids=None, causal=True), 4, True, [(1, 2, 4), (1, 2, 4), (2, 4, 1)]),
+    ],
+    ids=["splash", "splash, masks by head", "flash", "Triton"],
+)
+def test_attention_kernels_of_jax_are_split_over_examples_and_heads(attention, key_heads, is_last, expected):
+    def operand(heads):
+        return jax.ShapeDtypeStruct((2, 256, heads, 128) if is_last else (2, heads, 256, 128), jnp.bfloat16)
+
+    gradients = jax.grad(lambda *args: jnp.sum(attention(*args).astype(jnp.float32)), argnums=(0, 1, 2))
+    calls = calls_in(gradients, operand(4), operand(key_heads), operand(key_heads))
+    assert [grid_of(call).runs for call in calls] == expected, [kernel_name(call) for call in calls]
 
 
 def splash_step(state, batch):
