@@ -27,7 +27,7 @@ from autopar.cost.roofline import is_fusible
 from autopar.cost.rounded_copies import rounded_copies
 from autopar.cost.stream_simulator import Overlap, run
 from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
-from autopar.hardware.collective_cost import CollectiveKind, Fabric
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import axes_text
@@ -351,9 +351,7 @@ class _Writer:
     ) -> StreamWork:
         links = self.model.links
         link = links.link(use.axes)
-        apart = (
-            use.kind in self.model.overlap.kinds and link.is_asynchronous and link.fabric is not Fabric.SHARED_MEMORY
-        )
+        apart = use.kind in self.model.overlap.kinds and link.is_asynchronous
         times = f"{use.count:g} " if use.count != 1 else ""
         axes = axes_text(links.mesh.axis_names[a] for a in use.axes)
         return StreamWork(

@@ -80,15 +80,11 @@ def _exchanges(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks)
 def far_permute_s(nbytes: float, axes: tuple[int, ...], links: MeshLinks) -> float:
     """A permute between devices that are no neighbours. Its bytes take as long as in an all-to-all, in which as many go
     as far: over more wires of a torus, or over the links between hosts. On a torus so do the hops; elsewhere it is one
-    step. In shared memory no device is nearer than another.
+    step.
     """
     neighbours_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, nbytes, axes)
     far_s = links.time_s(CollectiveKind.ALL_TO_ALL, nbytes, axes)
-    match links.link(axes).fabric:
-        case Fabric.SHARED_MEMORY:
-            return neighbours_s
-        case Fabric.TORUS:
-            return max(neighbours_s, far_s)
-        case _:
-            steps_s = links.time_s(CollectiveKind.ALL_TO_ALL, 0.0, axes)
-            return max(neighbours_s, links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, 0.0, axes) + far_s - steps_s)
+    if links.link(axes).fabric is not Fabric.TORUS:
+        steps_s = links.time_s(CollectiveKind.ALL_TO_ALL, 0.0, axes)
+        far_s = links.time_s(CollectiveKind.COLLECTIVE_PERMUTE, 0.0, axes) + far_s - steps_s
+    return max(neighbours_s, far_s)

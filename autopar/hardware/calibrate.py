@@ -79,19 +79,12 @@ def _link(
         return table, timings
     fit: LinkFit = fit_link(timings, fabric=table.fabric, source=source)
     link, (timing, ratio) = fit.link, fit.worst
-    rates = [f"{kind.value} {text_of_rate(rate, 'B')}" for kind, rate in link.kind_bytes_per_s]
-    constants = ", ".join(
-        [
-            f"overhead {text_of_s(link.overhead_s)}",
-            f"latency {text_of_s(link.latency_s)}",
-            *(rates or [text_of_rate(link.bytes_per_s, "B")]),
-        ]
-    )
+    waits = f"overhead {text_of_s(link.overhead_s)}, latency {text_of_s(link.latency_s)}"
     worst = f"{timing.kind.value} of {text_of_bytes(timing.result_bytes)} over {timing.n}: {ratio:.2f} of its time"
     fits.append(
         FitQuality(
             what=f"links {where}",
-            constants=constants,
+            constants=f"{waits}, {text_of_rate(link.bytes_per_s, 'B')}",
             points=len(timings),
             median_error=fit.median_error,
             worst=worst,

@@ -84,14 +84,14 @@ class DeviceKind:
     host_link_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for field, of in (("peak_flops", "a rate"), ("flops_efficiency", "a share of the peak")):
-            given = dict(getattr(self, field))
-            if "float32" not in given:
+        for field, of, example in (("peak_flops", "a rate", "989e12"), ("flops_efficiency", "a share", "0.8")):
+            given = getattr(self, field)
+            if not isinstance(given, tuple) or "float32" not in dict(given):
                 raise InvalidArgumentError(
                     where=f"DeviceKind({self.name!r}).{field}",
                     expected=f"{of} for float32, which stands for all dtypes that are not named",
-                    got=", ".join(given) or "none",
-                    hint="add ('float32', operations per second), or ('float32', 0.8) to shares",
+                    got=f"{given}",
+                    hint=f"give pairs of a dtype and its number, as in (('float32', {example}),)",
                 )
         for field, wrong in self._wrong():
             raise InvalidArgumentError(

@@ -104,13 +104,10 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """The clock of real devices. All processes of a program call it alike, and get the same seconds from it.
+    """The clock of real devices. All processes of a program call it alike, and get the same seconds from it."""
 
-    `now` tells the time in seconds.
-    """
-
-    def __init__(self, devices: Sequence[Any], num_hosts: int, now: Callable[[], float] = time.perf_counter) -> None:
-        self._devices, self._num_hosts, self._now = devices, num_hosts, now
+    def __init__(self, devices: Sequence[Any], num_hosts: int) -> None:
+        self._devices, self._num_hosts = devices, num_hosts
         self._programs: dict[Run, tuple[Callable[..., Any], Any, int]] = {}
         self._repetitions: dict[Run, int] = {}
 
@@ -139,11 +136,11 @@ class DeviceClock:
 
     def _per_repetition_s(self, run: Run, repetitions: int) -> float:
         program, operands, unrolled = self._programs[run]
-        begun = self._now()
+        begun = time.perf_counter()
         jax.block_until_ready(program(1 + repetitions // unrolled, *operands))
-        between = self._now()
+        between = time.perf_counter()
         jax.block_until_ready(program(1, *operands))
-        ended = self._now()
+        ended = time.perf_counter()
         seconds = (between - begun) - (ended - between)
         # A short run that other work disturbed may come out at nothing: then what it cost with the call counts.
         return self.slowest(seconds if seconds > 0 else between - begun) / repetitions

@@ -125,15 +125,16 @@ def test_arithmetic_or_traffic_counts_and_convolutions_reach_their_share(constan
 
 
 @pytest.mark.parametrize(
-    ("field", "message"),
+    ("field", "given", "message"),
     [
-        ("peak_flops", "expected a rate for float32"),
-        ("flops_efficiency", "expected a share of the peak for float32"),
+        ("peak_flops", (("bfloat16", 1e12),), "expected a rate for float32"),
+        ("flops_efficiency", (("bfloat16", 0.8),), "expected a share for float32"),
+        ("flops_efficiency", 0.8, r"got 0.8.*\('float32', 0.8\),\)"),
     ],
 )
-def test_a_device_needs_rates_for_float32(field, message):
-    with pytest.raises(InvalidArgumentError, match=rf"DeviceKind\('{presets.H100.name}'\).{field}: {message}"):
-        dataclasses.replace(presets.H100, **{field: (("bfloat16", 1.0),)})
+def test_a_device_needs_rates_for_float32(field, given, message):
+    with pytest.raises(InvalidArgumentError, match=rf"(?s)DeviceKind\('{presets.H100.name}'\).{field}: .*{message}"):
+        dataclasses.replace(presets.H100, **{field: given})
 
 
 def test_every_turn_of_a_loop_waits_where_small_times_are_known():
