@@ -1,6 +1,6 @@
 """Finds attention in a graph by its computation, and replaces each of its passes by one operation.
 
-Equations are read as algebra (`symbolic`), so the spelling of attention, its masks and its softmax does not matter, nor
+Equations are read as algebra (below), so the spelling of attention, its masks and its softmax does not matter, nor
 the form in which differentiation leaves them. With P the weights, G a product of the result's gradient and the values,
 and D the sum of P G over a row, the matrix that multiplies the values must be P, and the matrix that multiplies the
 keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no

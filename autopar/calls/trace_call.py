@@ -21,7 +21,6 @@ from autopar.plan.plan import Trees
 
 # Donated arguments that no result replaces: their memory cannot be reused, and a training step would not train.
 
-
 _KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
 
 

@@ -29,7 +29,6 @@ from autopar.checkpoint.manifest import MANIFEST, STATE
 
 # Memory that the C library keeps of what was freed.
 
-
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Free memory at the end of a heap that is given back: by default (DEFAULT_TRIM_THRESHOLD), and the most to which glibc

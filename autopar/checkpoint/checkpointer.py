@@ -59,7 +59,6 @@ from autopar.runtime.processes.agreement import exchange_in_turn
 # machine the owner is gone where its process is, known by number and start. On another machine it is gone where its
 # file was not touched for `LEASE_S` by the clock of the file system, and not while it was watched.
 
-
 PREFIX = ".writer-"
 _UNFINISHED = f"{PREFIX}new-"
 _FILE = "owner.json"

@@ -88,7 +88,6 @@ def island_notes(graph: OpGraph, sharding: ShardingPlan) -> tuple[str, ...]:
 
 # Notes on what the step's code sends to the memory of the host and the plan keeps on the devices.
 
-
 _BRANCHES = frozenset({OpKind.COND, OpKind.WHILE})
 
 
@@ -130,7 +129,6 @@ def _why(graph: OpGraph, op: Op, kinds: frozenset[OpKind], platform: Platform) -
 
 # What the step would take without `jax.checkpoint`, by the costs of its plan: for those who have the memory.
 
-
 # Of the step: less is within what costs are known. Of the memory: operations stand in the order of the step with
 # `jax.checkpoint`, so that the peak without it is known to an eighth or so.
 LEAST_SPARED, MOST_FILLED = 0.02, 0.8
@@ -148,13 +146,12 @@ def recomputation_notes(
     if limit_bytes is None or not any(op.recomputes for op in graph.ops()):
         return ()
     spared_s, kept_bytes = _recomputing_s(graph, best), _kept_in_loops(graph, best.sharding)
+    compiler, about = dataclasses.replace(best.model.compiler, keeps_barriers=False), "about"
+    peak_bytes = peak_memory.estimate(program, compiler).peak_bytes
     if kept_bytes:
-        peak_bytes, about = best.peak_bytes + kept_bytes, "at most"
+        peak_bytes, about = peak_bytes + kept_bytes, "at most"
         # Each slice is written into the stack of all trips, read from it, and written as the value of its own trip.
         spared_s -= 3 * kept_bytes / best.model.device.memory_bytes_per_s
-    else:
-        compiler = dataclasses.replace(best.model.compiler, keeps_barriers=False)
-        peak_bytes, about = peak_memory.estimate(program, compiler).peak_bytes, "about"
     if spared_s <= LEAST_SPARED * best.step_time_s or peak_bytes > MOST_FILLED * limit_bytes:
         return ()
     part = text_of_part(spared_s / best.step_time_s)

@@ -54,7 +54,6 @@ from autopar.sharding.rules import RuleBook
 
 # The cost of pins: the predicted step time with them and without them.
 
-
 # So many pins are priced alone too: each takes another search on one mesh.
 PRICED_ALONE = 4
 
@@ -170,7 +169,6 @@ def faster_split(
 
 # The sources of candidates in order, and the requests and steps to which each applies.
 
-
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
 # batch, so that it needs more memory, and its search costs more.
 WHOLE_UP_TO = 64
@@ -232,8 +230,9 @@ def _stage_with_stacks(context: PlanningContext) -> Iterator[Candidate | Rejecti
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     if not traced.stacked_over or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
         return
-    binding, source = Binding(axes=(data_axis(3),), sizes=(None,)), "one stage with stacks"
-    for number in divisors(num_examples(traced) // context.cluster.num_devices)[1:]:
+    num_devices, source = context.cluster.num_devices, "one stage with stacks"
+    binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
+    for number in divisors(num_examples(traced) // num_devices)[1:]:
         if context.deadline.passed:
             return
         asked = dataclasses.replace(request, binding=binding, num_stages=1, num_microbatches=number)

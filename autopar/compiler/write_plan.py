@@ -72,7 +72,6 @@ from autopar.sharding.semantics import annotate_semantics
 # axis that also shards state has the role of sharded data (ZeRO, FSDP). An axis that splits state and no product has
 # the role of state: its devices compute the same. Of a step without products, the role follows from the batch.
 
-
 DATA, SHARDED_DATA, STATE, TENSOR = "data", "sharded data", "state", "tensor"
 SEQUENCE, EXPERT = "sequence", "expert"
 # What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.

@@ -230,7 +230,6 @@ def _shifted(
 # its backward pass. On CPU it runs breadth first, whatever is ready in the order in which it became ready, to keep many
 # threads busy.
 
-
 REDUCING = frozenset({"all_reduce", "reduce_scatter"})
 
 

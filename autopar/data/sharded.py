@@ -45,7 +45,6 @@ def grain_library() -> Any:
 # The examples of an epoch are permuted by seed and epoch, as `torch.utils.data.DistributedSampler` does. Where they are
 # many, by Grain's index shuffle: each place is computed alone, so that the order of all examples takes no memory.
 
-
 _ROUNDS = 4  # of the cipher that permutes, as Grain's own shuffle has
 # The cipher's smallest block has 16 bits. For fewer numbers it is run again and again until it gives one of them, which
 # takes milliseconds an example for some tens of them; so few are sorted by random keys instead.
@@ -106,7 +105,6 @@ def _sorted_by_key(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 # Reading of batches on the host: by number, or from a stream one after the other, with the position after each.
-
 
 # Examples that processes compare. Each is read twice: where that gives other data, nothing is said of their content.
 NUM_COMPARED = 6
@@ -264,7 +262,6 @@ class StreamReader:
 #
 # A process reads only its own rows of a batch. With another seed, batch size or source than the others it would read
 # rows of another batch, and nothing later would notice: the shapes are the same.
-
 
 EXAMPLE, CONTENT = "type of an example", "content of some examples"
 _SHOWN = 3  # values of an option in an error

@@ -49,7 +49,6 @@ from autopar.sharding.rules import RuleBook
 
 # Lowers each task of a staged program, as a JAX function on global arrays, for the devices of its stage.
 
-
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
@@ -208,7 +207,6 @@ def aval_of(stage: LoweredStage, key: Key) -> jax.ShapeDtypeStruct:
 
 
 # Compiles the programs of a pipeline beside one another: XLA's compilers hold no lock of Python's.
-
 
 # A compiler of a GPU or a TPU takes gigabytes for a large program.
 MOST_AT_ONCE = 8

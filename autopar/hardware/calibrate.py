@@ -35,7 +35,6 @@ from autopar.hardware.microbenchmarks import (
 
 # From the times of runs to the constants of devices and links, with the quality of the fit.
 
-
 # A run whose first repetition takes longer is left out, with all larger ones of its sort.
 LONGEST_S = 0.25
 

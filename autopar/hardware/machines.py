@@ -19,7 +19,6 @@ from autopar.hardware.kinds import DeviceKind
 # of three, parts of a cube of 4x4x4 and whole cubes, AxBxC with A <= B <= C, the largest of them 16x16x24 (v5p, 6144
 # chips).
 
-
 _OF_TWO_AXES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _PARTS_OF_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _MOST_CHIPS, _LONGEST = 6144, 24

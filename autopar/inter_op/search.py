@@ -1,4 +1,6 @@
-"""Source of candidates: the search over stages, submeshes, numbers of micro-batches and schedules."""
+"""Source of candidates: the search over stages, submeshes, numbers of micro-batches and schedules, and the bound below
+which no pipeline is.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The problems of the search over stages, for each number of micro-batches, schedule and number of equal parts, and
-their answers.
+"""The problems of the search over stages, for each number of micro-batches, schedule and number of equal parts: their
+tables of options, and their answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from autopar.solver import NoStages, StagePlan, StageProblem, best_stages, fulln
 from autopar.solver import Schedule as SearchedSchedule
 
 # The table of a step's options: the decisions of its layers on every submesh, priced.
-
 
 # A table is shared with other processes from so much work on, its meshes times the operations of its layers: a process
 # takes as long to start as the first 3,000 of them here.
@@ -193,7 +192,6 @@ def wiring_of(graph: OpGraph) -> tuple:
 
 
 # Answers of the search over stages: the order in which they are built, what they come to, and why there are none.
-
 
 _NUMBER = re.compile(r"\d+(?:,\d+)*")
 

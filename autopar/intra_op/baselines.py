@@ -71,20 +71,22 @@ def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | R
 
 def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
     """The state split along its largest dimensions as FSDP does, data parallelism and ZeRO, on a mesh of one axis; ZeRO
-    inside of each host alone, on a mesh of two; and tensor parallelism. With little effort those on one axis alone.
+    inside of each host alone, on a mesh of two; and tensor parallelism. Once a program fits, a quick search has those on
+    one axis alone.
     """
     cluster, request = context.cluster, context.request
-    most_axes = 1 if request.effort is Effort.QUICK else MOST_AXES
+    is_quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
     row = LogicalMesh(axis_sizes=(cluster.num_devices,))
     if along_largest := state_along_largest(context.graph, row):
         fixed = dataclasses.replace(request, fixed=along_largest)
         yield Baseline(name=ALONG_LARGEST, mesh=row, request=fixed)
     for name, binding in baseline_bindings(cluster):
+        if is_quick and len(binding.axes) > 1:
+            continue
         binding = with_groups(binding, context.views.annotated, cluster.num_devices)
         mesh, _ = binding.on(cluster.num_devices)
-        if len(mesh.axis_sizes) <= most_axes:
-            yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
-    if most_axes > 1:
+        yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
+    if not is_quick:
         yield _tensor_parallelism(context)
 
 

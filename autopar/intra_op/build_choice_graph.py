@@ -1,4 +1,6 @@
-"""Builds the nodes and edges of the integer program (`autopar.intra_op.choice_graph`) from the graph of operations."""
+"""Builds the nodes and edges of the integer program (`autopar.intra_op.choice_graph`) from the graph of operations, and
+keeps what programs of one graph and mesh share.
+"""
 
 from __future__ import annotations
 

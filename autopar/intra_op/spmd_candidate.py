@@ -25,7 +25,6 @@ from autopar.sharding.pins import PinsOnMesh
 
 # Decisions for a folded graph, unfolded to those for the whole one.
 
-
 _READERS = (ALL, *(role.value for role in Role))
 
 

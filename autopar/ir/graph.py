@@ -20,7 +20,6 @@ from autopar.ir.traced_step import WrittenLayout
 
 # The states in which a value of a graph can lie, beside its layout.
 
-
 # The states in which a value can lie, beside the copies for one role (by the role's name): as its operation left it,
 # once its sums are reduced, and as a copy for readers of all roles; in the memory of the host, which nothing reads; and
 # back from there.

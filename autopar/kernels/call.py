@@ -39,7 +39,6 @@ from autopar.sharding.rules import rule_of_parts
 # its dimensions is of several factors, or it has not a factor that may be split and depends on it), the backward kernel
 # computes the forward pass again. The gradient of an operand without a split factor is a sum over that factor's parts.
 
-
 # Sizes of a factor at which a kernel is traced to see what grows with it, as parts of the present one.
 _OTHER_SIZES = ((1, 2), (2, 1), (3, 1))
 

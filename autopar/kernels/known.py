@@ -171,7 +171,6 @@ def grid_under(entry: KnownKernel, eqn: Any) -> Grid | None:
 
 # The calls
 
-
 # Primitives that call code which XLA does not see into, and what users know them by.
 CALLS = {"pallas_call": "a Pallas call", "ffi_call": "a foreign function (jax.ffi)", "tpu_custom_call": "a Mosaic call"}
 

@@ -21,7 +21,6 @@ from autopar.sharding.rules import replicated_rule
 # XLA asks the call's own function how it is split, once the layouts around it are those of the plan. Over a reduction
 # factor that function adds up the results. Factors that need replication or are permuted are whole.
 
-
 NAME = "custom_partitioning"
 _BATCHING = "…"  # at the front of a mapping: as many factors as there are dimensions more
 

@@ -30,7 +30,6 @@ from autopar.ir.primitives import is_inexact, multiplications
 
 # The rule
 
-
 UNNAMED = "_"
 _NAME = re.compile(r"[A-Za-z]\w*|_")
 _BRACKETS = re.compile(r"\[(.*)\]|([^\[\]]*)")

@@ -1,4 +1,6 @@
-"""The launcher: starts the processes of this host, and starts them again as the policy says."""
+"""The launcher: starts the processes of this host, joins their output, finds the first error among them, and starts
+them again as the policy says.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,6 @@ from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, 
 from autopar.launch.restart_policy import Outcome, Policy, Stop
 
 # Which process failed first, and with what: the others mostly fail because of it.
-
 
 MOST_LINES = 60  # of an error that are shown
 _WITHOUT_TRACEBACK = 8  # last lines shown of a process that printed none
@@ -188,7 +189,6 @@ def _start_of_error(ended: Ended) -> int | None:
 
 # The output of several processes as one: whole lines, each behind the number of its process.
 
-
 MOST_KEPT_LINES = 400  # of the end of each process's output: where its error is looked for
 MOST_LINE_BYTES = 1 << 16  # a longer line is written in parts, so that no process fills the launcher's memory
 _READ_BYTES = 1 << 16
@@ -283,7 +283,6 @@ class OutputOfProcess:
 
 # One process that the launcher started: it ends when the launcher does, whatever ends that.
 
-
 _OUTPUT_S = 2.0  # for the last lines of a process that has ended, where others of its group still hold its output
 # Asks Linux to kill this process with its parent, and becomes the program. In a Python of its own, and not between fork
 # and exec of the launcher, where other threads may hold locks for ever.
@@ -372,7 +371,6 @@ class ChildProcess:
 
 
 # One start of the processes of this host, from its beginning until all of them have ended.
-
 
 _POLL_S = 0.05
 _LOOK_S = 1.0  # how often it is looked whether another number of processes is asked for
@@ -531,7 +529,6 @@ class OneStart:
 
 
 # One of several hosts: its launcher asks that of node rank 0 what comes next.
-
 
 _AGAIN_S = 0.2
 LEADER_IS_LOST = 1

@@ -63,7 +63,6 @@ from autopar.sharding.strategies import replicated_strategy
 # columns before, and back into rows after, six copies of state that one order of the gradient saves. (Seen in programs
 # that libtpu 0.0.42.1 compiles for v5e and v6e; a step of two such weights reads and writes a quarter less on v6e.)
 
-
 # What lies without gaps in a TPU's tiles lies row by row where nobody says otherwise; of other arrays the compiler may
 # put another dimension last.
 _TILE = (8, 128)

@@ -44,7 +44,6 @@ from autopar.passes.saved_arrays import offloaded_by_policy
 #
 # Both are said to the compiler by barriers. Operations that read what is not there yet are put behind it.
 
-
 BUCKETS, AHEAD = 16, 2
 _ORDER = {section: number for number, section in enumerate(Section)}
 

@@ -3,7 +3,7 @@
 The graph of a micro-batch is cut out of that of the whole batch (`cut_graph`); where it cannot be, the step is traced
 on a micro-batch. Each value of the whole step is, in terms of the micro-batches, the same in all of them, the
 concatenation of their values, or the sum of their values (`value_states`). Literals are those of the whole batch, so no
-sum needs a factor. Each operation then runs before the loop over micro-batches, in it, or after it (`loop_sections`). A
+sum needs a factor. Each operation then runs before the loop over micro-batches, in it, or after it (`LoopSections`). A
 step whose examples depend on one another is refused.
 """
 
@@ -158,7 +158,6 @@ class LoopSections:
 # Examples may lie on several devices of an island's axis. A collective over such an axis mixes them, but for a sum of
 # sums over examples; what numbers the devices of the axis, or is not the same on all of them, tells examples by their
 # position.
-
 
 # Collectives that combine or send elements in their places.
 _IN_PLACE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "ppermute"})

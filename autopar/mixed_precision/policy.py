@@ -32,7 +32,6 @@ from autopar.mixed_precision.loss_scale import FACTOR, FIRST, PERIOD, LossScale
 
 # `value_and_grad` under a policy: the casts are inside of what is differentiated.
 
-
 # Gradients summed in a wider type than that of the products which they are sums of.
 #
 # A parameter's gradient is a sum over examples: of a matrix product, a lookup or a broadcast. Under a policy its terms
@@ -46,7 +45,6 @@ from autopar.mixed_precision.loss_scale import FACTOR, FIRST, PERIOD, LossScale
 # stay as they are: partial sums of tensor parallelism are half as long for it. Products whose `precision` names the
 # type of accumulation, kernels and `shard_map` keep the types that they say. So do convolutions: cuDNN has none whose
 # results are wider than its operands, and XLA would convert these to float32.
-
 
 # Sums whose type is a parameter; `reduce_sum` and `scatter-add` have the type of what they sum.
 _TYPED = frozenset({"dot_general", RAGGED_PRODUCT})

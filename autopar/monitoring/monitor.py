@@ -176,7 +176,6 @@ def _scalar(leaf: Any) -> float | None:
 
 # A monitor in a process that does not report.
 
-
 _MONITORS = "autopar/monitors/"
 _REPORTS = "0"
 
@@ -344,7 +343,6 @@ def summary_of(goodput: Goodput) -> str:
 
 # Steps that take longer than predicted: how much, and where the time goes.
 
-
 # From this ratio of measured to predicted on, a step is called slow: predictions hold within 10 % on calibrated devices
 # (benchmarks/results/published_steps.md), so that twice this is no error of the model's.
 SLOW = 1.2
@@ -390,7 +388,6 @@ def warning_text(times: StepTimes, lane: str) -> str:
 
 
 # Step times from the ends of steps: medians, and the time that devices wait between two steps.
-
 
 # From this share of the time between two steps on, something else that the loop did makes it no step's time. A call
 # that does nothing, as that of a checkpointer in most steps, takes less.

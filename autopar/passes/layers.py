@@ -27,7 +27,6 @@ from autopar.kernels.local import runs_locally
 # By the model's modules, else by the repetition of its matrix products, else by a clustering as Alpa's (Zheng et al.,
 # OSDI 2022, section 5.2).
 
-
 _NUMBERED = re.compile(r"^(.*?)(\d+(?::\d+)?)(\D*)$")  # `layer3`, `layers[4:8]`
 
 CLUSTERS = 16  # layers of a model without modules and repetition; Alpa's experiments use 8 to 16 a model

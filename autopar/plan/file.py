@@ -34,7 +34,6 @@ from autopar.plan.schema import (
 # `first_fault` returns the first violation. Checks that need the traced step run where the plan is made into a function
 # (`autopar.compiler.check_decisions`).
 
-
 # No number of a plan is larger: of integers what other programs read as such, of others far more than seconds, bytes
 # and arithmetic operations of a step can be.
 LARGEST_INTEGER, LARGEST = 2**63 - 1, 1e30

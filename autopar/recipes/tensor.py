@@ -1,4 +1,4 @@
-"""Recipes of tensor parallelism: sharded matrices."""
+"""Recipes of one parallelism each: data with ZeRO, tensor, expert and sequence parallelism."""
 
 from __future__ import annotations
 

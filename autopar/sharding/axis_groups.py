@@ -33,6 +33,7 @@ def with_groups(binding: Binding, graph: OpGraph, num_devices: int) -> Binding:
 
     Raises: InvalidArgumentError where the sizes do not make up the devices.
     """
+    binding = dataclasses.replace(binding, state_parts=0)  # asked of the axes as they are named
     if any(use.splits_heads and size != 1 for use, size in zip(binding.axes, binding.sizes, strict=True)):
         binding = dataclasses.replace(binding, heads=common_heads(graph))
     return dataclasses.replace(binding, state_parts=_state_parts(binding, graph, num_devices))

@@ -41,11 +41,6 @@ from autopar.ir.graph import (
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.sharding.attention_calls import heads_of, is_attention
 
-# Names of dimensions, followed through a graph by the factors of its operations' rules, forwards and backwards.
-#
-# A dimension that is split or joined (reshape) is followed in its parts.
-
-
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
 Name = TypeVar("Name", bound=enum.Enum)
 # A dimension in parts, major first: the size of each and its names.

@@ -7,7 +7,7 @@ process, and lets Python say so:
 (1) Every process writes a sign of life each second: how many steps it has begun and ended, how much joint work (steps,
     moves of rows), whether it stands still, and whether it is ending.
 (2) Process 0 finds one lost that is silent for `LOST_AFTER_S`, that ended on an exception, that ended before a step
-    that another has begun, or that is alive but stuck (`progress`); and tells all. The others find process 0 lost where
+    that another has begun, or that is alive but stuck (below); and tells all. The others find process 0 lost where
     its store does not answer for as long, or where the link to it breaks (`coordinator_relay`, after
     `autopar.distributed.initialize`). Under `python -m autopar.launch` all hear from it who has ended.
 (3) Every process that hears of it logs it, and raises `ProcessLostError` at its next step. One that hangs in a wait,
@@ -59,7 +59,6 @@ from autopar.runtime.processes.shutdown import GRACE_S, leave, lost_error, misma
 #     ended nothing is known of steps, and the limit is `UNSEEN_S`.
 # (5) Two processes differ where the n-th that they begin, a step or an agreement before one, is not the same.
 # Who is behind but does not stand still is no error: the first process may write a checkpoint. It is worth a warning.
-
 
 STUCK_AFTER_S = 40.0  # the others end within 60 s: GRACE_S and a few beats of the heartbeat come to it
 SEEN = 3  # steps of which the first ones are left out: they may wait for compilation in another process

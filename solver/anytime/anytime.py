@@ -33,7 +33,6 @@ from autopar.solver.presolve.reduction import Reduction, chain
 # the best known ones (Wentges, "Weighted Dantzig-Wolfe decomposition", 1997), or the first ones would swing from
 # nothing to everything.
 
-
 MOST_COLUMNS = 240  # more make the master slower than they improve it; the dearest at the current prices go first
 
 

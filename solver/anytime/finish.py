@@ -25,7 +25,6 @@ from autopar.solver.presolve.reduction import ConflictError, Reduction
 # that, so that few strategies of each node are left, and tables over them are small (reduced-cost fixing, with the room
 # that is tried in place of the one that is proven). The clock plays no part.
 
-
 STEP = 8.0  # by how much a room is widened or narrowed
 TRIES = 6
 

@@ -42,7 +42,6 @@ from autopar.solver.stages.problem import (
 
 # Every range of layers with every option, as arrays: feasibility, terms of the step time, memory.
 
-
 NO_LIMIT = np.int64(2**40)  # micro-batches in flight of a stage that holds nothing of them
 
 
@@ -250,7 +249,6 @@ def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
 # promises less than the best plan. A state is dropped when it promises no less either, with a bound on the layers
 # before it.
 
-
 EQUAL = 1e-9  # plans that differ by less than this part of their time are as good as another
 FIRST_LABELS = 1 << 14  # room for pairs at first; more as needed
 
@@ -404,7 +402,6 @@ def clusters(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # over rounds of the largest chunk. Of few layers all cuts are tried. Of more, a programme over rounds finds the least
 # such sum (`compiled_loops.least_rounds`), sends and memory left out, and the least such sum of bytes where that does
 # not fit. What all layers take on the mean group is a bound of what is possible.
-
 
 FEW_CUTS = 20  # that are tried all
 

@@ -21,7 +21,6 @@ from autopar.plan.summary import Share, StageGroup, StateGroup
 
 # The memory of a plan as its page shows it: who holds the peak, and how the bytes of a device change over the step.
 
-
 CURVE_POINTS = 240
 
 
@@ -82,7 +81,6 @@ def in_parts(steps: Sequence[tuple[float, int]], end_s: float, parts: int) -> tu
 
 
 # The modules of a step as a tree, layers that are alike as one, with what each costs on one device.
-
 
 NO_MODULE = "(no module)"
 
