@@ -71,8 +71,8 @@ def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | R
 
 def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
     """The state split along its largest dimensions as FSDP does, data parallelism and ZeRO, on a mesh of one axis; ZeRO
-    inside of each host alone, on a mesh of two; and tensor parallelism. Once a program fits, a quick search has those on
-    one axis alone.
+    inside of each host alone, on a mesh of two; and tensor parallelism. Once a program fits, a quick search has those
+    on one axis alone.
     """
     cluster, request = context.cluster, context.request
     is_quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
