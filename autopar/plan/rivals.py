@@ -81,11 +81,11 @@ def advantage(record: PlanRecord) -> str:
     under = f"Planned under {record.recipe}. " if record.recipe else ""
     if summary.num_devices(record) == 1:  # nothing can be shared out
         return under.rstrip()
-    if not weighed:
+    others = [r for r in weighed if r.name != own]
+    if not weighed or (record.recipe and not others):  # the plan itself may be a standard one
         none = "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
         return f"{under}{none}"
-    others = [r for r in weighed if r.name != own]
-    parts = [f"The fastest found is a standard plan: {own}"] if own else []
+    parts = [f"The fastest found is a standard plan: {own}"] if own and not record.recipe else []
     for rival in (r for r in others if r.name == DATA_PARALLEL):
         parts.append(_against(rival, step_s))
     timed = [(r.step_time_s, r) for r in others if r.step_time_s is not None and not r.has_own_line and not r.excess]
@@ -95,7 +95,7 @@ def advantage(record: PlanRecord) -> str:
     elif others and not parts:
         parts += [f"{_against(others[0], step_s)}: plan.why_not(recipe) does that"]
     text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{under}{text[:1].upper()}{text[1:]}."
 
 
 def _against(rival: Rival, step_s: float) -> str:

@@ -68,7 +68,7 @@ def test_zero_splits_what_divides_and_notes_what_stays_whole():
     assert layouts["state['odd']"] == ((), ())
     assert recipe_notes(plan) == [
         "recipe, data axis of 4 devices: arrays stay whole, since 4 does not divide what is to be split: "
-        "state['odd'] [3, 5] (dimension 0: 3, dimension 1: 5)"
+        "state/odd [3, 5] (dimension 0: 3, dimension 1: 5)"
     ]
 
 

@@ -94,10 +94,10 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
 
 
 def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
-    in_flight = []
+    in_flight, tables = [], stage_problems.tables
 
     def noted(*given, **named):
-        options = stage_problems.tables(*given, **named)
+        options = tables(*given, **named)
         in_flight.extend(o.terms.in_flight for o in options)
         return options
 
