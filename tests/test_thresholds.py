@@ -40,6 +40,7 @@ NONE = {
     "solver.stages.search.EQUAL": "rounding",
     "microbatch.example_places.SHARED": "a mark, not a size",
     "microbatch.forms.TRIPS": "a mark, not a size",
+    "attention.mask_terms.LONGEST": "a limit of what is followed: beyond it an array stays one",
     "passes.scan_stacks.MOST_STACKS": "a limit of what is followed: further loops stay whole",
     "cost.product_rate._REAL_PRODUCTS": "of a product of complex numbers",
     "kernels.grouped.WHOLE": "the only part of one",

@@ -17,6 +17,11 @@ from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKi
 MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy"})
 
 
+# Operations one behind the other that an expression has at most: a mask or a bias takes some ten. What is longer, such
+# as a stream of activations with as many features as positions, is an array.
+LONGEST = 64
+
+
 class ArrayReader:
     """Reads arrays of one block by what made them. Dimensions have labels: those of the scores that they meet."""
 
@@ -88,8 +93,11 @@ class ArrayReader:
         root = np.sqrt(np.asarray(number, aval.dtype))
         return float(root if op.primitive == "sqrt" else 1 / root)
 
-    def tree_of(self, atom: Atom, labels: Labels) -> Expression | None:
-        """An array that meets scores as an expression of positions, numbers and arrays that lack rows or keys."""
+    def tree_of(self, atom: Atom, labels: Labels, depth: int = 0) -> Expression | None:
+        """An array that meets scores as an expression of positions, numbers and arrays that lack rows or keys.
+
+        `depth`: the operations between it and the scores that are in the expression already.
+        """
         if not isinstance(atom, int):
             number = _number(atom)
             return None if number is None else ("const", number, str(atom.literal.aval.dtype))
@@ -99,15 +107,17 @@ class ArrayReader:
         if (number := self.filled(atom)) is not None:
             return ("const", number, value.dtype)
         if atom in self.outside:
-            found = self.tree_of(self.outside[atom], labels)
+            found = self.tree_of(self.outside[atom], labels, depth)
             if found is not None and all(node[1] in self.own for node in nodes_of(found) if node[0] == "array"):
                 return found
         op = self.makers.get(atom)
         large = sum(n != 1 for n in value.shape)
         positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
-        if op is None or op.kind is not OpKind.EQUATION or (positions < 2 and large and not self.is_steady(atom)):
+        if op is None or op.kind is not OpKind.EQUATION or depth >= LONGEST:
             return self.array(atom, labels)
-        found = self.expanded(op, labels)
+        if positions < 2 and large and not self.is_steady(atom):
+            return self.array(atom, labels)
+        found = self.expanded(op, labels, depth + 1)
         return found if found is not None else self.array(atom, labels)
 
     def array(self, value: int, labels: Labels) -> Expression:
@@ -152,7 +162,7 @@ class ArrayReader:
         ends = (("ge", seen[0]), ("le", seen[-1]))
         return ("and", (), *((name, (), distance, ("const", int(end), "int32")) for name, end in ends))
 
-    def expanded(self, op: Op, labels: Labels) -> Expression | None:
+    def expanded(self, op: Op, labels: Labels, depth: int) -> Expression | None:
         """An operation as an expression of what it reads; None where it is none of the simple ones."""
         name, params = op.primitive, op.eqn.params
         if name == "iota":
@@ -161,13 +171,13 @@ class ArrayReader:
         if name in MOVES:
             (source,) = op.inputs[:1]
             before = self.moved_back(op, labels)
-            return self.tree_of(source, before) if before is not None else None
+            return self.tree_of(source, before, depth) if before is not None else None
         simple = name in ELEMENTWISE or name in ("convert_element_type", "integer_pow")
         if name == "div" and np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "fV":
             simple = False
         if not simple or any(len(self.shape(a)) not in (0, len(labels)) for a in op.inputs):
             return None
-        operands = [self.tree_of(a, labels if self.shape(a) else ()) for a in op.inputs]
+        operands = [self.tree_of(a, labels if self.shape(a) else (), depth) for a in op.inputs]
         if any(o is None for o in operands):
             return None
         own = {"convert_element_type": "new_dtype", "integer_pow": "y"}.get(name)

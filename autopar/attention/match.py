@@ -570,8 +570,12 @@ def attention_left(graph: OpGraph) -> tuple[str, ...]:
     left = [op for op in score_products(graph) if op.role is graph.forward_role]
     if not left:
         return ()
-    places = ", ".join(dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left[:3]))
-    return (f"attention='blockwise': {len(left)} products of scores stay as they are written ({places})",)
+    places = [*dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left)]
+    named = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+    stay = (
+        "1 product of scores stays as it is" if len(left) == 1 else f"{len(left)} products of scores stay as they are"
+    )
+    return (f"attention='blockwise': {stay} written ({named})",)
 
 
 def attention_as_written(graph: OpGraph, part: float = 0.0) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ def without_self(function: Callable[..., Any], instance: Callable[[], Any]) -> C
         return function(owner, *args, **kwargs)
 
     signature = inspect.signature(function)
+    # Functions have no such attribute by their type; `inspect` reads it.
     bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
     return bound
 

@@ -21,7 +21,7 @@ def made_often(cls: type[T]) -> type[T]:
 
     It cannot have subclasses. Raises: TypeError for a class with `default_factory`.
     """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # a decorated class
     if any(f.default_factory is not dataclasses.MISSING for f in fields):
         raise TypeError(f"{cls.__name__} has fields that `made_often` does not make")
     slots = cls.__dict__.get("__slots__")
@@ -70,7 +70,7 @@ def replaced(record: T, **changes: Any) -> T:
     """`dataclasses.replace`; faster for objects of a class that is `made_often`. Raises: TypeError, AttributeError."""
     copy = getattr(record, _COPY, None)
     if copy is None:
-        return dataclasses.replace(record, **changes)  # type: ignore[type-var]
+        return dataclasses.replace(record, **changes)  # type: ignore[type-var]  # of a dataclass
     made = copy()
     for name, value in changes.items():
         setattr(made, name, value)

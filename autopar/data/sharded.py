@@ -536,7 +536,7 @@ class ShardedData:
     def _begin(self, place: Place) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.batches.close()  # type: ignore[attr-defined]
+            ahead.batches.close()  # type: ignore[attr-defined]  # a generator
         self._next, self._num_taken, self._is_over, self._read = place, 0, False, self._reader.begin(place)
 
     def _following(self) -> _Placed:

@@ -149,7 +149,7 @@ def trace(
         original = traced_on(in_avals)
     except AutoparError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's own code may raise anything
         error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
         raise
     check_effects(original, name)

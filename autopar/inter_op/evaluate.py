@@ -314,7 +314,8 @@ class PipelineEvaluator:
 
     def weigh(self, candidate: PipelineCandidate | PipelineEstimate) -> None:
         """Makes a candidate the best, if it is, and keeps it, if it is within the tolerance."""
-        self.context.weighed(candidate.step_time_s, candidate.peak_bytes)
+        if isinstance(candidate, PipelineCandidate):  # what is estimated is no plan yet
+            self.context.weighed(candidate.step_time_s, candidate.peak_bytes)
         if self.best is None or candidate.rank(self.limit_bytes) < self.best.rank(self.limit_bytes):
             self.best = candidate
         if isinstance(candidate, PipelineEstimate):

@@ -283,7 +283,7 @@ def kernel(
     def call(*args: Any) -> Any:
         return called(*args)
 
-    return call  # type: ignore[return-value]
+    return call  # type: ignore[return-value]  # `wraps` gives it the face of `fun`
 
 
 def _place(name: str) -> str:

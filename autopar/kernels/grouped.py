@@ -127,7 +127,7 @@ def as_grouped_product(eqn: Any) -> Any | None:
     else:
         return None
     again = Megablox(
-        tiling=tiling,  # type: ignore[arg-type]
+        tiling=tiling,  # type: ignore[arg-type]  # a block may be mapped, these are not
         dtype=out.dtype,
         interpret=call.params["interpret"],
         transposed=transposed,

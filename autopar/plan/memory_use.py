@@ -46,9 +46,3 @@ class MemoryUse:
     at_peak: dict[MemoryKind, int]
     largest: tuple[MemoryHolder, ...]
     course: tuple[int, ...] = ()
-
-    @property
-    def model_state_bytes(self) -> int:
-        """Parameters, optimizer state, and the gradients that are summed over micro-batches."""
-        kinds = (MemoryKind.PARAMETER, MemoryKind.OPTIMIZER, MemoryKind.GRADIENT)
-        return sum(self.throughout.get(kind, 0) for kind in kinds)

@@ -123,7 +123,7 @@ def test_attention_that_stays_beside_attention_that_is_found_is_named():
     )  # fmt: skip
     assert BATCH
     (note,) = [n for n in step.plan(*numbers()).record.notes if n.startswith("attention='blockwise'")]
-    assert note.startswith("attention='blockwise': 1 products of scores stay as they are written")
+    assert note.startswith("attention='blockwise': 1 product of scores stays as it is written")
 
 
 def test_other_words_for_attention_are_refused():

@@ -98,6 +98,14 @@ def distance(q, k, v, batch):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def long_chain(q, k, v, batch):
+    penalty = (jnp.arange(L)[:, None] - jnp.arange(L)[None, :]).astype(jnp.float32)
+    for _ in range(400):
+        penalty = penalty * 0.5 + 1.0
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) - penalty
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
 def stock(q, k, v, batch):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
@@ -132,12 +140,22 @@ def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, 
     # Also under `jax.checkpoint`, which is there to keep no scores.
     assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
     assert not any(v.shape[-2:] == (L, L) and v.dtype == "float32" for op in graph.ops() for v in made(graph, op))
+    check_results(graph, attention, heads)
+
+
+def check_results(graph, attention, heads=H):
     args = numbers(heads)
     expected = jax.tree.leaves(trained(attention)(*args))
     env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves(args)], strict=True))
     run_ops(graph.block.ops, env, graph)
     for a, b in zip(expected, (read(env, atom) for atom in graph.block.outputs), strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+def test_a_mask_of_more_operations_than_calls_may_be_nested_stays_an_array_in_part():
+    graph = graph_of(long_chain)
+    assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
+    check_results(graph, long_chain)
 
 
 @pytest.mark.slow
