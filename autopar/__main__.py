@@ -19,16 +19,20 @@
 
 FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `--arg layers=48`. For
 absent hardware it is traced, not run, so its state may exceed the memory of this machine. Every command takes --json.
-The exit status is 0 on success, 1 after an error of autopar (its message is printed), 2 for wrong arguments.
+The exit status is 0 on success, 1 after an error of autopar (its message is printed), 2 for wrong arguments, 130 after
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import autopar
@@ -42,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 1 after an error that autopar has words for."""
     parsed = _parser().parse_args(arguments)
     try:
-        output = parsed.command(parsed)
+        with _interrupted_by_sigterm():
+            output = parsed.command(parsed)
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 130
     try:
         text_format = TextFormat.of_stream(sys.stdout, os.environ)
         print(json.dumps(output.values, indent=2) if parsed.json else output.text(text_format), flush=True)
@@ -53,6 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is left in the buffer would be written, and fail again, when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that what a command has made by then is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier is None else earlier)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,10 +23,10 @@ from autopar.ir.graph import Dimension, Purpose
 from autopar.ir.traced_step import TracedStep
 from autopar.manual.making import Made, made_of, outcome_of
 from autopar.manual.settings import Attempt, Problem, Walk
-from autopar.manual.ways import WAYS, applicable, way_called
+from autopar.manual.ways import QUICK, WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan import bench_text
-from autopar.plan.bench_row import BenchRow, ranked, setting_of
+from autopar.plan.bench_row import SEARCH, BenchRow, ranked, setting_of
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
@@ -38,7 +38,6 @@ from autopar.tuning import FAILURES, Turn, alternate, check_one_process, program
 from autopar.verification import compare_numbers, rounding_of
 
 COLUMNS = 100
-SEARCH = "search"
 INTERRUPTED = "not planned: interrupted"
 # What can be compared: the name of a way, a recipe or its text, a plan or the file that it was saved in.
 Way = Recipe | Plan | str
@@ -96,13 +95,15 @@ def bench(
     recipes: Mapping[str, Way] | Iterable[Way] | None = None,
     measure: bool = False,
     seconds: float = 20.0,
+    report: str | Path | None = None,
 ) -> Bench:
     """Plans a step by the search and by manual ways, each at the best of the settings that it leaves open.
 
     Manual ways are data parallelism, ZeRO-1, FSDP (ZeRO-3), hybrid sharding, tensor parallelism, also with FSDP,
     pipelines, also with tensor parallelism, sequence and expert parallelism, as far as the step and the cluster have a
-    use for them. Of each, sizes, micro-batches and recomputation are found by bounds and estimates. The logger
-    "autopar" says at level INFO what each came to. Ctrl-C ends the comparison with the ways that are planned by then.
+    use for them. Of each, sizes, micro-batches and recomputation are found by bounds and estimates. Ways that are
+    planned quickly come before the search. The logger "autopar" says at level INFO what each came to. Ctrl-C ends the
+    comparison with the ways that are planned by then.
 
     Args:
         step: A step of `autopar.parallelize` without a plan or a recipe, which keeps its options, or a function.
@@ -114,6 +115,7 @@ def bench(
         measure: Whether to run those that fit, in turns, on the devices of this program: their times beside the
             predicted ones, their numbers beside those of plain `jax.jit`. The arguments are then arrays, which survive.
         seconds: Approximate duration of the timed steps, without compilation. Each way has at least a few turns.
+        report: Where to write `Bench.report`'s page, each time that a way is planned.
 
     Raises: InvalidArgumentError; UnsupportedError where the step cannot be planned, or to measure in a program of
     several processes.
@@ -124,11 +126,18 @@ def bench(
     if measure:
         _check_measured_here(named)
     rows: list[BenchRow] = []
+
+    def written(found: Sequence[BenchRow]) -> Bench:
+        comparison = Bench(step=parallel.__name__, rows=(*rows, *ranked(found)))
+        if report is not None and comparison.rows:
+            comparison.report(report)
+        return comparison
+
     for cluster in named:
         placed = parallel if cluster is None else on_cluster(parallel, as_cluster(cluster))
         found: list[BenchRow] = []
         try:
-            found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "")
+            found = _on_one_cluster(placed, args, recipes, cluster if isinstance(cluster, str) else "", written)
             is_interrupted = any(row.why == INTERRUPTED for row in found)
             if measure and not is_interrupted:
                 found = _measured(placed, args, found, seconds)
@@ -139,7 +148,7 @@ def bench(
         rows += ranked(found)
         if is_interrupted:
             break
-    return Bench(step=parallel.__name__, rows=tuple(rows))
+    return written(())
 
 
 def as_cluster(cluster: Cluster | str) -> Cluster:
@@ -162,9 +171,15 @@ def _check_measured_here(clusters: Sequence[Cluster | str | None]) -> None:
 
 
 def _on_one_cluster(
-    step: Step, args: Sequence[Any], recipes: Mapping[str, Way] | Iterable[Way] | None, text: str
+    step: Step,
+    args: Sequence[Any],
+    recipes: Mapping[str, Way] | Iterable[Way] | None,
+    text: str,
+    told: Callable[[Sequence[BenchRow]], object],
 ) -> list[BenchRow]:
-    """A row for each way. `text` is the cluster as the user wrote it, where that was text."""
+    """A row for each way. `text` is the cluster as the user wrote it, where that was text; `told` is called with the
+    rows so far after each.
+    """
     problem = problem_of(step, *args)
     cluster = text or problem.cluster.name
     progress = Progress(f"{step.__name__} on {cluster}", show=step._options.show_progress)
@@ -186,6 +201,7 @@ def _on_one_cluster(
             if row.record is not None and row.record.pipeline is None:
                 problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
+            told(rows)
             logger.info("%s", bench_text.line_of(row))
     save_rules(step)
     return rows
@@ -285,16 +301,18 @@ def _of_plan(problem: Problem, plan: Plan) -> Made:
 
 
 def _ways_by_name(problem: Problem, recipes: Mapping[str, Way] | Iterable[Way] | None) -> dict[str, Walk | Plan]:
-    """The search, and what it is compared with, by name. Raises: InvalidArgumentError."""
-    found: dict[str, Walk | Plan] = {SEARCH: _as_it_is(problem.request)}
-    if recipes is None:
-        return found | {name: WAYS[name](problem) for name in applicable(problem)}
-    for name, way in named_ways(recipes).items():
+    """The search, and what it is compared with, by name: first what is planned quickly. Raises: InvalidArgumentError."""
+    named = {name: name for name in applicable(problem)} if recipes is None else named_ways(recipes)
+    quick: dict[str, Walk | Plan] = {}
+    slow: dict[str, Walk | Plan] = {}
+    for name, way in named.items():
         if isinstance(way, Recipe):
-            found[name] = _as_it_is(problem.under(way))
+            quick[name] = _as_it_is(problem.under(way))
+        elif isinstance(way, Plan):
+            quick[name] = way
         else:
-            found[name] = way if isinstance(way, Plan) else WAYS[way](problem)
-    return found
+            (quick if way in QUICK else slow)[name] = WAYS[way](problem)
+    return quick | {SEARCH: _as_it_is(problem.request)} | slow
 
 
 def named_ways(recipes: Mapping[str, Way] | Iterable[Way]) -> dict[str, Way]:

@@ -127,11 +127,9 @@ def bench(parsed: argparse.Namespace) -> Output:
     step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
     step = with_search(as_step(step), effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
     with _told_on_stderr(on_terminal=True):
-        found = autopar.bench(step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure)
-        if parsed.report:
-            logger.info("writes %s", parsed.report)
-            found.report(parsed.report)
-        logger.info("compares the ways")
+        found = autopar.bench(
+            step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure, report=parsed.report
+        )
     return Output(_with_written(found.text, parsed.report), found.to_dict())
 
 

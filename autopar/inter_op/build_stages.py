@@ -36,7 +36,7 @@ from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers, is_product
-from autopar.passes.remat import Recompute, rematerialise
+from autopar.passes.remat import Recompute, Rematerialised, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stack_updates import stack_updates
@@ -139,10 +139,10 @@ def pieces_of(microbatched: MicrobatchedStep) -> dict[int, int]:
     return {first + i: piece.leaf for i, piece in enumerate(microbatched.step.arguments) if piece.parts > 1}
 
 
-def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> OpGraph:
+def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> Rematerialised:
     """The graph in which each layer recomputes values by its policy."""
     if all(p == "nothing" for p in policies):
-        return microbatched.graph
+        return Rematerialised(graph=microbatched.graph, assignment=microbatched.assignment)
     layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
     return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
 
@@ -175,16 +175,11 @@ def stage_graphs(
 def _stage_graphs(
     microbatched: MicrobatchedStep, policies: Sequence[str], first_layers: Sequence[int], schedule: str, chunks: int
 ) -> StageGraphs:
-    graph, num_stages = recomputed(microbatched, policies), len(first_layers)
+    again, num_stages = recomputed(microbatched, policies), len(first_layers)
+    graph = again.graph
     order = schedule_of(schedule, num_stages, graph.num_microbatches, chunks)
     check_directions(graph, order)
-    assigned = assign(
-        graph,
-        microbatched.layers,
-        first_layers,
-        microbatched.assignment if graph is microbatched.graph else None,
-        microbatched.homes,
-    )
+    assigned = assign(graph, microbatched.layers, first_layers, again.assignment)
     stages = cut_stages(assigned, order.splits_backward, num_stages)
     costs = [CostsOnMeshes(stage.graph) for stage in stages]
     return StageGraphs(graph=graph, schedule=order, stages=stages, costs=costs)

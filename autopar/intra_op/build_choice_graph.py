@@ -111,6 +111,22 @@ def build_choice_graph(
     return builder.run()
 
 
+def _replaced_state(graph: OpGraph) -> dict[int, int]:
+    """Values of an update -> the argument in whose place they end, by way of operations on equal shapes: the average of
+    parameters that is kept beside them reads new parameters, and replaces the old average.
+    """
+    block = graph.block
+    found = {block.outputs[target]: block.inputs[source] for source, target in graph.tied}
+    replaced = {value: argument for value, argument in found.items() if isinstance(value, int)}
+    for op in reversed(block.ops):
+        for value in op.outputs if op.role is Role.UPDATE and not op.blocks else ():
+            if value in replaced:
+                shape = graph.values[value].shape
+                same = (a for a in op.inputs if isinstance(a, int) and graph.values[a].shape == shape)
+                replaced |= {a: replaced[value] for a in same if a not in replaced}
+    return replaced
+
+
 class _Builder:
     def __init__(
         self,
@@ -135,6 +151,7 @@ class _Builder:
         self.followed: set[int] = set()
         self.order: dict[int, int] = {}
         self.state_nodes: set[int] = set()
+        self.replaces = _replaced_state(graph)
         self.whole: int | None = None
         self.lists = LayoutLists()
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}
@@ -325,18 +342,22 @@ class _Builder:
         return self.graph.values[atom].split_shape if isinstance(atom, int) else atom.shape
 
     def leader(self, op: Op, signature: Signature) -> tuple[int, int, tuple[Strategy, ...]] | None:
-        """The operand whose node an operation shares: its state in an update, else the operand produced last."""
+        """The operand whose node an operation shares: in an update the state that its result replaces, or else any
+        state; otherwise the operand produced last.
+        """
         result_shapes = {self.graph.values[v].split_shape for v in op.outputs}
+        states = (self.reduced.get(self.replaces[v]) for v in op.outputs if v in self.replaces)
+        own = {home.node for home in states if home is not None}
         homes: dict[int, LayoutSite] = {}
         for i, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in self.reduced:
                 homes[i] = self.unreduced[atom] if self.partials.reads_unreduced(op, i) else self.reduced[atom]
 
-        def preference(i: int) -> tuple[bool, bool, int]:
-            atom = op.inputs[i]
+        def preference(i: int) -> tuple[bool, bool, bool, int]:
+            atom, node = op.inputs[i], homes[i].node
             assert isinstance(atom, int), "only values have homes"
-            is_state = op.role is Role.UPDATE and homes[i].node in self.state_nodes
-            return is_state, self.shape(atom) in result_shapes, self.order[atom]
+            is_state = op.role is Role.UPDATE and node in self.state_nodes
+            return is_state and node in own, is_state, self.shape(atom) in result_shapes, self.order[atom]
 
         for i in sorted(homes, key=preference, reverse=True):
             strategies = self.following(op, signature, i, homes[i].layouts)

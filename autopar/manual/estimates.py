@@ -138,7 +138,7 @@ class Estimates:
         def least() -> tuple[float, float]:
             whole = dataclasses.replace(context, request=dataclasses.replace(request, num_microbatches=1))
             microbatched = requested_step(whole, True).microbatched
-            graph = recomputed(microbatched, policies_of(request.recompute, len(microbatched.layers)))
+            graph = recomputed(microbatched, policies_of(request.recompute, len(microbatched.layers))).graph
             passes = tuple(op for op in graph.block.ops if op.section.repeats)
             passes_only = dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=passes))
             passes_s = least_time_s(passes_only, cluster)

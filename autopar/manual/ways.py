@@ -167,6 +167,7 @@ _OF_RECIPE: dict[tuple[str, tuple[Any, ...]], str] = {
 }
 # Hybrid sharding has a name in PyTorch, and no recipe of its own without the devices of a host.
 SHORT = {alias: _OF_RECIPE[call] for alias, call in ALIASES.items()} | {"hsdp": "hybrid sharded"}
+QUICK = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3 (FSDP)", "hybrid sharded")  # one mesh, one number of parts each
 NOT_BY_DEFAULT = "ZeRO-2"  # lies between its neighbours
 
 

@@ -102,19 +102,17 @@ def assign(
     layers: Layers,
     first_layers: Sequence[int],
     assignment: LayerAssignment | None = None,
-    given: Mapping[int, int] | None = None,
 ) -> StagedGraph:
     """Cuts at layers: stage q holds layers `first_layers[q]` to `first_layers[q + 1]` - 1.
 
     The result computes what `graph` computes, up to the order of sums: (1) sums of gradients from several stages are
     taken behind the loop over micro-batches, (2) recomputed values are not sent, (3) every stage has its own copy of
     the portable operations and of the parts of barriers that it reads.
-    `assignment` saves finding the layers of all operations again for another cut; without it, `given` are the layers at
-    which state lies, as of `assign_layers`.
+    `assignment` of the graph to these layers saves finding it again.
     Raises: InvalidArgumentError for cuts that are not in order or beyond the layers.
     """
     _check_cuts(first_layers, len(layers))
-    of_layers = assign_layers(graph, layers, given) if assignment is None else assignment
+    of_layers = assign_layers(graph, layers) if assignment is None else assignment
 
     def stage_of(layer: int) -> int:
         return bisect.bisect_right(first_layers, layer) - 1

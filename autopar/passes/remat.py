@@ -33,46 +33,60 @@ class Recompute(enum.Enum):
     ALL = "input"  # only what enters the layer is kept
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rematerialised:
+    """A graph in which layers compute values again, and the layers of all its operations."""
+
+    graph: OpGraph
+    assignment: LayerAssignment
+
+
 def rematerialise(
     graph: OpGraph,
     layers: Layers,
     policy: Recompute | Sequence[Recompute],
     assignment: LayerAssignment | None = None,
-) -> OpGraph:
+) -> Rematerialised:
     """The graph with recomputation, for all layers alike or for each its own. `assignment` of the graph to these layers
     saves finding it again.
 
-    Forward operations keep their numbers, so that `layers` holds for the result too. Regions that the user
-    rematerialises stay as they are. Random numbers come out the same again: they are functions of their key.
+    Forward operations keep their numbers, so that `layers` holds for the result too; each operation keeps its layer,
+    and is computed again in the layer that reads it. Regions that the user rematerialises stay as they are. Random
+    numbers come out the same again: they are functions of their key.
     """
     policies = [policy] * len(layers) if isinstance(policy, Recompute) else list(policy)
     assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
     ids = [op.id for op in graph.ops()]
     assert ids == list(range(len(ids))), "operations are numbered in program order (`renumbered`)"
-    readers = _Readers(graph, _layer_of(graph, layers, assignment))
+    assignment = assign_layers(graph, layers) if assignment is None else assignment
+    readers = _Readers(graph, _by_id(graph, assignment))
     fresh = Fresh(graph)
-    inserted: dict[int, list[Op]] = {}  # by position
+    inserted: dict[int, list[tuple[Op, int | None]]] = {}  # with their layers, by position
     recomputed: dict[int, list[tuple[int, dict[int, int]]]] = {}
     names: list[dict[int, int]] = [{} for _ in policies]  # by layer, for its backward operations from there on
+    same_as = dict(assignment.same_as)
     for layer, policy_of_layer in enumerate(policies):
         if policy_of_layer is not Recompute.NOTHING:
-            at, ops, new = _recomputation(layer, policy_of_layer, readers, fresh)
-            inserted.setdefault(at, []).extend(ops)
+            at, ops, new = _recomputation(layer, policy_of_layer, readers, fresh, same_as)
+            places = (None if op.kind is OpKind.BARRIER else layer for op in ops)
+            inserted.setdefault(at, []).extend(zip(ops, places, strict=True))
             recomputed.setdefault(at, []).append((layer, new))
-    rows: list[Op] = []
-    for position, op in enumerate(graph.block.ops):
+    rows: list[tuple[Op, int | None]] = []
+    for position, (op, at_layer) in enumerate(zip(graph.block.ops, assignment.layer_of, strict=True)):
         rows += inserted.get(position, [])
         for layer, new in recomputed.get(position, []):
             names[layer] = new
-        if op.section.is_backward:
-            op = readers.renamed(op, names)
-        rows.append(op)
-    block = dataclasses.replace(graph.block, ops=tuple(rows))
-    return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
+        rows.append((readers.renamed(op, names) if op.section.is_backward else op, at_layer))
+    block = dataclasses.replace(graph.block, ops=tuple(op for op, _ in rows))
+    return Rematerialised(
+        graph=renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block)),
+        assignment=dataclasses.replace(
+            assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as
+        ),
+    )
 
 
-def _layer_of(graph: OpGraph, layers: Layers, assignment: LayerAssignment | None = None) -> dict[int, int | None]:
-    assignment = assign_layers(graph, layers) if assignment is None else assignment
+def _by_id(graph: OpGraph, assignment: LayerAssignment) -> dict[int, int | None]:
     return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
 
 
@@ -81,7 +95,7 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
 
     Values of the forward section and parts of the batch, unsharded; arguments and hoisted values are there anyway.
     """
-    readers = _Readers(graph, _layer_of(graph, layers))
+    readers = _Readers(graph, _by_id(graph, assign_layers(graph, layers)))
     out = [0] * len(layers)
     for op in graph.block.ops:
         if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
@@ -199,9 +213,11 @@ def is_kept(op: Op) -> bool:
 
 
 def _recomputation(
-    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh
+    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh, same_as: dict[int, int]
 ) -> tuple[int, list[Op], dict[int, int]]:
-    """(position, operations to insert there, new names for the operands of the layer's backward operations)."""
+    """(position, operations to insert there, new names for the operands of the layer's backward operations). `same_as`
+    gets the values that they make.
+    """
     ops = readers.ops
     read, recomputed = _recomputed(layer, policy, readers)
     of_all = (i for i in readers.backward_of.get(None, ()) if _is_read_by(ops[i], layer, readers))
@@ -222,6 +238,7 @@ def _recomputation(
     )  # fmt: skip
     names = dict(through)
     clones = [replaced(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
+    same_as.update((names[v], v) for v in results)
     return at, [barrier, *clones], {v: names[v] for v in (*read, *parameters, *cotangents)}
 
 

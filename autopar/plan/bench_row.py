@@ -24,6 +24,9 @@ _PART_OF = {
 }
 
 
+SEARCH = "search"  # the name of the way that leaves everything open
+
+
 class HasRecord(Protocol):
     """A plan, which imports the page of these rows."""
 
@@ -154,5 +157,11 @@ def sent(record: PlanRecord) -> dict[str, float]:
 
 
 def ranked(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The fastest first, then what does not fit, the nearest to fitting first, then what has no plan."""
-    return sorted(rows, key=lambda row: (not row.fits, row.step_time_s or 0.0, not row.excess_bytes, row.excess_bytes))
+    """The fastest first, the search before what is as fast; then what does not fit, the nearest to fitting first, then
+    what has no plan.
+    """
+
+    def rank(row: BenchRow) -> tuple[bool, float, bool, int, bool]:
+        return not row.fits, row.step_time_s or 0.0, not row.excess_bytes, row.excess_bytes, row.name != SEARCH
+
+    return sorted(rows, key=rank)

@@ -177,7 +177,7 @@ def test_each_part_is_a_layer_of_its_own():
 def test_parts_are_recomputed_and_assigned_to_stages(policy):
     cut = cut_layers(split_scans(traced(plain_step(), make_state()), 2, BOOK), 2, BOOK)
     again = rematerialise(cut.graph, cut.layers, [policy] * len(cut.layers))
-    staged = assign(again, cut.layers, layers_of_pieces(cut))
+    staged = assign(again.graph, cut.layers, layers_of_pieces(cut), again.assignment)
     pieces = [staged.homes[i] for i, piece in enumerate(cut.step.arguments) if piece.parts > 1]
     assert pieces == [piece.part for piece in cut.step.arguments if piece.parts > 1]
     leaves = jax.tree.leaves((make_state(), make_batch()))
