@@ -301,7 +301,10 @@ def _of_plan(problem: Problem, plan: Plan) -> Made:
 
 
 def _ways_by_name(problem: Problem, recipes: Mapping[str, Way] | Iterable[Way] | None) -> dict[str, Walk | Plan]:
-    """The search, and what it is compared with, by name: first what is planned quickly. Raises: InvalidArgumentError."""
+    """The search, and what it is compared with, by name: what is planned quickly first.
+
+    Raises: InvalidArgumentError.
+    """
     named = {name: name for name in applicable(problem)} if recipes is None else named_ways(recipes)
     quick: dict[str, Walk | Plan] = {}
     slow: dict[str, Walk | Plan] = {}

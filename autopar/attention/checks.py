@@ -6,17 +6,19 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from autopar.attention.form import KEY, goes_round, sizes_of
+from autopar.attention.ring import PRIMITIVES
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph
+from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph, OpKind, Purpose
 from autopar.sharding.attention_calls import attention_calls
 
 
 def has_attention(graph: OpGraph) -> bool:
     """Whether a described graph has attention between positions of the batch."""
-    kinds = {factor.kind for op in graph.ops() if op.rule is not None for factor in op.rule.factors}
-    found = itertools.chain(score_products(graph), (op for op, _ in attention_calls(graph)))
-    return FactorKind.RING in kinds or any(True for _ in found)
+    passes = (op for op in graph.ops() if op.primitive in PRIMITIVES)
+    found = itertools.chain(passes, score_products(graph), (op for op, _ in attention_calls(graph)))
+    return any(True for _ in found)
 
 
 def check_attention(graph: OpGraph) -> None:
@@ -31,15 +33,35 @@ def check_attention(graph: OpGraph) -> None:
 
 
 def score_products(graph: OpGraph) -> Iterator[Op]:
-    """The products of a described graph whose result has the positions of both operands: queries by keys."""
+    """The products of a described graph whose result has the positions of both operands: queries by keys.
+
+    A matrix is neither, though its columns may become positions: of an image that is put together from patches.
+    """
+    matrices = _matrices(graph)
     for op in graph.ops():
         if op.primitive != "dot_general" or op.rule is None:
             continue
         (result,), dimensions = op.rule.results, graph.values[op.outputs[0]].dimensions
         positions = {f for fs, names in zip(result, dimensions, strict=True) if Dimension.SEQUENCE in names for f in fs}
         left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands)
-        if positions - left and positions - right and all(isinstance(a, int) for a in op.inputs):
+        if positions - left and positions - right and all(isinstance(a, int) and a not in matrices for a in op.inputs):
             yield op
+
+
+def _matrices(graph: OpGraph) -> set[int]:
+    """State, and what is made of one array of it alone: its cast, its transpose, a layer's slice of a stack."""
+    found = {v for v in graph.block.inputs if graph.values[v].purpose in (Purpose.MATRIX, Purpose.PARAMETER)}
+    for op in graph.ops():
+        read = [a for a in op.inputs if isinstance(a, int)]
+        if op.kind is OpKind.EQUATION and len(read) == 1 and read[0] in found:
+            found.update(op.outputs)
+        elif op.kind is OpKind.BARRIER:
+            found.update(b for a, b in zip(op.inputs, op.outputs, strict=True) if isinstance(a, int) and a in found)
+        elif op.kind is OpKind.SCAN:
+            carried = range(op.num_consts, op.num_consts + op.num_carry)
+            inside = enumerate(zip(op.inputs, op.blocks[0].inputs, strict=True))
+            found.update(b for i, (a, b) in inside if isinstance(a, int) and a in found and i not in carried)
+    return found
 
 
 def check_heads(graph: OpGraph, parts: int) -> None:
@@ -84,6 +106,14 @@ def check_rings(graph: OpGraph, parts: int) -> None:
             "sequence_parallel('ulysses')",
         )
     for op in graph.ops():
+        if op.primitive in PRIMITIVES and parts > 1 and not goes_round(op.eqn):
+            form, sizes = op.eqn.params["form"], sizes_of(op.eqn)
+            raise UnsupportedError(
+                where=_place(op),
+                expected="as many positions of queries as of keys, which a ring of devices can share",
+                got=f"{sizes[form.position]:,} of queries and {sizes[KEY]:,} of keys",
+                hint="share heads: sequence_parallel('ulysses')",
+            )
         for factor in op.rule.factors if op.rule is not None else ():
             if factor.kind is FactorKind.RING and factor.size % parts:
                 raise UnsupportedError(

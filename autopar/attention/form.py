@@ -83,6 +83,12 @@ def sizes_of(eqn: Any) -> dict[str, int]:
     }
 
 
+def goes_round(eqn: Any) -> bool:
+    """Whether devices in a ring can share the positions of a pass: there are as many of queries as of keys."""
+    sizes = sizes_of(eqn)
+    return sizes[eqn.params["form"].position] == sizes[KEY]
+
+
 def exact_type(query: Any) -> Any:
     """The type of scores and sums: 32 bits at least."""
     return jnp.promote_types(query.dtype, jnp.float32)

@@ -71,8 +71,9 @@ def kernel_of(
     if library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
         return Kernel.BLOCKS
     positions, width = shapes[0][form.query.index(form.position)], shapes[0][inner_dim(form)]
-    mask = distance_mask(form, positions * ring)
-    if mask is None or width != shapes[2][_outer_dim(form)]:
+    keys = shapes[1][form.key.index(KEY)]
+    mask = distance_mask(form, max(positions, keys) * ring)
+    if mask is None or width != shapes[2][_outer_dim(form)] or (mask.causal and keys != positions):
         return Kernel.BLOCKS
     in_halves = mask.causal and ring > 1
     if in_halves and positions % 2:
@@ -81,7 +82,7 @@ def kernel_of(
     if library is Kernel.CUDNN:
         fits = width <= _CUDNN_WIDTH and width % _CUDNN_WIDTH_MULTIPLE == 0
         return Kernel.CUDNN if fits and dtype in (jnp.bfloat16, jnp.float16) else Kernel.BLOCKS
-    fits = positions % (2 * _BLOCK if in_halves else _BLOCK) == 0
+    fits = positions % (2 * _BLOCK if in_halves else _BLOCK) == keys % _BLOCK == 0
     return Kernel.TPU_FLASH if fits and dtype in (jnp.bfloat16, jnp.float32) else Kernel.BLOCKS
 
 

@@ -30,8 +30,8 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.common.units import text_of_bytes, text_of_part
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by, walk
-from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
+from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Value, read_by, walk
+from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered, scan_equation
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
 
@@ -457,11 +457,12 @@ class PassWriter:
             return None
         at = self.named.values[found.query]
         keys = self.named.values[found.key].shape[key.index(KEY)]
-        positions = [
-            letter
+        of_queries = {
+            letter: n
             for letter, n, names in zip(query, at.shape, at.dimensions, strict=True)
-            if letter in rows and letter not in key and n == keys and Dimension.SEQUENCE in names
-        ]
+            if letter in rows and letter not in key and Dimension.SEQUENCE in names
+        }
+        positions = [letter for letter, n in of_queries.items() if n == keys] or [*of_queries]
         arrays: dict[tuple[int, str], int] = {}
         score = self.written(found, value_at, found.tree, arrays)
         if len(positions) != 1 or score is None or any(set(a) - set(scored) - {NONE} for _, a in arrays):
@@ -605,8 +606,7 @@ def check_blockwise(graph: OpGraph) -> None:
     for op in score_products(annotate_semantics(graph)):
         raise UnsupportedError(
             where=f"{op.place or 'the step'} at {jax_compat.source_line(op.eqn)}",
-            expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads, and as many "
-            "positions of queries as of keys",
+            expected="attention as softmax(scale * q k^T + mask) v with weights that nothing else reads",
             got=f"scores of shape {list(graph.values[op.outputs[0]].shape)} that are used in another way",
             hint="leave dropout out of the attention weights, put jax.checkpoint round the attention, or take "
             "recipes.sequence_parallel('ulysses')",
@@ -696,7 +696,8 @@ def _joined_scans(
     read = [*(v for op in theirs for v in read_by(op)), *(a for a in ends if isinstance(a, int))]
     crossing = dict.fromkeys(v for v in read if v in there)
     inside = {made: inner for inner, made in same.items() if made in crossing}
-    kept = [(outer, inner) for outer, inner in slices if inner not in same or inner in inside.values()]
+    still = [i for i, (_, inner) in enumerate(slices) if inner not in same or inner in inside.values()]
+    kept, added = [slices[i] for i in still], list[Value]()
     ys = dict(zip(handed_on, found.outputs[c:], strict=False))
     ys.update({outer: stacked[outer] for outer, inner in kept if isinstance(outer, int) and inner in same})
     for v in crossing:
@@ -705,6 +706,7 @@ def _joined_scans(
             outer = fresh.value((first.trips, *value.shape), value.dtype, value.itemsize)
             inside[v], ys[outer] = fresh.copy_of(v), v
             kept.append((outer, inside[v]))
+            added.append(value)
     one = Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine)
     two = Block(
         inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
@@ -713,5 +715,6 @@ def _joined_scans(
     )
     first = dataclasses.replace(first, outputs=(*first.outputs[:c], *ys), blocks=(one,))
     second_inputs = (*second.inputs[:fixed], *(outer for outer, _ in kept))
-    second = dataclasses.replace(second, inputs=second_inputs, blocks=(two,))
+    eqn = scan_equation(second, [*range(fixed), *(fixed + i for i in still)], added)
+    second = dataclasses.replace(second, eqn=eqn, inputs=second_inputs, blocks=(two,))
     return first, second

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from autopar.attention.form import (
     Gradients,
     computed,
     exact_type,
+    goes_round,
     has_score,
     letters,
     sizes_of,
@@ -38,6 +39,7 @@ from autopar.attention.query_blocks import QueryBlocks
 from autopar.attention.ring_order import Positions
 from autopar.common import jax_compat, jax_local
 from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.primitives import ATTENTION_PASSES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,10 @@ def forward(
 ) -> tuple[Any, Any, Any]:
     """(result, largest score of each row, sum of each row's exponentials over that of the largest)."""
     here, count = places.index(form.position), places.size(form.position)
-    positions = query.shape[form.query.index(form.position)]
-    queries = Positions((here * positions,), positions)
+    queries, keys_of = _positions(form, query, key, here)
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        at = At(queries, Positions((source * positions,), positions), tuple(arrays))
+        at = At(queries, keys_of(source), tuple(arrays))
         return block_forward(form, places, at, query, key, value)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
@@ -103,14 +104,13 @@ def backward(
     """
     (query, key, value), (out, largest, total) = operands, saved
     here, count = places.index(form.position), places.size(form.position)
-    positions = query.shape[form.query.index(form.position)]
-    queries = Positions((here * positions,), positions)
+    queries, keys_of = _positions(form, query, key, here)
     # What came round in the forward pass comes round again, the other way, rather than being kept until now.
     key, value, change = lax.optimization_barrier((key, value, change))
     rows = (change, largest, total, change_along(form, gradients, out, change))
 
     def block(key: Any, value: Any, source: Any) -> tuple[Any, Any, Any]:
-        at = At(queries, Positions((source * positions,), positions), tuple(arrays))
+        at = At(queries, keys_of(source), tuple(arrays))
         return block_backward(form, gradients, places, at, (query, key, value), rows)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
@@ -128,6 +128,12 @@ def backward(
         (_, of_query, sums), _ = lax.scan(turn, carry, jnp.arange(1, count))
         own_key, own_value = own_key + sums[0], own_value + sums[1]
     return of_query.astype(query.dtype), own_key.astype(key.dtype), own_value.astype(value.dtype)
+
+
+def _positions(form: AttentionForm, query: Any, key: Any, here: Any) -> tuple[Positions, Callable[[Any], Positions]]:
+    """The positions of a device's queries, and those of the keys of each device."""
+    of_queries, of_keys = query.shape[form.query.index(form.position)], key.shape[form.key.index(KEY)]
+    return Positions((here * of_queries,), of_queries), lambda source: Positions((source * of_keys,), of_keys)
 
 
 # One block of scores: of some queries, with the keys of one device
@@ -328,9 +334,8 @@ def run(form: AttentionForm, gradients: Gradients | None, places: Places, args: 
     return backward(form, gradients, places, (query, key, value), (out, largest, total), change, arrays)
 
 
-FORWARD = jax_local.primitive("attention", _here)
-BACKWARD = jax_local.primitive("attention_backward", _here)
-PRIMITIVES = frozenset({FORWARD.name, BACKWARD.name})
+FORWARD, BACKWARD = (jax_local.primitive(name, _here) for name in ATTENTION_PASSES)
+PRIMITIVES = frozenset(ATTENTION_PASSES)
 
 
 @functools.cache
@@ -343,11 +348,12 @@ def equation(form: AttentionForm, gradients: Gradients | None, avals: tuple[jax.
 
 
 def rule_of(eqn: Any) -> Rule:
-    """Positions of queries and keys are one factor that goes round a ring. What keeps everything apart is split freely.
+    """Positions of queries and keys are one factor that goes round a ring, where there are as many of them; else they
+    are whole on every device. What keeps everything apart is split freely.
 
     A mask's positions of keys are whole on every device.
     """
-    form, sizes = eqn.params["form"], sizes_of(eqn)
+    form, sizes, is_ring = eqn.params["form"], sizes_of(eqn), goes_round(eqn)
     apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
     numbers: dict[str, int] = {}
     factors: list[Factor] = []
@@ -363,7 +369,7 @@ def rule_of(eqn: Any) -> Rule:
     def dims(names: str, is_mask: bool) -> tuple[tuple[int, ...], ...]:
         out = []
         for letter in names:
-            if letter == form.position or (letter == KEY and not is_mask):
+            if is_ring and (letter == form.position or (letter == KEY and not is_mask)):
                 out.append(factor(form.position, sizes[letter], FactorKind.RING))
             elif letter in apart:
                 out.append(factor(letter, sizes[letter], FactorKind.PASS))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from autopar.attention.form import KEY, exact_type, sizes_of
+from autopar.attention.form import KEY, exact_type, goes_round, sizes_of
 from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_share
 from autopar.attention.query_blocks import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
@@ -44,6 +44,8 @@ def computed_share(eqn: Any, kernel: Kernel, ring: int) -> float:
     almost half. Blocks of XLA's leave out the hidden halves of a balanced ring's steps, and what a window does not
     reach.
     """
+    if not goes_round(eqn):
+        return 1.0
     form, positions = eqn.params["form"], sizes_of(eqn)[eqn.params["form"].position]
     return visible_share(form, positions) if kernel.skips else order_of(eqn, ring).computed_share
 

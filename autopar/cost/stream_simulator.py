@@ -10,13 +10,13 @@ two apart. `run` is a model of what comes of that:
     read is at most twice the largest result. XLA starts the next gather when the one before it has come in.
 (3) What a gather reads without waiting for anything (the cast of a parameter) comes ahead with it.
 (4) Reductions of one kind over the same axes that do not depend on each other start together, when the last is made,
-    as long as their results are not too large to be combined. So do gathers of what waits for nothing (3). What is
-    combined has the latency of one collective.
+    as long as their results are not too large to be combined. So do gathers: those of what waits for nothing (3) at the
+    place of the first. What is combined has the latency of one collective.
 (5) Collectives run one at a time; those that the compiler does not take apart hold up computing.
 (6) Copies to the memory of the host and from there run one at a time, beside computing and collectives.
 
 Source: programs that XLA compiled for eight H100 (jaxlib 0.10.2) and for a v5e slice (libtpu 0.0.42.1): chains of
-products under data parallelism and ZeRO-3, and each kind of collective beside products that do not read it.
+products under data parallelism, ZeRO-1 and ZeRO-3, and each kind of collective beside products that do not read it.
 
 Not modelled: what a collective takes of the memory's rate and of a GPU's multiprocessors from the computation beside
 it; the memory of what is gathered ahead, which `autopar.cost.peak_memory` counts from its place in the program on.
@@ -116,24 +116,33 @@ def _as_one(gathers: Sequence[StreamWork]) -> StreamWork:
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """Reductions that start together, and those of them that could."""
+    """Collectives that start together, and those of them that could."""
 
     size: int = 0
     nbytes: float = 0.0
     there: list[int] = dataclasses.field(default_factory=list)
 
 
-def combined_reductions(
-    program: Sequence[StreamWork], makers: Sequence[Sequence[int]], combined_bytes: int, scattered_bytes: int
+def combined_later(
+    program: Sequence[StreamWork],
+    makers: Sequence[Sequence[int]],
+    early: Sequence[bool],
+    combined_bytes: int,
+    scattered_bytes: int,
 ) -> dict[int, Group]:
-    """(4): the group of each reduction that is combined with others.
+    """(4): the group of each reduction that is combined with others, and of each gather that waits for something, such
+    as those of new parameters. `early`: as of `early_work`.
 
-    Reductions of one kind depend on each other only if one has more of the kind before it than the other.
+    Collectives of one kind depend on each other only if one has more of the kind before it than the other.
     """
     of_kind: dict[Hashable, list[int]] = {}
     for i, work in enumerate(program):
-        if work.stream is Stream.SEND and work.reduction is not None:
+        if work.stream is not Stream.SEND:
+            continue
+        if work.reduction is not None:
             of_kind.setdefault(work.reduction, []).append(i)
+        elif work.gather is not None and not all(early[m] for m in makers[i]):
+            of_kind.setdefault((CollectiveKind.ALL_GATHER, work.gather), []).append(i)
     groups: dict[int, Group] = {}
     last: list[int] = []  # the last computation on the way to each piece of work and through it
     made: list[int] = []  # the same, without the work itself
@@ -143,13 +152,13 @@ def combined_reductions(
             at = max(at, last[m])
         made.append(at)
         last.append(i if computes(program[i]) else at)
-    for reduction, reductions in of_kind.items():
-        if len(reductions) == 1:
+    for kind, collectives in of_kind.items():
+        if len(collectives) == 1:
             continue
-        scatters = isinstance(reduction, tuple) and reduction[0] is CollectiveKind.REDUCE_SCATTER
+        scatters = isinstance(kind, tuple) and kind[0] is CollectiveKind.REDUCE_SCATTER
         most_bytes = scattered_bytes if scatters else combined_bytes
-        its = set(reductions)
-        before: list[int] = []  # reductions of the kind on the longest way to each piece of work
+        its = set(collectives)
+        before: list[int] = []  # collectives of the kind on the longest way to each piece of work
         through: list[int] = []  # the same, with the work itself
         for i, work_makers in enumerate(makers):
             most = 0
@@ -159,7 +168,7 @@ def combined_reductions(
             before.append(most)
             through.append(most + 1 if i in its else most)
         open_group: dict[int, Group] = {}
-        for i in sorted(reductions, key=lambda i: (made[i], i)):
+        for i in sorted(collectives, key=lambda i: (made[i], i)):
             group = open_group.get(before[i])
             if group is None or group.nbytes + program[i].nbytes > most_bytes:
                 group = open_group[before[i]] = Group()
@@ -305,7 +314,7 @@ class _Clock:
                 self.readers[m].append(i)
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
-        self.groups = combined_reductions(program, self.makers, combined_bytes, scattered_bytes)
+        self.groups = combined_later(program, self.makers, self.early, combined_bytes, scattered_bytes)
         self.compute, self.send, self.host = _Queue(), _Queue(), _Queue()
         of_stream = {Stream.SEND: self.send, Stream.HOST: self.host}
         self.queue_of = [of_stream.get(work.stream, self.compute) for work in program]

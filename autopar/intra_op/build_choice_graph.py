@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.intra_op.choice_graph import ChoiceGraph, LayoutLists, Layouts, LayoutSite, Node, Reshard, any_partial
-from autopar.intra_op.formulation import Ilp, build
+from autopar.intra_op.formulation import Ilp, build, replaced_state
 from autopar.ir.graph import ALL, Atom, Block, FactorKind, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -111,22 +111,6 @@ def build_choice_graph(
     return builder.run()
 
 
-def _replaced_state(graph: OpGraph) -> dict[int, int]:
-    """Values of an update -> the argument in whose place they end, by way of operations on equal shapes: the average of
-    parameters that is kept beside them reads new parameters, and replaces the old average.
-    """
-    block = graph.block
-    found = {block.outputs[target]: block.inputs[source] for source, target in graph.tied}
-    replaced = {value: argument for value, argument in found.items() if isinstance(value, int)}
-    for op in reversed(block.ops):
-        for value in op.outputs if op.role is Role.UPDATE and not op.blocks else ():
-            if value in replaced:
-                shape = graph.values[value].shape
-                same = (a for a in op.inputs if isinstance(a, int) and graph.values[a].shape == shape)
-                replaced |= {a: replaced[value] for a in same if a not in replaced}
-    return replaced
-
-
 class _Builder:
     def __init__(
         self,
@@ -151,7 +135,7 @@ class _Builder:
         self.followed: set[int] = set()
         self.order: dict[int, int] = {}
         self.state_nodes: set[int] = set()
-        self.replaces = _replaced_state(graph)
+        self.replaces = replaced_state(graph)
         self.whole: int | None = None
         self.lists = LayoutLists()
         self._enumerated: dict[tuple, tuple[Strategy, ...]] = {}

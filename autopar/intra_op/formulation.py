@@ -119,7 +119,8 @@ class _ReshardSeconds:
 
 def combinable(graph: OpGraph, weights: Weights) -> dict[int, float]:
     """Values whose collectives the compiler may combine -> with how many, of those of one block: gradients, of which
-    nobody but the update waits for the sum, or the end of the block; and what passes read that is there from the start.
+    nobody but the update waits for the sum, or the end of the block; what passes read that is there from the start; and
+    what the update makes of that.
     """
     found: dict[int, float] = {}
 
@@ -146,7 +147,26 @@ def combinable(graph: OpGraph, weights: Weights) -> dict[int, float]:
                 of_block(inner, inner.outputs[: op.num_carry] if op.kind is OpKind.SCAN else inner.outputs)
 
     of_block(graph.block, ())
+    new = {block_out for source, target in graph.tied if isinstance(block_out := graph.block.outputs[target], int)}
+    read = {v for op in graph.block.ops if op.role is not Role.UPDATE for v in read_by(op)}
+    share([v for v, state in replaced_state(graph).items() if state in read and v not in found], new)
     return found
+
+
+def replaced_state(graph: OpGraph) -> dict[int, int]:
+    """Values of an update -> the argument in whose place they end, by way of operations on equal shapes: the average of
+    parameters that is kept beside them reads new parameters, and replaces the old average.
+    """
+    block = graph.block
+    found = {block.outputs[target]: block.inputs[source] for source, target in graph.tied}
+    replaced = {value: argument for value, argument in found.items() if isinstance(value, int)}
+    for op in reversed(block.ops):
+        for value in op.outputs if op.role is Role.UPDATE and not op.blocks else ():
+            if value in replaced:
+                shape = graph.values[value].shape
+                same = (a for a in op.inputs if isinstance(a, int) and graph.values[a].shape == shape)
+                replaced |= {a: replaced[value] for a in same if a not in replaced}
+    return replaced
 
 
 def fix_layouts(ilp: Ilp, fixed: Mapping[int, Layout]) -> Ilp:

@@ -181,3 +181,6 @@ def looked_up_dim(eqn: Any) -> int | None:
         n == size for d, (n, size) in enumerate(zip(eqn.params["slice_sizes"], table.shape, strict=True)) if d != dim
     )
     return dim if not numbers.operand_batching_dims and all(rest) else None
+
+# What `autopar.attention` puts in place of the operations of attention: forward, and backward.
+ATTENTION_PASSES = ("attention", "attention_backward")

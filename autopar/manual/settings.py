@@ -108,6 +108,12 @@ class Point:
         level = RECOMPUTE.index
         return own == others and self.examples <= other.examples and level(self.recompute) >= level(other.recompute)
 
+    def needs_no_saving(self, other: Point) -> bool:
+        """Whether the same setting saves more than another, which fits, and is not faster for it: with stages smaller
+        micro-batches of the same recomputation leave smaller bubbles.
+        """
+        return self.saves_more(other) and (self.pp == 1 or self.recompute != other.recompute)
+
     def text(self, m: int) -> str:
         """The setting in words, which has m micro-batches."""
         stages = "groups of interleaved stages" if self.schedule == "interleaved" else "stages"

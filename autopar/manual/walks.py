@@ -119,20 +119,23 @@ def neighbours(point: Point, m: int, outcome: Outcome, schedules: Sequence[str] 
 
     Micro-batches grow and shrink as memory allows, by two at least: what does not depend on them makes both steps
     careful. Smaller ones are faster where there are stages, for they leave smaller bubbles; and where they make room to
-    keep more for the backward pass. Of stages that fit, other schedules are looked at too.
+    keep more for the backward pass. Of stages that fit, other schedules are looked at too, and whole copies of the
+    optimizer's state, which need no gathers.
     """
     level, leaner = RECOMPUTE.index(point.recompute), RECOMPUTE.index(point.recompute) + 1
     smaller = [point.examples // parts for parts in (2, 4) if point.examples % parts == 0]
     if outcome.fits:
         more = 2 if point.pp > 1 else math.gcd(power_below(outcome.limit_bytes / outcome.peak_bytes), m)
         yield dataclasses.replace(point, examples=more * point.examples)
-        if level > 0:
+        for recompute in RECOMPUTE[:level]:
             for examples in (point.examples, *smaller):
-                yield dataclasses.replace(point, examples=examples, recompute=RECOMPUTE[level - 1])
+                yield dataclasses.replace(point, examples=examples, recompute=recompute)
         if point.pp > 1 and smaller:
             yield dataclasses.replace(point, examples=smaller[0])
         if point.pp > 1 and not point.schedule:
             yield from (dataclasses.replace(point, schedule=schedule) for schedule in schedules)
+        if point.pp > 1 and point.zero:
+            yield dataclasses.replace(point, zero=0)
     else:
         parts = math.gcd(power_below(outcome.peak_bytes / outcome.limit_bytes), point.examples)
         if parts > 1:
@@ -155,10 +158,11 @@ def walk(
         for point in points:
             if point in seen or (m := point.num_microbatches(problem)) is None:
                 continue
-            if any(o is not None and not o.fits and known.saves_more(point) for known, o in seen.items()):
+            known = [(other, o) for other, o in seen.items() if o is not None]
+            if any(not o.fits and other.saves_more(point) for other, o in known):
                 continue  # a leaner one did not fit
-            if point.pp == 1 and any(o is not None and o.fits and point.saves_more(known) for known, o in seen.items()):
-                continue  # a richer one fits
+            if any(o.fits and point.needs_no_saving(other) for other, o in known):
+                continue
             if more_stages_are_slower(point, seen) or (point.pp > 1 and takes_too_long(point, seen)):
                 continue
             outcome = yield attempt_of(problem, point, m, recipe_of)

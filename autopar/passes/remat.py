@@ -80,9 +80,7 @@ def rematerialise(
     block = dataclasses.replace(graph.block, ops=tuple(op for op, _ in rows))
     return Rematerialised(
         graph=renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block)),
-        assignment=dataclasses.replace(
-            assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as
-        ),
+        assignment=dataclasses.replace(assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as),
     )
 
 

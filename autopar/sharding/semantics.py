@@ -38,7 +38,7 @@ from autopar.ir.graph import (
     read_by,
     walk,
 )
-from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
 from autopar.sharding.attention_calls import heads_of, is_attention
 
 # What is followed: what dimensions count (`Dimension`), or which side of a matrix they are (`Side`).
@@ -433,7 +433,7 @@ def _heads(
     for op in graph.ops():
         if op.rule is None or not dependent.issuperset(read_by(op)):
             continue
-        if any(factor.kind is FactorKind.RING for factor in op.rule.factors):
+        if op.primitive in ATTENTION_PASSES:
             yield from _heads_of_passes(op, followed)
         if is_attention(op, names_of):
             yield from _heads_of_call(op, heads_of(op, names_of), followed)
@@ -454,7 +454,7 @@ def _heads(
 
 def _heads_of_passes(op: Op, followed: FollowedNames[Dimension]) -> Iterator[tuple[DimensionOf, Parts]]:
     """Those of attention as one operation: what it keeps apart beside examples."""
-    assert op.rule is not None, "it has a factor that goes round"
+    assert op.rule is not None, "passes have rules"
     for value, dims in zip(op.outputs, op.rule.results, strict=True):
         for d, factors in enumerate(dims):
             parts = followed.of(value, d)

@@ -8,7 +8,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.attention import query_blocks
-from autopar.errors import InvalidArgumentError
+from autopar.errors import InvalidArgumentError, UnsupportedError
 from tests.attention.test_match import BATCH, causal, dropped, numbers, trained
 from tests.programs.test_found_at_random import same_as_jit
 
@@ -272,3 +272,86 @@ def test_notes_name_scores_that_are_larger_than_queries_and_keys():
     (note,) = [note for note in _attends(256).record.notes if "attention" in note]
     assert note.startswith("attention runs as it is written: its scores, up to 4.19 MB over all devices")
     assert not [note for note in _attends(8).record.notes if "attention" in note]
+
+
+def cross_step(state, batch):
+    """A layer over an image whose positions look at those of a text, of which there are fewer, but for its padding."""
+
+    def layer(x, p):
+        q = jnp.einsum("blw,whd->blhd", x, p["q"])
+        k, v = (jnp.einsum("btw,whd->bthd", batch["text"], p[name]) for name in "kv")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / D**0.5
+        scores = jnp.where(batch["given"][:, None, None], scores, -1e30)
+        made = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        return x + jnp.einsum("bqhd,hdw->bqw", made, p["o"])
+
+    def loss(state):
+        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), batch["x"], state)
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def cross_arguments(layers=2, text=6):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    sizes = {"q": (W, H, D), "k": (W, H, D), "v": (W, H, D), "o": (H, D, W)}
+    state = {name: 0.3 * jax.random.normal(next(keys), (layers, *size)) for name, size in sizes.items()}
+    batch = {"x": jax.random.normal(next(keys), (B, L, W)), "text": jax.random.normal(next(keys), (B, text, W))}
+    return state, batch | {"given": jnp.arange(text) < 1 + jnp.arange(B)[:, None] % text}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        None,
+        recipes.tensor_parallel(),
+        recipes.combine(zero=3, num_microbatches=2),
+        recipes.pipeline(2, num_microbatches=2),
+        recipes.sequence_parallel("ulysses"),
+    ],
+    ids=["search", "tensor", "zero 3", "stages", "heads"],
+)
+def test_fewer_keys_than_queries_compute_the_same_without_scores(recipe):
+    step, args = autopar.parallelize(
+        cross_step, plan=recipe, attention="blockwise", cluster=autopar.Cluster.local(4, measured=False),
+        cache_dir=None, show_progress=False,
+    ), cross_arguments()  # fmt: skip
+    assert not [note for note in step.plan(*args).record.notes if "attention" in note]
+    expected, got = jax.jit(cross_step)(*args), step(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_ring_refuses_fewer_keys_than_queries():
+    step = autopar.parallelize(
+        cross_step, plan=recipes.sequence_parallel("ring"), cluster=autopar.Cluster.local(2), cache_dir=None,
+        show_progress=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="as many positions of queries as of keys.*16 of queries and 6 of keys"):
+        step.plan(*cross_arguments())
+
+
+def test_a_matrix_whose_columns_become_positions_is_no_attention():
+    """Patches that are put together to an image: each column of the last matrix is a pixel of its patch."""
+
+    def step(state, batch):
+        def loss(state):
+            patches = batch["x"].reshape(B, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4).reshape(B, 16, 4)
+            made = jnp.tanh(patches @ state["in"]) @ state["out"]
+            image = made.reshape(B, 4, 4, 2, 2).transpose(0, 1, 3, 2, 4).reshape(B, 8, 8)
+            return jnp.mean((image - batch["x"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+    args = (
+        {"in": jax.ShapeDtypeStruct((4, 32), "float32"), "out": jax.ShapeDtypeStruct((32, 4), "float32")},
+        {"x": jax.ShapeDtypeStruct((B, 8, 8), "float32")},
+    )
+    plan = autopar.plan(step, *args, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False)
+    assert not [note for note in plan.record.notes if "attention" in note]
+    with pytest.raises(UnsupportedError, match="a step with attention"):
+        autopar.plan(
+            step, *args, cluster=autopar.Cluster.local(2), plan=recipes.sequence_parallel("ulysses"), cache_dir=None,
+            show_progress=False,
+        )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Collectives that XLA makes one of: gathers of what waits for nothing, and reductions up to a size of their own."""
+"""Collectives that XLA makes one of: gathers ahead of their readers and behind the update, and reductions up to a size
+of their own.
+"""
 
 from autopar.cost.stream_simulator import overlap_of, run
 from autopar.cost.stream_work import Stream, StreamWork
@@ -43,12 +45,20 @@ def test_gathers_of_parameters_and_their_casts_become_one_up_to_a_size():
     assert "w" in timetable(program, 2)
 
 
-def test_gathers_that_wait_for_the_step_are_not_combined():
+def test_gathers_of_new_parameters_start_together_and_save_latencies():
     program = [
-        compute("h", 1.0, "x"), gather("h whole", 2.0, "h"), gather("w", 2.0), compute("y", 1.0, "w"),
+        compute("p2", 1.0), gather("p2 whole", 2.0, "p2"), compute("p1", 5.0), gather("p1 whole", 2.0, "p1"),
+    ]  # fmt: skip
+    assert timetable(program, 1) == {"p2": (0, 1), "p2 whole": (1, 3), "p1": (1, 6), "p1 whole": (6, 8)}
+    assert timetable(program, 2) == {"p2": (0, 1), "p1": (1, 6), "p2 whole": (6, 8), "p1 whole": (8, 9)}
+
+
+def test_a_gather_that_waits_for_another_is_not_combined_with_it_nor_with_what_comes_ahead():
+    program = [
+        compute("h", 1.0, "x"), gather("h_whole", 2.0, "h"), gather("w", 2.0), compute("y", 1.0, "w h_whole"),
         gather("z", 2.0, "y"),
     ]  # fmt: skip
-    assert {"h whole", "w", "z"} <= set(timetable(program, 100))
+    assert timetable(program, 100) == {"w": (0, 2), "h": (0, 1), "h_whole": (2, 4), "y": (4, 5), "z": (5, 7)}
 
 
 def test_scattered_gradients_are_combined_by_their_operands_and_save_latencies():

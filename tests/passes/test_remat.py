@@ -149,7 +149,7 @@ def conditioned_layers():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params, batch))
 
     random = np.random.default_rng(0)
-    matrix = lambda: random.normal(size=(8, 8)).astype(np.float32)  # noqa: E731
+    matrix = lambda: random.normal(size=(8, 8)).astype(np.float32)
     params = {"condition": matrix(), "layers": [(matrix(), matrix()) for _ in range(4)]}
     return plain_step(step, params, random.normal(size=(6, 8)).astype(np.float32), 2)
 

@@ -71,6 +71,22 @@ def test_micro_batches_grow_by_what_divides_their_number():
     assert texts[:2] == ["48 micro-batches", "3 micro-batches"]
 
 
+def test_stages_with_room_recompute_nothing_and_are_tried_with_whole_state_too():
+    """Of 1 to 128 micro-batches 16 are the fastest, in which everything may be kept."""
+    times = {"16": 1.0, "32": 2.0, "8": 2.0}
+
+    def came_to(text: str) -> Outcome:
+        (m,) = (part.split()[0] for part in text.split(", ") if "micro" in part)
+        time_s = times.get(m, 3.0) + ("recompute" in text) + ("ZeRO" in text) / 10
+        return Outcome(step_time_s=time_s, peak_bytes=1, limit_bytes=100)
+
+    start = Point(pp=2, zero=1, examples=16, recompute="input")
+    texts = walked(walk(problem(), [start], lambda p, m: megatron_recipe()), came_to)
+    assert texts[0] == "2 stages, ZeRO 1, 16 micro-batches, recompute input"
+    assert "2 stages, 16 micro-batches" in texts
+    assert not [text for text in texts if "matmuls" in text]
+
+
 def test_one_that_fits_as_the_batch_is_ends_the_walk():
     room = lambda text: Outcome(step_time_s=1.0, peak_bytes=1, limit_bytes=100)
     assert walked(walk(problem(), first_points(problem()), lambda p, m: megatron_recipe()), room) == ["whole batch"]
