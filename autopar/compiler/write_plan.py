@@ -414,16 +414,17 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
     return out
 
 
-def replicated_notes(graph: OpGraph) -> tuple[str, ...]:
-    """The operations that no rule allows to split, one note for each primitive and reason."""
+def replicated_notes(graph: OpGraph, num_devices: int) -> tuple[str, ...]:
+    """The operations that no rule allows to split, one note for each primitive and reason. What makes fewer numbers
+    than there are devices could not be split anyway.
+    """
     counts: dict[tuple[str, str], int] = {}
     largest: dict[tuple[str, str], int] = {}
     for op in graph.ops():
-        if op.rule is not None and op.rule.note:
+        if op.rule is not None and op.rule.note and any(graph.values[v].size >= num_devices for v in op.outputs):
             key = (op.primitive, op.rule.note)
             counts[key] = counts.get(key, 0) + 1
-            sizes = [graph.values[v].nbytes for v in op.outputs]
-            largest[key] = max(largest.get(key, 0), *sizes) if sizes else largest.get(key, 0)
+            largest[key] = max(largest.get(key, 0), *(graph.values[v].nbytes for v in op.outputs))
     return tuple(
         f"{primitive} is replicated ({n} of them, the largest makes {text_of_bytes(largest[primitive, note])}): {note}"
         for (primitive, note), n in counts.items()
@@ -584,7 +585,7 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
     traced, graph = context.traced, context.graph
     unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = list(replicated_notes(graph))
+    notes = list(replicated_notes(graph, context.cluster.num_devices))
     if untied:
         paths = ", ".join(traced.in_paths[i] for i in untied[:3])
         notes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.attention.match import attention_as_written
 from autopar.cost.cost_model import cost_model
 from autopar.cost.memory_facts import place_names
 from autopar.errors import MemoryLimitError
@@ -74,7 +75,7 @@ def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
     if alone.estimate.peak_bytes <= context.limit_bytes * cluster.num_devices:
         return None
     where = f"{context.traced.name}, if every value were split over all {cluster.num_devices} devices of {cluster.name}"
-    return _out_of_memory(where, graph, alone, sharding.mesh, context.limit_bytes, cluster.num_devices)
+    return _out_of_memory(context, where, graph, alone, sharding.mesh, cluster.num_devices)
 
 
 def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate]) -> MemoryLimitError:
@@ -82,20 +83,28 @@ def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate
     least = min(candidates, key=lambda c: c.peak_bytes)
     where = f"{context.traced.name} on mesh {least.sharding.mesh}"
     memory = memory_of(context.graph, least.lowered, least.model)
-    return _out_of_memory(where, context.graph, memory, least.sharding.mesh, context.limit_bytes)
+    return _out_of_memory(context, where, context.graph, memory, least.sharding.mesh)
 
 
 def _out_of_memory(
-    where: str, graph: OpGraph, memory: ProgramMemory, mesh: LogicalMesh, limit_bytes: int, shared_by: int = 1
+    context: PlanningContext, where: str, graph: OpGraph, memory: ProgramMemory, mesh: LogicalMesh, shared_by: int = 1
 ) -> MemoryLimitError:
     """The error of a plan that does not fit, whose bytes are shared by `shared_by` devices."""
     made_by = {v: f"{op.place}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
     names = place_names(graph, memory.stands_for, made_by, mesh)
     return MemoryLimitError(
         where=where,
-        limit_bytes=limit_bytes,
+        limit_bytes=context.limit_bytes,
         needed_bytes=-(-memory.estimate.peak_bytes // shared_by),
         largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in memory.estimate.at_peak[:5]],
-        hint="use more devices, a smaller batch or gradient accumulation, jax.checkpoint around the layers whose "
-        "activations are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+        hint=f"use more devices, {_smaller(context)}jax.checkpoint around the layers whose activations are named here, "
+        "or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )
+
+
+def _smaller(context: PlanningContext) -> str:
+    """The options of a step that let it need less at once, as far as they are not taken."""
+    number = context.request.num_microbatches or 1
+    cut = f"gradient accumulation (num_microbatches={2 * number} or more), "
+    has_scores = bool(attention_as_written(context.views.annotated)) and not context.traced.blockwise_attention
+    return cut + ("attention='blockwise' (scores are not kept), " if has_scores else "")

@@ -182,5 +182,6 @@ def looked_up_dim(eqn: Any) -> int | None:
     )
     return dim if not numbers.operand_batching_dims and all(rest) else None
 
+
 # What `autopar.attention` puts in place of the operations of attention: forward, and backward.
 ATTENTION_PASSES = ("attention", "attention_backward")

@@ -48,4 +48,6 @@ def _free_memory(record: PlanRecord) -> str:
     times = int((full.limit_bytes - state_bytes) / growing_bytes) if growing_bytes > 0 else 0
     if times < 2 or not any(value.kind == "batch" for value in record.arguments):
         return free
-    return f"{free}, room for {times} times the batch or more in the same layouts (autopar.fit: what larger ones gain)"
+    return (
+        f"{free}, room for {times:,} times the batch or more in the same layouts (autopar.fit: what larger ones gain)"
+    )

@@ -328,7 +328,7 @@ def test_a_ring_refuses_fewer_keys_than_queries():
         cross_step, plan=recipes.sequence_parallel("ring"), cluster=autopar.Cluster.local(2), cache_dir=None,
         show_progress=False,
     )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="as many positions of queries as of keys.*16 of queries and 6 of keys"):
+    with pytest.raises(UnsupportedError, match=r"as many positions of queries as of keys.*16 of queries and 6 of keys"):
         step.plan(*cross_arguments())
 
 

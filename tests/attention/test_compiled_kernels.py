@@ -59,6 +59,45 @@ def test_on_gpus_cudnn_runs_blockwise_attention_and_the_predicted_peak_is_that_o
     assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
 
 
+def cross_step(state, batch):
+    """Attention of the positions of an image to those of a text, of which there are a sixth."""
+
+    def loss(state):
+        q = jnp.einsum("blw,whd->blhd", batch["x"], state[0])
+        k, v = (jnp.einsum("btw,whd->bthd", batch["text"], p) for p in state[1:])
+        return jnp.mean(jnp.sin(jax.nn.dot_product_attention(q, k, v).astype(jnp.float32)))
+
+    return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "target", "kernels"),
+    [
+        pytest.param(
+            "dgx-h100", "gpu:h100:8", {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}, marks=needs_gpu_compiler
+        ),
+        pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", {"tpu_custom_call"}, marks=needs_tpu_compiler),
+    ],
+)
+def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kernels):
+    args = (
+        [jax.ShapeDtypeStruct((W, H, D), jnp.bfloat16)] * 3,
+        {
+            "x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16),
+            "text": jax.ShapeDtypeStruct((B, L // 6, W), jnp.bfloat16),
+        },
+    )
+    step = autopar.parallelize(
+        cross_step, plan=recipes.data_parallel(), attention="blockwise", cluster=cluster, cache_dir=None,
+        show_progress=False,
+    )  # fmt: skip
+    made, plan = compile_for_target(step, target, *args), step.plan(*args)
+    assert kernels <= set(re.findall(r'target="([^"]*)"', made.as_text()))
+    memory = made.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.15)
+
+
 @needs_gpu_compiler
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_on_gpus_cudnn_runs_each_step_of_a_ring(size):

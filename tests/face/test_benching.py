@@ -311,7 +311,7 @@ def test_a_row_tells_between_which_times_half_of_its_measured_steps_lie(wide):
     assert best.beside(best) == "the fastest"
 
 
-def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
+def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch, tmp_path):
     """Ctrl-C after minutes does not lose them; the rest is neither planned nor on further clusters."""
     made = []
 
@@ -324,14 +324,15 @@ def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
     monkeypatch.setattr("autopar.benching.made_of", interrupted)
     step, clusters = autopar.parallelize(mlp_step, **OPTIONS), ["dgx-h100", "dgx-a100-80g"]
     ways = ["tensor_parallel(size=2)", "zero(3)"]
-    found = autopar.bench(step, MLP_STATE, MLP_BATCH, clusters=clusters, recipes=ways)
+    found = autopar.bench(step, MLP_STATE, MLP_BATCH, clusters=clusters, recipes=ways, report=tmp_path / "bench.html")
     assert [(row.name, row.why) for row in found.rows] == [
-        ("search", ""),
-        ("tensor_parallel(size=2)", INTERRUPTED),
+        ("tensor_parallel(size=2)", ""),
+        ("search", INTERRUPTED),
         ("zero(3)", INTERRUPTED),
     ]
-    assert found.best().name == "search"
+    assert found.best().name == "tensor_parallel(size=2)"
     assert f"zero(3): {INTERRUPTED}" in str(found)
+    assert INTERRUPTED in (tmp_path / "bench.html").read_text()
     made[:] = [None]
     with pytest.raises(KeyboardInterrupt):
         autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100")
@@ -340,11 +341,33 @@ def test_an_interrupted_comparison_has_the_ways_that_were_planned(monkeypatch):
     assert [(row.name, row.cluster) for row in found.rows] == [("search", "dgx-h100")]
 
 
+def test_the_page_is_written_after_each_way(monkeypatch, tmp_path):
+    pages, page = [], tmp_path / "bench.html"
+
+    def read_before(problem, way, **options):
+        pages.append(page.read_text() if page.exists() else "")
+        return made_of(problem, way, **options)
+
+    monkeypatch.setattr("autopar.benching.made_of", read_before)
+    step = autopar.parallelize(mlp_step, **OPTIONS)
+    autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=["fsdp", "zero(1)"], report=page)
+    told = [[name for name in ("ZeRO-3 (FSDP)", "zero(1)", "search") if f"<td>{name}</td>" in text] for text in pages]
+    assert told == [[], ["ZeRO-3 (FSDP)"], ["ZeRO-3 (FSDP)", "zero(1)"]]
+    assert "<td>search</td>" in page.read_text()
+
+
+def test_the_search_comes_before_what_is_as_fast(wide):
+    best = wide.best()
+    other = dataclasses.replace(best, name="zero(1)")
+    assert [row.name for row in ranked([other, best])] == ["search", "zero(1)"]
+
+
 def test_what_is_told_while_ways_are_planned_names_the_cluster_as_it_was_written(caplog):
     caplog.set_level("INFO", logger="autopar")
     step, names = autopar.parallelize(mlp_step, **OPTIONS), ["fsdp", "tensor_parallel(size=3)"]
     autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100x2", recipes=names)
     first, *rows = caplog.messages
-    assert first == "mlp_step on dgx-h100x2: plans search, ZeRO-3 (FSDP), tensor_parallel(size=3)"
+    assert first == "mlp_step on dgx-h100x2: plans ZeRO-3 (FSDP), tensor_parallel(size=3), search"
     assert all(" on dgx-h100x2: " in row for row in rows)
-    assert "(planned" not in rows[-1]
+    (refused,) = (row for row in rows if row.startswith("tensor_parallel(size=3)"))
+    assert "(planned" not in refused

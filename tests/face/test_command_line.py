@@ -8,16 +8,19 @@ import importlib.util
 import json
 import os
 import re
+import signal
 
 import pytest
 
 import autopar
 from autopar.__main__ import main
+from autopar.benching import INTERRUPTED
 from autopar.command_line import doctor
 from autopar.command_line.step_files import shapes_only
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
+from autopar.manual.making import made_of
 from autopar.recipes.parse import recipe_of
 from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, mlp_step, start_python
 
@@ -282,6 +285,26 @@ def test_a_reader_that_has_read_enough_is_no_error(job):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_with_what_there_is_by_then(job, tmp_path, capsys, monkeypatch, number):
+    """In the second way of `bench`, and in a verb that has nothing to show yet."""
+
+    def interrupted(problem, way, **options):
+        if (tmp_path / "bench.html").exists():
+            signal.raise_signal(number)
+        return made_of(problem, way, **options)
+
+    monkeypatch.setattr("autopar.benching.made_of", interrupted)
+    handler = signal.getsignal(signal.SIGTERM)
+    page = ["--report", str(tmp_path / "bench.html")]
+    assert main(["bench", f"{job}:job", "--cluster", "dgx-h100", "--recipes", "fsdp", "dp", *page]) == 0
+    assert f"data parallel: {INTERRUPTED}" in capsys.readouterr().out
+    monkeypatch.setattr("autopar.benching.made_of", lambda *args, **options: signal.raise_signal(number))
+    assert main(["bench", f"{job}:job", "--cluster", "dgx-h100"]) == 130
+    assert capsys.readouterr().err.endswith("autopar: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
 def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, monkeypatch, capsys):
     def searched(*args):
         raise AssertionError("a plan is searched for")
