@@ -111,6 +111,7 @@ def _built(
                 staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, pins=pins, source=SOURCE
             )
         )
+    microbatched.stage_graphs.clear()  # no other request has these stages, and `microbatched` is kept
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
     best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
     return (best,), may_fit_without_hoisted_casts(microbatched, best.peak_bytes, context.limit_bytes)
