@@ -103,7 +103,7 @@ def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
 
     monkeypatch.setattr(stage_problems, "tables", noted)
     monkeypatch.setattr(search_space, "LONG_STEP", 0)
-    plan(cluster(memory_bytes=20 * 10**9), *arguments())
+    plan(cluster(memory_bytes=18 * 10**9), *arguments())
     assert max(in_flight) > 0
 
 
