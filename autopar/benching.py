@@ -120,12 +120,11 @@ def bench(
     Raises: InvalidArgumentError; UnsupportedError where the step cannot be planned, or to measure in a program of
     several processes.
     """
-    parallel, args = as_step(step), nnx_objects.split(args)
+    parallel, args, rows = as_step(step), nnx_objects.split(args), list[BenchRow]()
     given = [clusters] if clusters is None or isinstance(clusters, Cluster | str) else clusters
     named: list[Cluster | str | None] = [*given]
     if measure:
         _check_measured_here(named)
-    rows: list[BenchRow] = []
 
     def written(found: Sequence[BenchRow]) -> Bench:
         comparison = Bench(step=parallel.__name__, rows=(*rows, *ranked(found)))

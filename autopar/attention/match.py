@@ -475,6 +475,7 @@ class PassWriter:
         # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
         same = form, tuple(self.behind.get(v, v) for v in operands)
         if same not in self.forwards:
+            like = dataclasses.replace(like, recomputes=found.product.op.recomputes)
             self.forwards[same] = self.operation(form, None, operands, like)
         return self.forwards[same], form
 

@@ -147,7 +147,7 @@ def combinable(graph: OpGraph, weights: Weights) -> dict[int, float]:
                 of_block(inner, inner.outputs[: op.num_carry] if op.kind is OpKind.SCAN else inner.outputs)
 
     of_block(graph.block, ())
-    new = {block_out for source, target in graph.tied if isinstance(block_out := graph.block.outputs[target], int)}
+    new = {v for _, target in graph.tied if isinstance(v := graph.block.outputs[target], int)}
     read = {v for op in graph.block.ops if op.role is not Role.UPDATE for v in read_by(op)}
     share([v for v, state in replaced_state(graph).items() if state in read and v not in found], new)
     return found
@@ -158,8 +158,8 @@ def replaced_state(graph: OpGraph) -> dict[int, int]:
     parameters that is kept beside them reads new parameters, and replaces the old average.
     """
     block = graph.block
-    found = {block.outputs[target]: block.inputs[source] for source, target in graph.tied}
-    replaced = {value: argument for value, argument in found.items() if isinstance(value, int)}
+    results = ((block.outputs[target], block.inputs[source]) for source, target in graph.tied)
+    replaced = {value: argument for value, argument in results if isinstance(value, int)}
     for op in reversed(block.ops):
         for value in op.outputs if op.role is Role.UPDATE and not op.blocks else ():
             if value in replaced:

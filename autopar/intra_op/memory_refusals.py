@@ -97,8 +97,8 @@ def _out_of_memory(
         limit_bytes=context.limit_bytes,
         needed_bytes=-(-memory.estimate.peak_bytes // shared_by),
         largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in memory.estimate.at_peak[:5]],
-        hint=f"use more devices, {_smaller(context)}jax.checkpoint around the layers whose activations are named here, "
-        "or a smaller optimiser state (Adafactor, bfloat16 moments)",
+        hint=f"use more devices, a smaller batch, {_smaller(context)}jax.checkpoint around layers whose activations "
+        "are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
     )
 
 

@@ -295,7 +295,8 @@ def test_signals_end_with_what_there_is_by_then(job, tmp_path, capsys, monkeypat
         return made_of(problem, way, **options)
 
     monkeypatch.setattr("autopar.benching.made_of", interrupted)
-    handler = signal.getsignal(signal.SIGTERM)
+    before, handler = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of a test run may ignore it
     page = ["--report", str(tmp_path / "bench.html")]
     assert main(["bench", f"{job}:job", "--cluster", "dgx-h100", "--recipes", "fsdp", "dp", *page]) == 0
     assert f"data parallel: {INTERRUPTED}" in capsys.readouterr().out
@@ -303,6 +304,7 @@ def test_signals_end_with_what_there_is_by_then(job, tmp_path, capsys, monkeypat
     assert main(["bench", f"{job}:job", "--cluster", "dgx-h100"]) == 130
     assert capsys.readouterr().err.endswith("autopar: interrupted\n")
     assert signal.getsignal(signal.SIGTERM) == handler
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, monkeypatch, capsys):
