@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import autopar
@@ -41,12 +43,14 @@ from autopar.command_line.kept_files import Kind
 from autopar.common.text_console import TextFormat
 from autopar.errors import AutoparError
 
+LATER_S = 0.1  # until a signal that came at a bad moment is taken
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, or 1 after an error that autopar has words for."""
     parsed = _parser().parse_args(arguments)
     try:
-        with _interrupted_by_sigterm():
+        with _interrupted_by_signals():
             output = parsed.command(parsed)
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
@@ -64,16 +68,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
+def _interrupted_by_signals() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does, so that what a command has made by then is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    earlier = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier is None else earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises: KeyboardInterrupt, a little later where the collection of garbage calls jax, which would swallow it."""
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    while frame is not None:
+        if frame.f_code in callbacks:
+            signal.setitimer(signal.ITIMER_REAL, LATER_S)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

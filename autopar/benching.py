@@ -39,6 +39,7 @@ from autopar.verification import compare_numbers, rounding_of
 
 COLUMNS = 100
 INTERRUPTED = "not planned: interrupted"
+WAITS = "not planned yet"
 # What can be compared: the name of a way, a recipe or its text, a plan or the file that it was saved in.
 Way = Recipe | Plan | str
 logger = logging.getLogger("autopar")
@@ -176,8 +177,8 @@ def _on_one_cluster(
     text: str,
     told: Callable[[Sequence[BenchRow]], object],
 ) -> list[BenchRow]:
-    """A row for each way. `text` is the cluster as the user wrote it, where that was text; `told` is called with the
-    rows so far after each.
+    """A row for each way. `text` is the cluster as the user wrote it, where that was text; `told` is called after each
+    with all of them, as far as they are planned.
     """
     problem = problem_of(step, *args)
     cluster = text or problem.cluster.name
@@ -185,10 +186,11 @@ def _on_one_cluster(
     ways = _ways_by_name(problem, recipes)
     logger.info("%s on %s: plans %s", step.__name__, cluster, ", ".join(ways))
     rows: list[BenchRow] = []
+    blank = BenchRow(name="", cluster=cluster, examples=problem.examples, why=WAITS)
     is_interrupted = False
     with collected_seldom():
         for at, (name, way) in enumerate(ways.items(), 1):
-            row = BenchRow(name=name, cluster=cluster, examples=problem.examples, why=INTERRUPTED)
+            row = dataclasses.replace(blank, name=name, why=INTERRUPTED)
             try:
                 if not is_interrupted:
                     with progress.pass_(f"{name} ({at} of {len(ways)})"):
@@ -200,7 +202,7 @@ def _on_one_cluster(
             if row.record is not None and row.record.pipeline is None:
                 problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
-            told(rows)
+            told([*rows, *(dataclasses.replace(blank, name=waiting) for waiting in [*ways][at:])])
             logger.info("%s", bench_text.line_of(row))
     save_rules(step)
     return rows

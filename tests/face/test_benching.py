@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.benching import INTERRUPTED, Bench, problem_of
+from autopar.benching import INTERRUPTED, WAITS, Bench, problem_of
 from autopar.common.units import text_of_part, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.manual.making import made_of
@@ -353,6 +353,7 @@ def test_the_page_is_written_after_each_way(monkeypatch, tmp_path):
     autopar.bench(step, MLP_STATE, MLP_BATCH, clusters="dgx-h100", recipes=["fsdp", "zero(1)"], report=page)
     told = [[name for name in ("ZeRO-3 (FSDP)", "zero(1)", "search") if f"<td>{name}</td>" in text] for text in pages]
     assert told == [[], ["ZeRO-3 (FSDP)"], ["ZeRO-3 (FSDP)", "zero(1)"]]
+    assert [text.count(WAITS) for text in pages] == [0, 2, 1]
     assert "<td>search</td>" in page.read_text()
 
 
