@@ -418,7 +418,7 @@ def no_wait(owner: Any) -> None:
 
 @functools.cache
 def _register_once() -> None:
-    register: Any = threading._register_atexit  # type: ignore[attr-defined]
+    register: Any = threading._register_atexit  # type: ignore[attr-defined]  # private; before threads are joined
     register(_wait_for_all)
 
 

@@ -35,8 +35,6 @@ from autopar.recipes.parse import recipe_of
 from autopar.step_views import batch_argnums_of, on_cluster
 from autopar.xla import aot
 
-logger = logging.getLogger("autopar")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:

@@ -66,7 +66,7 @@ class _Spare:
         self._told.acquire()
         begin: Any = getattr(_thread, _BEGINS.removeprefix("_"))
         if _HAS_HANDLES:
-            self._handle = _thread._ThreadHandle()  # type: ignore[attr-defined]
+            self._handle = _thread._ThreadHandle()  # type: ignore[attr-defined]  # private: `_HAS_HANDLES`
             begin(self._run, handle=self._handle, daemon=True)
         else:
             begin(self._run, ())

@@ -67,7 +67,8 @@ def rematerialise(
     same_as = dict(assignment.same_as)
     for layer, policy_of_layer in enumerate(policies):
         if policy_of_layer is not Recompute.NOTHING:
-            at, ops, new = _recomputation(layer, policy_of_layer, readers, fresh, same_as)
+            at, ops, new, made = _recomputation(layer, policy_of_layer, readers, fresh)
+            same_as |= made
             places = (None if op.kind is OpKind.BARRIER else layer for op in ops)
             inserted.setdefault(at, []).extend(zip(ops, places, strict=True))
             recomputed.setdefault(at, []).append((layer, new))
@@ -211,10 +212,10 @@ def is_kept(op: Op) -> bool:
 
 
 def _recomputation(
-    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh, same_as: dict[int, int]
-) -> tuple[int, list[Op], dict[int, int]]:
-    """(position, operations to insert there, new names for the operands of the layer's backward operations). `same_as`
-    gets the values that they make.
+    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh
+) -> tuple[int, list[Op], dict[int, int], dict[int, int]]:
+    """(position, operations to insert there, new names for the operands of the layer's backward operations, the values
+    that are made again by their new names).
     """
     ops = readers.ops
     read, recomputed = _recomputed(layer, policy, readers)
@@ -222,7 +223,7 @@ def _recomputation(
     backward = sorted((*readers.backward_of.get(layer, ()), *of_all))
     at = next((i for i in backward if not {*read}.isdisjoint(read_by(ops[i]))), None)
     if at is None:
-        return 0, [], {}
+        return 0, [], {}, {}
     results = {v for op in recomputed for v in op.outputs}
     starts = dict.fromkeys(v for op in recomputed for v in read_by(op) if v not in results)
     cotangents = _cotangents(layer, at, backward, readers)
@@ -236,8 +237,8 @@ def _recomputation(
     )  # fmt: skip
     names = dict(through)
     clones = [replaced(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
-    same_as.update((names[v], v) for v in results)
-    return at, [barrier, *clones], {v: names[v] for v in (*read, *parameters, *cotangents)}
+    renamed = {v: names[v] for v in (*read, *parameters, *cotangents)}
+    return at, [barrier, *clones], renamed, {names[v]: v for v in results}
 
 
 def _is_parameter(v: int, readers: _Readers) -> bool:
