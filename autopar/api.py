@@ -38,7 +38,7 @@ def parallelize(
     cluster: Cluster | str | None = None,
     num_microbatches: int | str = "auto",
     schedule: str = "auto",
-    attention: str = Attention.AS_WRITTEN,
+    attention: str = Attention.AUTO,
     constraints: str = ShardingsInCode.ADVICE,
     remat: str | Sequence[str] = AS_WRITTEN,
     per_microbatch: str | Sequence[str] = (),
@@ -71,9 +71,11 @@ def parallelize(
         num_microbatches: The number of equal parts of the batch; "auto" leaves it to the search.
         schedule: The order in which the stages of a pipeline run micro-batches: one of
             `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
-        attention: "as written", or "blockwise": attention that is found in the step, however it is spelled, becomes one
-            operation a pass that keeps no scores: cuDNN's kernel on a GPU, the flash attention kernel of jax on a TPU,
-            where they have its form and type, else blocks of queries. The plan's notes name attention that stays.
+        attention: The program of attention that is found in the step, however it is spelled. "kernel": that of the
+            device, which keeps no scores, where it has the form and type (cuDNN's on a GPU, jax's flash attention on a
+            TPU). "blockwise": the same, and blocks of queries elsewhere. "as written": the step's own operations, whose
+            scores go through memory. "auto": the one by which the step is predicted to be fastest, and that fits. The
+            plan's notes name the choice, and what stands in the way of a kernel.
         constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
             "advice": they make one more candidate, which is taken where it is faster than the search's plan; "pins":
             they are kept; "ignore": they are dropped.
@@ -146,7 +148,7 @@ def parallelize(
                 got=f"{type(value).__name__} ({value!r:.40})",
                 hint=hint,
             )
-    hint = "leave it out to run attention as it is written"
+    hint = "leave it out to have the faster of a kernel and the operations as written"
     expect_one_of("parallelize(attention=...)", attention, Attention, hint)
     hint = "leave it out to have shardings in the code weighed beside the search's"
     expect_one_of("parallelize(constraints=...)", constraints, ShardingsInCode, hint)
@@ -169,7 +171,7 @@ def parallelize(
             num_microbatches=(num_microbatches, "auto"),
             schedule=(schedule, "auto"),
             per_microbatch=(_patterns(per_microbatch), ()),
-            attention=(attention, Attention.AS_WRITTEN),
+            attention=(attention, Attention.AUTO),
             constraints=(constraints, ShardingsInCode.ADVICE),
             remat=(checked_remat(remat), AS_WRITTEN),
             compiler_options=(wanted_options, ()),

@@ -352,7 +352,7 @@ def program_of(compiled: CompiledStep) -> str:
         return _METADATA.sub("", compiled.as_text())
     stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in pipeline.stages]
     way = (pipeline.schedule, pipeline.num_microbatches, pipeline.chunks, pipeline.scan_parts, pipeline.keeps_copies)
-    blockwise = compiled.plan.record.blockwise_attention
+    blockwise = compiled.plan.record.attention_kernel
     return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
 
 

@@ -25,7 +25,7 @@ from autopar.hardware.kinds import DeviceKind, Platform
 class Kernel(enum.Enum):
     """What runs a pass of attention on one device."""
 
-    BLOCKS = "XLA, in blocks of queries"
+    BLOCKS = "XLA in blocks of queries"
     CUDNN = "cuDNN's fused attention"
     TPU_FLASH = "Pallas flash attention"
 
@@ -68,32 +68,53 @@ def kernel_of(
     """The kernel for one device's part of queries, keys and values, of these shapes and types: one of the library, or
     blocks. Among `ring` devices positions are split.
     """
-    if library is Kernel.BLOCKS or _dims(form) is None or len(set(dtypes)) > 1:
-        return Kernel.BLOCKS
+    return Kernel.BLOCKS if _obstacle(form, shapes, dtypes, library, ring) else library
+
+
+def _obstacle(
+    form: AttentionForm, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], library: Kernel, ring: int
+) -> str:
+    """The property that a kernel of a library does not take; empty where it takes all. Blocks take all."""
+    if library is Kernel.BLOCKS:
+        return ""
+    if _dims(form) is None:
+        return "dimensions that are no heads"
+    if len(set(dtypes)) > 1:
+        return "operands of several types"
     positions, width = shapes[0][form.query.index(form.position)], shapes[0][inner_dim(form)]
-    keys = shapes[1][form.key.index(KEY)]
+    keys, of_values = shapes[1][form.key.index(KEY)], shapes[2][_outer_dim(form)]
     mask = distance_mask(form, max(positions, keys) * ring)
-    if mask is None or width != shapes[2][_outer_dim(form)] or (mask.causal and keys != positions):
-        return Kernel.BLOCKS
-    in_halves = mask.causal and ring > 1
+    if mask is None:
+        return "a mask or a bias that is not causal"
+    if width != of_values:
+        return f"values of another width ({of_values}) than keys ({width})"
+    if mask.causal and keys != positions:
+        return f"a causal mask over {keys} keys and {positions} queries"
+    in_halves, dtype = mask.causal and ring > 1, jnp.dtype(dtypes[0])
     if in_halves and positions % 2:
-        return Kernel.BLOCKS
-    dtype = jnp.dtype(dtypes[0])
+        return f"{positions} positions, which two do not divide"
     if library is Kernel.CUDNN:
-        fits = width <= _CUDNN_WIDTH and width % _CUDNN_WIDTH_MULTIPLE == 0
-        return Kernel.CUDNN if fits and dtype in (jnp.bfloat16, jnp.float16) else Kernel.BLOCKS
-    fits = positions % (2 * _BLOCK if in_halves else _BLOCK) == keys % _BLOCK == 0
-    return Kernel.TPU_FLASH if fits and dtype in (jnp.bfloat16, jnp.float32) else Kernel.BLOCKS
+        if width > _CUDNN_WIDTH or width % _CUDNN_WIDTH_MULTIPLE:
+            return f"heads of {width} (at most {_CUDNN_WIDTH}, in steps of {_CUDNN_WIDTH_MULTIPLE})"
+        return "" if dtype in (jnp.bfloat16, jnp.float16) else f"{dtype} (bfloat16 or float16)"
+    if positions % (2 * _BLOCK if in_halves else _BLOCK) or keys % _BLOCK:
+        return f"{positions} queries and {keys} keys (multiples of {_BLOCK})"
+    return "" if dtype in (jnp.bfloat16, jnp.float32) else f"{dtype} (bfloat16 or float32)"
 
 
 def kernel_for(eqn: Any, library: Kernel, ring: int) -> Kernel:
     """The kernel for an equation of a pass, whose positions are split among `ring` devices."""
+    return Kernel.BLOCKS if obstacle_for(eqn, library, ring) else library
+
+
+def obstacle_for(eqn: Any, library: Kernel, ring: int) -> str:
+    """The property of such an equation that a kernel of a library does not take; empty where it takes all."""
     form, avals = eqn.params["form"], [v.aval for v in eqn.invars[:3]]
     shapes = [
         tuple(n // ring if x in (form.position, KEY) else n for n, x in zip(a.shape, names, strict=True))
         for a, names in zip(avals, (form.query, form.key, form.value), strict=True)
     ]
-    return kernel_of(form, shapes, [a.dtype for a in avals], library, ring)
+    return _obstacle(form, shapes, [a.dtype for a in avals], library, ring)
 
 
 def runs_in_steps(form: AttentionForm, kernel: Kernel, positions: int, ring: int) -> bool:

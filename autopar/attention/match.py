@@ -23,12 +23,12 @@ import numpy as np
 from autopar.attention import ring
 from autopar.attention.checks import score_products
 from autopar.attention.form import ELEMENTWISE, KEY, NONE, AttentionForm, Expression, Gradients, has_score
+from autopar.attention.kernels import Kernel, obstacle_for
 from autopar.attention.mask_terms import ArrayReader, nodes_of
 from autopar.attention.polynomial import ONE, Sum, add, equal, multiply, power, scale, term_of
 from autopar.attention.score_consumers import Around, Label, Labels, Product, Read, Use
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.common.units import text_of_bytes, text_of_part
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Value, read_by, walk
 from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered, scan_equation
@@ -53,6 +53,7 @@ class Reader(ArrayReader):
         self.uses: list[Use] = []
         self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
         self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
+        self.first_unknown: Op | None = None  # the first equation on scores that is not understood
 
     # Operations
 
@@ -71,6 +72,8 @@ class Reader(ArrayReader):
             self.product(op, reads)
         elif any(read is not None for read in reads):
             found = self.followed(op, reads) if len(op.outputs) == 1 else None
+            if found is None and self.first_unknown is None:
+                self.first_unknown = op
             for v in op.outputs:
                 self.known[v] = found or self.unknown(v)
 
@@ -271,11 +274,25 @@ class _Found:
     of_products: list[tuple[Use, int]] = dataclasses.field(default_factory=list)  # with the product D comes from
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sought:
+    """The products of scores whose attention becomes operations, in a described graph; `kernel` is to take them.
+
+    `obstacles`: by product, what stands in the way where that is known.
+    """
+
+    named: OpGraph
+    products: set[int]
+    kernel: Kernel
+    obstacles: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
 class PassWriter:
     """Puts an operation in the place of each pass of what was read in a block."""
 
-    def __init__(self, block: Block, reader: Reader, named: OpGraph, fresh: Fresh) -> None:
-        self.block, self.reader, self.named, self.fresh = block, reader, named, fresh
+    def __init__(self, block: Block, reader: Reader, sought: Sought, fresh: Fresh) -> None:
+        self.block, self.reader, self.named, self.fresh = block, reader, sought.named, fresh
+        self.sought = sought
         self.added: list[Op] = []
         self.position = {op.id: i for i, op in enumerate(block.ops)}
         self.made_at = {v: i for i, op in enumerate(block.ops) for v in op.outputs}
@@ -409,7 +426,8 @@ class PassWriter:
         read = [[use.other for use in groups["key"][2]], [use.other for use in groups["query"][2]], [value]]
         arrays = [self.as_read(atom, others) for atom, others in zip(op.inputs, read, strict=False)]
         operands = (*arrays, *op.outputs, change, *op.inputs[3:])
-        results = dict(zip(order, self.operation(form, gradients, operands, like).outputs, strict=True))
+        eqn = self.equation(form, gradients, operands, like)
+        results = dict(zip(order, self.operation(eqn, operands, like).outputs, strict=True))
         self.replaced.update({v: results[name] for v, name in replaced.items()})
 
     def as_read(self, forward: Atom, backward: Sequence[int]) -> Atom:
@@ -475,8 +493,12 @@ class PassWriter:
         # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
         same = form, tuple(self.behind.get(v, v) for v in operands)
         if same not in self.forwards:
+            eqn = self.equation(form, None, operands, like)
+            if obstacle := obstacle_for(eqn, self.sought.kernel, 1):
+                self.sought.obstacles[found.product.op.id] = obstacle
+                return None
             like = dataclasses.replace(like, recomputes=found.product.op.recomputes)
-            self.forwards[same] = self.operation(form, None, operands, like)
+            self.forwards[same] = self.operation(eqn, operands, like)
         return self.forwards[same], form
 
     def written(
@@ -505,10 +527,12 @@ class PassWriter:
 
     # Operations
 
-    def operation(self, form: AttentionForm, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Op:
+    def equation(self, form: AttentionForm, gradients: Gradients | None, operands: Sequence[Atom], like: Op) -> Any:
         values = [self.fresh.values[v] for v in operands if isinstance(v, int)]
         avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
-        eqn = jax_compat.at_line_of(like.eqn, ring.equation(form, gradients, avals))
+        return jax_compat.at_line_of(like.eqn, ring.equation(form, gradients, avals))
+
+    def operation(self, eqn: Any, operands: Sequence[Atom], like: Op) -> Op:
         made = [v.aval for v in eqn.outvars]
         outputs = tuple(self.fresh.value(a.shape, str(a.dtype), jax_compat.itemsize(a)) for a in made)
         op = dataclasses.replace(
@@ -544,8 +568,9 @@ def _sources(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values.index(v) for v in values)
 
 
-def blockwise(graph: OpGraph) -> OpGraph:
-    """The graph with an operation for each pass of each attention that is found. Other attention stays as it is.
+def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS) -> OpGraph:
+    """The graph with an operation for each pass of each attention that is found and that a kernel takes, which for
+    blocks is all. Other attention stays as it is.
 
     Attention of which anything would be left (weights that something else reads, say) stays whole: replacing a part of
     it would compute scores twice.
@@ -554,52 +579,25 @@ def blockwise(graph: OpGraph) -> OpGraph:
     wanted = {op.id for op in score_products(named)}
     while wanted:
         fresh = Fresh(graph)
-        block = _rewritten(graph.block, named, wanted, fresh, Around({}, {}))
+        sought = Sought(named=named, products=wanted, kernel=kernel)
+        block = _rewritten(graph.block, sought, fresh, Around({}, {}))
         left = wanted & {op.id for op in walk(block)}
         if not left:
             values = tuple(replaced(v, dimensions=(), purpose=None) for v in fresh.values)
             return renumbered(dataclasses.replace(graph, values=values, block=remove_dead(block)))
-        wanted -= left
+        wanted = wanted - left
     return graph
 
 
-def attention_left(graph: OpGraph) -> tuple[str, ...]:
-    """What a plan's notes say of the attention that a graph of `blockwise`, with its semantics, still has as it is
-    written.
+def obstacle(graph: OpGraph, product: Op, kernel: Kernel) -> str:
+    """The reason for which attention around a product of scores of a described graph is no operation of a kernel; empty
+    where there is none.
     """
-    if not any(op.primitive in ring.PRIMITIVES for op in graph.ops()):
-        return ("attention='blockwise': no attention was found that can be done in blocks",)
-    left = [op for op in score_products(graph) if op.role is graph.forward_role]
-    if not left:
-        return ()
-    places = [*dict.fromkeys(op.place or jax_compat.source_line(op.eqn) or "the step" for op in left)]
-    named = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
-    stay = (
-        "1 product of scores stays as it is" if len(left) == 1 else f"{len(left)} products of scores stay as they are"
-    )
-    return (f"attention='blockwise': {stay} written ({named})",)
-
-
-def attention_as_written(graph: OpGraph, part: float = 0.0) -> tuple[str, ...]:
-    """What a plan's notes say of attention in a described graph without `blockwise`: scores that are larger than the
-    queries and keys that they are made of cost more to write and to read than these.
-
-    `part`: of the step that operations on scores take beside the products; zero where that is not known.
-    """
-
-    def nbytes(*ids: Any) -> int:
-        return sum(graph.values[i].nbytes for i in ids)
-
-    found = [op for op in score_products(graph) if op.role is graph.forward_role]
-    large = [op for op in found if nbytes(*op.outputs) > nbytes(*op.inputs)]
-    if not large:
-        return ()
-    largest = text_of_bytes(max(nbytes(*op.outputs) for op in large))
-    takes = f", and operations on them take {text_of_part(part)} of the step beside the products" if part else ""
-    return (
-        f"attention runs as it is written: its scores, up to {largest} over all devices, go through memory{takes}; "
-        "parallelize(attention='blockwise') keeps none where it finds attention",
-    )
+    sought = Sought(named=graph, products={op.id for op in score_products(graph)}, kernel=kernel)
+    block = _rewritten(graph.block, sought, Fresh(graph), Around({}, {}))
+    if all(op.id != product.id for op in walk(block)):
+        return ""
+    return sought.obstacles.get(product.id, "scores or weights that something else reads or is the gradient of")
 
 
 def check_blockwise(graph: OpGraph) -> None:
@@ -614,19 +612,22 @@ def check_blockwise(graph: OpGraph) -> None:
         )
 
 
-def _rewritten(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
-    block = _with_joined_scans(block, named, wanted, fresh, around)
+def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Block:
+    block = _with_joined_scans(block, sought, fresh, around)
     ops: list[Op] = []
     for op in block.ops:
-        inner = tuple(_rewritten(b, named, wanted, fresh, around.inside(block, op)) for b in op.blocks)
+        inner = tuple(_rewritten(b, sought, fresh, around.inside(block, op)) for b in op.blocks)
         ops.append(replaced(op, blocks=inner) if inner else op)
     block = dataclasses.replace(block, ops=tuple(ops))
-    reader = Reader(block, named, wanted, around)
+    reader = Reader(block, sought.named, sought.products, around)
     reader.run()
-    return PassWriter(block, reader, named, fresh).run()
+    if (unknown := reader.first_unknown) is not None:
+        stands = f"{unknown.primitive} at {jax_compat.source_line(unknown.eqn)}"
+        sought.obstacles.update({product.op.id: stands for product in reader.products.values()})
+    return PassWriter(block, reader, sought, fresh).run()
 
 
-def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fresh, around: Around) -> Block:
+def _with_joined_scans(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Block:
     """The block with what scans over layers save of scores for the scans that go back over them taken out."""
     ops = list(block.ops)
     for behind, op in enumerate(ops):
@@ -640,7 +641,7 @@ def _with_joined_scans(block: Block, named: OpGraph, wanted: set[int], fresh: Fr
             elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
             elsewhere |= {a for a in block.outputs if isinstance(a, int)}
             inner = around.inside(block, ops[first], op)
-            ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, named, wanted, fresh, inner)
+            ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, sought, fresh, inner)
     return dataclasses.replace(block, ops=tuple(ops))
 
 
@@ -662,7 +663,7 @@ def _same_values(first: Op, second: Op, stacked: Mapping[int, Atom]) -> dict[int
 
 
 def _joined_scans(
-    first: Op, second: Op, elsewhere: set[int], named: OpGraph, wanted: set[int], fresh: Fresh, around: Around
+    first: Op, second: Op, elsewhere: set[int], sought: Sought, fresh: Fresh, around: Around
 ) -> tuple[Op, Op]:
     """Two scans, the second of which reads what the first stacks up, with attention found as if their bodies were one.
 
@@ -683,9 +684,9 @@ def _joined_scans(
         ),
         ops=(*one.ops, *(reading(op, same) for op in two.ops)),
     )
-    reader = Reader(both, named, wanted, around)
+    reader = Reader(both, sought.named, sought.products, around)
     reader.run()
-    writer = PassWriter(both, reader, named, fresh)
+    writer = PassWriter(both, reader, sought, fresh)
     found = writer.run()
     if not writer.added:
         return first, second

@@ -106,6 +106,16 @@ def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:
     return scores * (5 * exact + 5 * narrow)
 
 
+def launched_kernels(eqn: Any, kernel: Kernel, ring: int = 1) -> int:
+    """The kernels that run a pass on one device in one step of a ring: of XLA's blocks those that `score_traffic_bytes`
+    counts, for each block of queries.
+    """
+    if kernel is not Kernel.BLOCKS:
+        return 1
+    here = sizes_of(eqn)[eqn.params["form"].position] // ring
+    return (4 if eqn.params["gradients"] is None else 7) * -(-here // query_block(here))
+
+
 def step_traffic_bytes(eqn: Any) -> float:
     """Memory traffic beside the kernel of one step of a ring, on all devices: what the step has made is read, and added
     to what the others made, in 32 bits, which is read and written. Forward the result, backward the three gradients.

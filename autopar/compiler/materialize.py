@@ -71,7 +71,7 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
     record, traced = plan.record, with_saved_names(traced, plan)
     return dataclasses.replace(
         traced,
-        blockwise_attention=record.blockwise_attention,
+        attention_kernel=record.attention_kernel,
         stacked_over=record.stacked_over,
         uneven_over=record.uneven_over,
         per_microbatch=record.per_microbatch,

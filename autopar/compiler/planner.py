@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.attention.checks import check_attention
 from autopar.attention.match import check_blockwise
@@ -17,10 +17,17 @@ from autopar.compiler.comparison import best_program, choose, near, notes, rejec
 from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.no_plan import no_plan_error, refuse_large_state
 from autopar.compiler.saved_names import fastest_saving
-from autopar.compiler.whole_graph import stacked_step, whole_graph
+from autopar.compiler.whole_graph import (
+    AttentionWay,
+    as_requested,
+    attention_ways,
+    has_rings,
+    least_s_of,
+    stacked_step,
+    whole_graph,
+)
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
-from autopar.cost.least_time import least_time_s
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
@@ -42,7 +49,7 @@ from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.passes.split_scan import divisors
 from autopar.plan import summary
 from autopar.plan.context import Candidate, PlanningContext, Rejection
-from autopar.plan.options import AS_WRITTEN, Attention, Effort, PlanRequest
+from autopar.plan.options import AS_WRITTEN, Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PinRecord, PinsRecord, PlanRecord
 from autopar.plan.step_graphs import StepGraphs
@@ -165,6 +172,46 @@ def faster_split(
     kept = [why if note.startswith(summary.BATCH_WHOLE) else note for note in notes]
     best = dataclasses.replace(plans[0], record=dataclasses.replace(plans[0].record, notes=tuple(kept)))
     return (best, *plans[1:])
+
+
+# Attention that needs less memory is planned where the step does not fit otherwise, or where its memory costs time.
+
+
+def plans_in_memory(
+    request: PlanRequest, ways: Sequence[AttentionWay], plans_with: Callable[[PlanRequest], Plans]
+) -> Plans:
+    """The plans of a step with its attention in the first of `ways`, or in another that is faster as the memory is.
+
+    `plans_with` makes the plans of a request.
+
+    Raises: as `plans_with`; MemoryLimitError, that of the last way, where none fits.
+    """
+    deadline, refused = Deadline.after(request.time_limit_s), None
+    plans: Plans = ()
+    for way in ways:
+        if plans and (not _costs_time(plans[0].record) or way.least_s >= plans[0].predicted.step_time_s):
+            continue
+        if (plans or refused is not None) and deadline.passed:
+            break
+        left_s = None if request.time_limit_s is None else deadline.left_s
+        try:
+            found = plans_with(dataclasses.replace(request, attention=way.attention, time_limit_s=left_s))
+        except MemoryLimitError as error:
+            refused = error
+            continue
+        if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
+            plans = tuple(plan.with_note(way.note) if way.note else plan for plan in found)
+    if plans:
+        return plans
+    assert refused is not None, "there is a way, with a plan or without one that fits"
+    raise refused
+
+
+def _costs_time(record: PlanRecord) -> bool:
+    """Whether the memory decides on a plan: it has micro-batches or recomputes, or other programs do not fit."""
+    peaks = (trial.peak_bytes for trial in record.tried)
+    over_limit = any(n is not None and n > (record.memory_limit_bytes or math.inf) for n in peaks)
+    return record.pipeline is not None or over_limit
 
 
 # The sources of candidates in order, and the requests and steps to which each applies.
@@ -357,7 +404,6 @@ def make_plans(
     shared = graphs or StepGraphs()
 
     def plans_of(step: TracedStep, asked: PlanRequest) -> tuple[Plan, ...]:
-        step = as_requested(step, asked)
         context = planning_context(step, cluster, asked, rules, progress, keep_tolerance, shared)
 
         def plan_under(other: PlanRequest) -> Plan:
@@ -365,7 +411,11 @@ def make_plans(
 
         return _plans_of(with_pins_of_code(context), trees, plan_under)
 
-    return faster_split(traced, request, cluster.num_devices, plans_of)
+    def plans_with(asked: PlanRequest) -> tuple[Plan, ...]:
+        return faster_split(traced, asked, cluster.num_devices, plans_of)
+
+    ways = attention_ways(traced, request, cluster, rules, shared)
+    return plans_in_memory(request, ways, plans_with)
 
 
 def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[PlanRequest], Plan]) -> tuple[Plan, ...]:
@@ -423,16 +473,6 @@ def _plans_saving(
     return fastest_saving(traced, cluster, rules, plans, Deadline.after(request.time_limit_s))
 
 
-def as_requested(traced: TracedStep, request: PlanRequest) -> TracedStep:
-    """The step with its attention and the modules that are taken per micro-batch as a request has them."""
-    blockwise = _has_rings(request) or request.attention is Attention.BLOCKWISE
-    return dataclasses.replace(traced, blockwise_attention=blockwise, per_microbatch=request.per_microbatch)
-
-
-def _has_rings(request: PlanRequest) -> bool:
-    return request.binding is not None and request.binding.blockwise_attention
-
-
 def planning_context(
     traced: TracedStep,
     cluster: Cluster,
@@ -443,19 +483,18 @@ def planning_context(
     graphs: StepGraphs | None = None,
 ) -> PlanningContext:
     """The input of the sources of candidates: the step's graph, and the request in numbers."""
-    traced = as_requested(traced, request)
     deadline = Deadline.after(request.time_limit_s)
     graphs = graphs or StepGraphs()
     with progress.pass_("graph"):
-        plain = whole_graph(traced, rules, graphs)
-    least_s = graphs.of(traced, ("least time", cluster), lambda: least_time_s(plain.graph, cluster))
+        traced = as_requested(traced, request, cluster, rules, graphs)
+        least_s = least_s_of(traced, cluster, rules, graphs)
     with progress.pass_("stacks"):
         traced = stacked_step(traced, cluster.num_devices, rules, graphs)
         views = whole_graph(traced, rules, graphs)
         graph = views.graph
     check_patterns(traced, graph)
     check_islands(graph, cluster.num_devices)
-    if _has_rings(request):
+    if has_rings(request):
         check_blockwise(graph)
     of_stage, left = divmod(cluster.num_devices, request.num_stages or 1)
     if request.binding is not None and request.pins is None and not left:

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.attention import ring
-from autopar.attention.match import attention_as_written, attention_left
+from autopar.attention.kernels import Kernel, library_of
+from autopar.attention.notes import attention_as_written, attention_left
 from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes
 from autopar.compiler.memory_breakdown import memory_of_program, memory_of_stages, saved_bytes
@@ -476,7 +477,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         step=traced.name,
         fingerprint=traced.fingerprint,
         saved_names=traced.saved_names,
-        blockwise_attention=traced.blockwise_attention,
+        attention_kernel=traced.attention_kernel,
         stacked_over=staged.step.traced.stacked_over,
         per_microbatch=traced.per_microbatch,
         cluster=context.cluster,
@@ -525,7 +526,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         step=traced.name,
         fingerprint=traced.fingerprint,
         saved_names=traced.saved_names,
-        blockwise_attention=traced.blockwise_attention,
+        attention_kernel=traced.attention_kernel,
         stacked_over=traced.stacked_over,
         uneven_over=traced.uneven_over,
         per_microbatch=traced.per_microbatch,
@@ -594,9 +595,9 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
         )
     notes += [unlike] if unlike else []
     annotated = context.views.annotated
-    if traced.blockwise_attention:
-        return (*notes, *attention_left(annotated))
-    return (*notes, *attention_as_written(annotated, score_part))
+    if traced.attention_kernel:
+        return (*notes, *attention_left(annotated, Kernel[traced.attention_kernel]))
+    return (*notes, *attention_as_written(annotated, library_of(context.cluster.device), score_part))
 
 
 def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[str, ...]:

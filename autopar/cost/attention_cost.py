@@ -6,6 +6,7 @@ from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
 from autopar.attention.work import (
     flops,
     in_steps,
+    launched_kernels,
     order_of,
     row_bytes,
     score_traffic_bytes,
@@ -52,4 +53,5 @@ def attention_s(
         joining_s = order.steps * (device.memory_s(joined) + device.launch_overhead_s)
         if order.balanced:
             joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes)
-    return max(arithmetic_s, seconds) + joining_s + steps * device.launch_overhead_s
+    launches = steps * launched_kernels(op.eqn, kernel, ring)
+    return max(arithmetic_s, seconds) + joining_s + launches * device.launch_overhead_s

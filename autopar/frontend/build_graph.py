@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from autopar.attention.kernels import Kernel
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat, jax_local, jax_remat
@@ -61,7 +62,9 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
         written=tuple(builder.written),
     )
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
-    return blockwise(graph) if traced.blockwise_attention else mark_score_kernels(graph)
+    if traced.attention_kernel:
+        graph = blockwise(graph, Kernel[traced.attention_kernel])
+    return mark_score_kernels(graph)
 
 
 def graph_of_body(jaxpr: Any) -> OpGraph:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.attention.match import attention_as_written
+from autopar.attention.kernels import Kernel
+from autopar.attention.notes import large_scores
 from autopar.cost.cost_model import cost_model
 from autopar.cost.memory_facts import place_names
 from autopar.errors import MemoryLimitError
@@ -106,5 +107,5 @@ def _smaller(context: PlanningContext) -> str:
     """The options of a step that let it need less at once, as far as they are not taken."""
     number = context.request.num_microbatches or 1
     cut = f"gradient accumulation (num_microbatches={2 * number} or more), "
-    has_scores = bool(attention_as_written(context.views.annotated)) and not context.traced.blockwise_attention
+    has_scores = context.traced.attention_kernel != Kernel.BLOCKS.name and bool(large_scores(context.views.annotated))
     return cut + ("attention='blockwise' (scores are not kept), " if has_scores else "")

@@ -45,7 +45,8 @@ class TracedStep:
     `constants` are arrays the function closes over; `tied[i]` is the output leaf that becomes input leaf i in the next
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
     function once more, on the leaves' shapes or on others. `is_pure()`: two traces of it agree, where that was to be
-    checked. `blockwise_attention`: its graphs have attention as one operation a pass (`autopar.attention.ring`).
+    checked. `attention_kernel`: in its graphs attention that this kernel takes is one operation a pass, by the name
+    of `autopar.attention.kernels.Kernel` (BLOCKS takes all that is found); empty: attention is as it is written.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
     (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in
     the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
@@ -77,7 +78,7 @@ class TracedStep:
     fingerprint: str
     retrace: Callable[[Sequence[jax.ShapeDtypeStruct]], Any]
     is_pure: Callable[[], bool] = lambda: True
-    blockwise_attention: bool = False
+    attention_kernel: str = ""
     per_microbatch: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()

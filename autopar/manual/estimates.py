@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from autopar.common.progress import Progress
-from autopar.compiler.planner import as_requested, planning_context
+from autopar.compiler.planner import planning_context
 from autopar.cost.least_time import least_time_s
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import recomputed
@@ -68,8 +68,7 @@ class Estimates:
 
     def context(self, request: PlanRequest) -> PlanningContext:
         cluster, progress = self.problem.cluster, Progress("", show=False)
-        traced = as_requested(self.problem.traced, request)
-        return planning_context(traced, cluster, request, self.rules, progress, graphs=self.graphs)
+        return planning_context(self.problem.traced, cluster, request, self.rules, progress, graphs=self.graphs)
 
     def state_exceeds(self, context: PlanningContext) -> Outcome | None:
         """A request under which the arguments alone exceed the memory, each split along every axis that may split it:

@@ -592,7 +592,7 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     first = len(whole.block.inputs) - len(traced.in_avals)
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
     part = cut_graph(whole, inputs, num_microbatches, rules, traced.name)
-    return part if traced.blockwise_attention else mark_score_kernels(part)
+    return mark_score_kernels(part)
 
 
 def _traced_part(

@@ -17,8 +17,10 @@ from autopar.sharding.pins import Pins
 class Attention(enum.StrEnum):
     """How attention that is found in a step is run."""
 
+    AUTO = "auto"  # by the device's kernel where the step is then predicted to be faster, or else does not fit
     AS_WRITTEN = "as written"
-    BLOCKWISE = "blockwise"  # one operation a pass, which keeps no scores (`autopar.attention.ring`)
+    KERNEL = "kernel"  # by the device's kernel where that takes it, else as written
+    BLOCKWISE = "blockwise"  # by the device's kernel where that takes it, else in blocks of queries
 
 
 AS_WRITTEN, AUTO = "as written", "auto"  # of `PlanRequest.remat`
@@ -151,7 +153,7 @@ class PlanRequest:
     recompute: str = "nothing"
     binding: Binding | None = None
     pins: Pins | None = None
-    attention: Attention = Attention.AS_WRITTEN
+    attention: Attention = Attention.AUTO
     effort: Effort = Effort.DEFAULT
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
     per_microbatch: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
 from autopar.plan.memory_use import MemoryUse
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
@@ -304,7 +304,8 @@ class PlanRecord:
     With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names`: the names that a
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.write_plan`). `timeline`: that of a step in one program; a pipeline has its own.
-    `blockwise_attention`: the graph has attention as single operations, and decisions are by the numbers of that graph.
+    `attention_kernel`: in the graph attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation
+    a pass; empty: it is as it is written.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
@@ -334,7 +335,7 @@ class PlanRecord:
     weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[str, ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
-    blockwise_attention: bool = False
+    attention_kernel: str = ""
     stacked_over: int = 0
     uneven_over: int = 0
     per_microbatch: tuple[str, ...] = ()

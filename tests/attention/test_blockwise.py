@@ -78,7 +78,7 @@ def parallel(recipe, devices, attention="blockwise"):
 def test_every_plan_computes_what_plain_jit_does(recipe, devices):
     state, batch = arguments()
     step = parallel(recipe, devices)
-    assert step.plan(state, batch).record.blockwise_attention
+    assert step.plan(state, batch).record.attention_kernel
     expected = jax.jit(train_step)(state, batch)
     got = step(jax.tree.map(jnp.copy, state), step.put_batch(batch) if devices > 1 else batch)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
@@ -97,7 +97,7 @@ def test_queries_in_blocks_compute_the_same(monkeypatch):
 
 
 def test_the_default_runs_attention_as_it_is_written():
-    assert not parallel(None, 2, "as written").plan(*arguments()).record.blockwise_attention
+    assert not parallel(None, 2, "as written").plan(*arguments()).record.attention_kernel
 
 
 def test_attention_that_is_not_found_is_named_and_computes_the_same():
@@ -127,7 +127,7 @@ def test_attention_that_stays_beside_attention_that_is_found_is_named():
 
 
 def test_other_words_for_attention_are_refused():
-    with pytest.raises(InvalidArgumentError, match=r"'as written' or 'blockwise'.*'flash'"):
+    with pytest.raises(InvalidArgumentError, match=r"'auto' or 'as written' or 'kernel' or 'blockwise'.*'flash'"):
         parallel(None, 2, "flash")
 
 

@@ -51,7 +51,7 @@ def trained(attention):
 def graph_of(attention, heads=H):
     args = (shapes(heads), BATCH)
     traced = trace(trained(attention), args, names=("state", "batch"), donate=(0,), batch=(1,))
-    return build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    return build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
 
 
 def operations(graph):
@@ -162,7 +162,7 @@ def test_a_mask_of_more_operations_than_calls_may_be_nested_stays_an_array_in_pa
 def test_attention_in_micro_batches():
     """Its operations run once in each."""
     traced = trace(trained(causal), (shapes(), BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
-    graph = micro_batched(dataclasses.replace(traced, blockwise_attention=True), 2, RuleBook())
+    graph = micro_batched(dataclasses.replace(traced, attention_kernel="BLOCKS"), 2, RuleBook())
     assert [op.count for op in graph.ops() if op.primitive.startswith("attention")] == [2.0, 2.0]
     args = numbers(H)
     got = jax.jit(lambda leaves: run_graph(graph, leaves))(jax.tree.leaves(args))
@@ -188,7 +188,7 @@ def test_scans_over_layers_stack_no_scores():
     state, batch = numbers()
     state = tuple(jnp.stack([state[name], -state[name]]) for name in "qkv")
     traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
-    graph = build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    graph = build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
     assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
     scans = [op for op in graph.block.ops if op.primitive == "scan"]
     assert not any(graph.values[v].shape == (2, B, H, L, L) for scan in scans for v in scan.outputs)
@@ -242,7 +242,7 @@ def test_attention_is_found_under_every_policy_of_checkpoint(policy, is_scanned)
     state, batch = numbers()
     state = tuple(jnp.stack([state[name], -state[name], state[name]]) for name in "qkv")
     traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
-    graph = build_graph(dataclasses.replace(traced, blockwise_attention=True), RuleBook())
+    graph = build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
     check_blockwise(graph)
     layers = 1 if is_scanned else 3
     found = [primitive for primitive, _ in operations(graph)]

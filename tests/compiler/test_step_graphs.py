@@ -94,7 +94,7 @@ def counted(monkeypatch, module, name, calls):
     monkeypatch.setattr(module, name, lambda *args, **named: calls.append(name) or function(*args, **named))
 
 
-@pytest.mark.parametrize("change", [{"blockwise_attention": True}, {"per_microbatch": ("norm*",)}])
+@pytest.mark.parametrize("change", [{"attention_kernel": "BLOCKS"}, {"per_microbatch": ("norm*",)}])
 def test_a_step_that_is_read_otherwise_has_graphs_of_its_own(change):
     step = trace(mlp_step, (MLP_STATE, MLP_BATCH), names=("state", "batch"), donate=(0,), batch=(1,))
     graphs = StepGraphs()

@@ -40,7 +40,7 @@ def graph_of(is_causal, blockwise, dtype=jnp.bfloat16, key_heads=H):
     weights = [jax.ShapeDtypeStruct((W, heads, D), dtype) for heads in (H, key_heads, key_heads)]
     args = (weights, {"x": jax.ShapeDtypeStruct((B, L, W), dtype)})
     traced = trace(step, args, names=("state", "batch"), donate=(0,), batch=(1,))
-    return build_graph(dataclasses.replace(traced, blockwise_attention=blockwise), RuleBook())
+    return build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS" if blockwise else ""), RuleBook())
 
 
 def passes(graph):

@@ -37,7 +37,7 @@ def traced(step, state, batch):
 def test_a_graph_that_is_cut_is_the_one_that_is_traced(name, blockwise):
     case = CASES[name]()
     t = traced(case.step, jax.eval_shape(case.init, jax.random.key(0)), small_steps.shapes(case.batch(0)))
-    t = dataclasses.replace(t, blockwise_attention=blockwise)
+    t = dataclasses.replace(t, attention_kernel="BLOCKS" if blockwise else "")
     whole = build_graph(t, RULES)
     first = len(whole.block.inputs) - len(t.in_avals)
     cut = cut_graph(whole, {first + i: dim for i, dim in example_leaves(t).items()}, 2, RULES, t.name)
