@@ -352,8 +352,10 @@ def program_of(compiled: CompiledStep) -> str:
         return _METADATA.sub("", compiled.as_text())
     stages = [(s.first_layer, s.first_device, s.axis_sizes, s.decisions) for s in pipeline.stages]
     way = (pipeline.schedule, pipeline.num_microbatches, pipeline.chunks, pipeline.scan_parts, pipeline.keeps_copies)
-    blockwise = compiled.plan.record.attention_kernel
-    return msgspec.json.encode((way, blockwise, pipeline.recomputed, stages)).decode()
+    record = compiled.plan.record
+    return msgspec.json.encode(
+        (way, record.attention_kernel, record.scan_recompute, pipeline.recomputed, stages)
+    ).decode()
 
 
 def turn_of(compiled: CompiledStep, arguments: Sequence[Any]) -> Turn:

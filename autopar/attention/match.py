@@ -13,6 +13,7 @@ gradient of a bias.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,9 @@ from autopar.attention.score_consumers import Around, Label, Labels, Product, Re
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, Value, read_by, walk
-from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered, scan_equation
+from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by, walk
+from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
+from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
 
@@ -613,7 +615,7 @@ def check_blockwise(graph: OpGraph) -> None:
 
 
 def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Block:
-    block = _with_joined_scans(block, sought, fresh, around)
+    block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, block, sought, fresh, around))
     ops: list[Op] = []
     for op in block.ops:
         inner = tuple(_rewritten(b, sought, fresh, around.inside(block, op)) for b in op.blocks)
@@ -627,96 +629,15 @@ def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Bl
     return PassWriter(block, reader, sought, fresh).run()
 
 
-def _with_joined_scans(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Block:
-    """The block with what scans over layers save of scores for the scans that go back over them taken out."""
-    ops = list(block.ops)
-    for behind, op in enumerate(ops):
-        if op.kind is not OpKind.SCAN:
-            continue
-        made_by = {
-            v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
-        }
-        sources = [made_by[v] for v in op.inputs if isinstance(v, int) and v in made_by]
-        for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
-            elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
-            elsewhere |= {a for a in block.outputs if isinstance(a, int)}
-            inner = around.inside(block, ops[first], op)
-            ops[first], ops[behind] = _joined_scans(ops[first], ops[behind], elsewhere, sought, fresh, inner)
-    return dataclasses.replace(block, ops=tuple(ops))
-
-
-def _same_values(first: Op, second: Op, stacked: Mapping[int, Atom]) -> dict[int, int]:
-    """Inputs of the second scan's body -> the values of the first one's that they are: slices of what the first stacks
-    up (`stacked`: the array -> its slice), and constants of both.
-    """
-    (one,), (two,) = first.blocks, second.blocks
-    fixed = second.num_consts + second.num_carry
-    constants = {a: v for a, v in zip(first.inputs, one.inputs[: first.num_consts], strict=False) if isinstance(a, int)}
-    in_first = {**stacked, **constants}
-    slices = zip(second.inputs[fixed:], two.inputs[fixed:], strict=True)
-    same: dict[int, int] = {}
-    for outer, inner in (*slices, *zip(second.inputs, two.inputs[: second.num_consts], strict=False)):
-        value = in_first.get(outer) if isinstance(outer, int) else None
-        if isinstance(value, int):
-            same[inner] = value
-    return same
-
-
-def _joined_scans(
-    first: Op, second: Op, elsewhere: set[int], sought: Sought, fresh: Fresh, around: Around
-) -> tuple[Op, Op]:
-    """Two scans, the second of which reads what the first stacks up, with attention found as if their bodies were one.
-
-    What the second body then reads of the first is stacked, and nothing else but what is read `elsewhere`.
-    """
-    (one,), (two,) = first.blocks, second.blocks
-    c, fixed = first.num_carry, second.num_consts + second.num_carry
-    stacked = dict(zip(first.outputs[c:], one.outputs[c:], strict=True))
-    slices = list(zip(second.inputs[fixed:], two.inputs[fixed:], strict=True))
-    same = _same_values(first, second, stacked)
-    handed_on = [v for v in stacked if v in elsewhere]
-    both = Block(
-        inputs=(*one.inputs, *(v for v in two.inputs if v not in same)),
-        outputs=(
-            *one.outputs[:c],
-            *(stacked[v] for v in handed_on),
-            *(same.get(a, a) if isinstance(a, int) else a for a in two.outputs),
-        ),
-        ops=(*one.ops, *(reading(op, same) for op in two.ops)),
-    )
-    reader = Reader(both, sought.named, sought.products, around)
+def _rewritten_pair(
+    block: Block, sought: Sought, fresh: Fresh, around: Around, first: Op, second: Op, joined: JoinedBodies
+) -> JoinedBodies | None:
+    """The bodies of two scans of a block with attention found as if they were one."""
+    reader = Reader(joined.block, sought.named, sought.products, around.inside(block, first, second))
     reader.run()
-    writer = PassWriter(both, reader, sought, fresh)
+    writer = PassWriter(joined.block, reader, sought, fresh)
     found = writer.run()
     if not writer.added:
-        return first, second
-    in_first = {op.id for op in one.ops}
-    in_first |= {op.id for op in writer.added if writer.like[op.id] in in_first}
-    mine, theirs = (tuple(op for op in found.ops if (op.id in in_first) is is_mine) for is_mine in (True, False))
-    ends = found.outputs[c + len(handed_on) :]
-    there = {*one.inputs, *(v for op in mine for v in op.outputs)}
-    read = [*(v for op in theirs for v in read_by(op)), *(a for a in ends if isinstance(a, int))]
-    crossing = dict.fromkeys(v for v in read if v in there)
-    inside = {made: inner for inner, made in same.items() if made in crossing}
-    still = [i for i, (_, inner) in enumerate(slices) if inner not in same or inner in inside.values()]
-    kept, added = [slices[i] for i in still], list[Value]()
-    ys = dict(zip(handed_on, found.outputs[c:], strict=False))
-    ys.update({outer: stacked[outer] for outer, inner in kept if isinstance(outer, int) and inner in same})
-    for v in crossing:
-        if v not in inside:
-            value = fresh.values[v]
-            outer = fresh.value((first.trips, *value.shape), value.dtype, value.itemsize)
-            inside[v], ys[outer] = fresh.copy_of(v), v
-            kept.append((outer, inside[v]))
-            added.append(value)
-    one = Block(inputs=one.inputs, outputs=(*found.outputs[:c], *ys.values()), ops=mine)
-    two = Block(
-        inputs=(*two.inputs[:fixed], *(inner for _, inner in kept)),
-        outputs=tuple(inside.get(a, a) if isinstance(a, int) else a for a in ends),
-        ops=tuple(reading(op, inside) for op in theirs),
-    )
-    first = dataclasses.replace(first, outputs=(*first.outputs[:c], *ys), blocks=(one,))
-    second_inputs = (*second.inputs[:fixed], *(outer for outer, _ in kept))
-    eqn = scan_equation(second, [*range(fixed), *(fixed + i for i in still)], added)
-    second = dataclasses.replace(second, eqn=eqn, inputs=second_inputs, blocks=(two,))
-    return first, second
+        return None
+    of_first = {op.id for op in writer.added if writer.like[op.id] in joined.first}
+    return dataclasses.replace(joined, block=found, first=joined.first | of_first)

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from autopar.common import jax_compat
 from autopar.common.json_files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
+from autopar.frontend.recompute_in_scans import Recompute
 from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.kernels.local import admits
 from autopar.lowering.decisions import ShardingPlan
-from autopar.passes.remat import Recompute
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.schema import Decisions, PipelineRecord, PlannedValue
 from autopar.plan.signatures import differing

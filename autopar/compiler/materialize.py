@@ -72,6 +72,7 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
     return dataclasses.replace(
         traced,
         attention_kernel=record.attention_kernel,
+        scan_recompute=record.scan_recompute,
         stacked_over=record.stacked_over,
         uneven_over=record.uneven_over,
         per_microbatch=record.per_microbatch,

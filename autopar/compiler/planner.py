@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.attention.checks import check_attention
 from autopar.attention.match import check_blockwise
@@ -17,15 +18,8 @@ from autopar.compiler.comparison import best_program, choose, near, notes, rejec
 from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.no_plan import no_plan_error, refuse_large_state
 from autopar.compiler.saved_names import fastest_saving
-from autopar.compiler.whole_graph import (
-    AttentionWay,
-    as_requested,
-    attention_ways,
-    has_rings,
-    least_s_of,
-    stacked_step,
-    whole_graph,
-)
+from autopar.compiler.step_ways import StepWay, StepWays, as_requested, has_rings, least_s_of
+from autopar.compiler.whole_graph import stacked_step, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
@@ -174,17 +168,15 @@ def faster_split(
     return (best, *plans[1:])
 
 
-# Attention that needs less memory is planned where the step does not fit otherwise, or where its memory costs time.
+# Ways to write the step that need less memory are planned where it does not fit otherwise, or its memory costs time.
 
 
-def plans_in_memory(
-    request: PlanRequest, ways: Sequence[AttentionWay], plans_with: Callable[[PlanRequest], Plans]
-) -> Plans:
-    """The plans of a step with its attention in the first of `ways`, or in another that is faster as the memory is.
+def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans]) -> Plans:
+    """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
 
     `plans_with` makes the plans of a request.
 
-    Raises: as `plans_with`; MemoryLimitError, that of the last way, where none fits.
+    Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
     deadline, refused = Deadline.after(request.time_limit_s), None
     plans: Plans = ()
@@ -195,12 +187,12 @@ def plans_in_memory(
             break
         left_s = None if request.time_limit_s is None else deadline.left_s
         try:
-            found = plans_with(dataclasses.replace(request, attention=way.attention, time_limit_s=left_s))
+            found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
         except MemoryLimitError as error:
             refused = error
             continue
         if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
-            plans = tuple(plan.with_note(way.note) if way.note else plan for plan in found)
+            plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found)
     if plans:
         return plans
     assert refused is not None, "there is a way, with a plan or without one that fits"
@@ -414,7 +406,7 @@ def make_plans(
     def plans_with(asked: PlanRequest) -> tuple[Plan, ...]:
         return faster_split(traced, asked, cluster.num_devices, plans_of)
 
-    ways = attention_ways(traced, request, cluster, rules, shared)
+    ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
     return plans_in_memory(request, ways, plans_with)
 
 

@@ -17,6 +17,7 @@ from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.frontend.parameter_names import with_parameter_names
+from autopar.frontend.recompute_in_scans import Recompute, recompute_in_scans
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
@@ -64,6 +65,8 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
+    if traced.scan_recompute:
+        graph = recompute_in_scans(graph, Recompute(traced.scan_recompute))
     return mark_score_kernels(graph)
 
 

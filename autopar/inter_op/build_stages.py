@@ -9,6 +9,7 @@ from autopar.common.cached_attribute import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
+from autopar.frontend.recompute_in_scans import Recompute, is_product
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
@@ -35,8 +36,8 @@ from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.assign_stages import assign
-from autopar.passes.layers import Layers, is_product
-from autopar.passes.remat import Recompute, Rematerialised, rematerialise
+from autopar.passes.layers import Layers
+from autopar.passes.remat import Rematerialised, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stack_updates import stack_updates

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
+from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.microbatch_counts import MicrobatchCounts, Refined
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.baselines import baseline_bindings
-from autopar.passes.remat import Recompute
 from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.sharding.binding import Binding

@@ -17,6 +17,7 @@ from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.host_usage import host_copy_s
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
+from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster_parts import WHOLE
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
@@ -42,7 +43,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
-from autopar.passes.remat import Recompute, recomputed_ops
+from autopar.passes.remat import recomputed_ops
 from autopar.solver import StageOption
 from autopar.solver.stages.problem import weight_seconds
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.recompute_in_scans import is_product
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.rewrite import Fresh, clone, makers, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
-from autopar.passes.layers import Layers, is_product
+from autopar.passes.layers import Layers
 
 _ADDITIONS = frozenset({"add", "add_any", "sub"})
 _FOLLOWERS = frozenset({"neg", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"})

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.common.paths import is_scan_part
+from autopar.frontend.recompute_in_scans import is_product
 from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -236,11 +237,6 @@ def layer_ops(graph: OpGraph) -> list[Op]:
 def is_costly(op: Op) -> bool:
     """Whether an operation is too much work to do twice."""
     return op.primitive in _COSTLY or runs_locally(op.eqn)
-
-
-def is_product(op: Op) -> bool:
-    """Whether it is a matrix product or a convolution, or a loop with one inside."""
-    return op.primitive in MATRIX_PRODUCTS or any(is_product(inner) for block in op.blocks for inner in walk(block))
 
 
 def portable_ops(graph: OpGraph) -> frozenset[int]:

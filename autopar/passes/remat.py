@@ -10,27 +10,16 @@ deep nets with sublinear memory cost", arXiv:1604.06174.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Mapping, Sequence
 
-from autopar.attention import ring
 from autopar.common.records import replaced
+from autopar.frontend.recompute_in_scans import Recompute, is_kept
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
-from autopar.kernels.local import runs_locally
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
-from autopar.passes.layers import Layers, is_product
-
-
-class Recompute(enum.Enum):
-    """The forward operations that the backward pass of a layer recomputes."""
-
-    NOTHING = "nothing"  # all that the backward pass reads is kept
-    CHEAP = "matmuls"  # results of matrix products are kept, the rest is computed again
-    HALF = "half matmuls"  # as CHEAP, but of the layer's products with weights each second one is computed again too
-    ALL = "input"  # only what enters the layer is kept
+from autopar.passes.layers import Layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +191,6 @@ def _is_plain_product(op: Op) -> bool:
         return op.primitive in MATRIX_PRODUCTS and op.primitive != "ragged_dot_general"
     _, (batch, _) = op.eqn.params["dimension_numbers"]
     return not batch
-
-
-def is_kept(op: Op) -> bool:
-    """Whether results are kept where only cheap ones are computed again: of products, of kernels, and of attention,
-    whose result is a product's and which has no scores to keep.
-    """
-    return is_product(op) or op.primitive in ring.PRIMITIVES or runs_locally(op.eqn)
 
 
 def _recomputation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from autopar.passes.remat import Recompute
+from autopar.frontend.recompute_in_scans import Recompute
 
 _TEXT = re.compile(rf"({'|'.join(policy.value for policy in Recompute)})(?: every ([1-9]\d*))?")
 FORMS = " or ".join(repr(policy.value) for policy in Recompute) + ", also with ' every 2' or another number behind it"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from autopar.common import jax_remat
 from autopar.errors import UnsupportedError
+from autopar.frontend.recompute_in_scans import is_kept
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
-from autopar.passes.remat import is_kept
 
 
 def saved_arrays(graph: OpGraph) -> frozenset[int]:

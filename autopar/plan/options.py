@@ -131,6 +131,7 @@ class PlanRequest:
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.
+        scan_recompute: The recomputation in the bodies of scans (`TracedStep.scan_recompute`).
         effort: How far the search goes on.
         constraints: What layouts that the step's code names are to the plan.
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
@@ -154,6 +155,7 @@ class PlanRequest:
     binding: Binding | None = None
     pins: Pins | None = None
     attention: Attention = Attention.AUTO
+    scan_recompute: str = ""
     effort: Effort = Effort.DEFAULT
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
     per_microbatch: tuple[str, ...] = ()

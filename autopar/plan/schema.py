@@ -304,8 +304,9 @@ class PlanRecord:
     With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names`: the names that a
     recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
     (`autopar.compiler.write_plan`). `timeline`: that of a step in one program; a pipeline has its own.
-    `attention_kernel`: in the graph attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation
-    a pass; empty: it is as it is written.
+    `attention_kernel`: attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation a pass of
+    the graph; empty: it is as it is written.
+    `scan_recompute`: what the backward pass computes again in the bodies of scans in it; empty: what the code says.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
@@ -336,6 +337,7 @@ class PlanRecord:
     axis_names: tuple[str, ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
     attention_kernel: str = ""
+    scan_recompute: str = ""
     stacked_over: int = 0
     uneven_over: int = 0
     per_microbatch: tuple[str, ...] = ()

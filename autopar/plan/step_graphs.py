@@ -21,7 +21,13 @@ class StepGraphs:
 
     def of(self, traced: TracedStep, what: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns for a step; `what` names all else that the result depends on."""
-        options = traced.attention_kernel, traced.per_microbatch, traced.stacked_over, traced.uneven_over
+        options = (
+            traced.attention_kernel,
+            traced.scan_recompute,
+            traced.per_microbatch,
+            traced.stacked_over,
+            traced.uneven_over,
+        )
         key = id(traced.jaxpr), *options, what
         if key not in self._made:
             self._made[key] = traced.jaxpr, make()

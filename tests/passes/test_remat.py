@@ -7,11 +7,12 @@ import pytest
 
 from autopar.attention.match import blockwise
 from autopar.cost.roofline import flops_of
+from autopar.frontend.recompute_in_scans import Recompute
 from autopar.ir.graph import OpKind, Section
 from autopar.ir.rewrite import renumbered
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import find_layers
-from autopar.passes.remat import Recompute, rematerialise, saved_bytes
+from autopar.passes.remat import rematerialise, saved_bytes
 from benchmarks.zoo.dropout import dropout
 from benchmarks.zoo.encoder_decoder import encoder_decoder
 from benchmarks.zoo.gpt import gpt, gpt_remat
