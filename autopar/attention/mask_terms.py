@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from autopar.attention.form import ELEMENTWISE, Expression
 from autopar.attention.polynomial import ONE, Sum
 from autopar.attention.score_consumers import Around, Label, Labels
 from autopar.common import jax_compat
-from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind
+from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, Value
 
 MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy"})
 
@@ -25,8 +25,9 @@ LONGEST = 64
 class ArrayReader:
     """Reads arrays of one block by what made them. Dimensions have labels: those of the scores that they meet."""
 
-    def __init__(self, block: Block, named: OpGraph, around: Around) -> None:
-        self.named, self.outside = named, around.outside
+    def __init__(self, block: Block, named: OpGraph, values: Sequence[Value], around: Around) -> None:
+        """`values`: those of the described graph, and of what passes have added to it."""
+        self.values, self.outside = values, around.outside
         self.makers = {**around.makers, **{v: op for op in block.ops for v in op.outputs}}
         self.own = {*block.inputs, *(v for op in block.ops for v in op.outputs)}
         self.constants = dict(zip(named.block.inputs, named.constants, strict=False))
@@ -60,7 +61,7 @@ class ArrayReader:
         return one
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
-        return self.named.values[atom].shape if isinstance(atom, int) else atom.shape
+        return self.values[atom].shape if isinstance(atom, int) else atom.shape
 
     # Arrays
 
@@ -102,7 +103,7 @@ class ArrayReader:
             number = _number(atom)
             return None if number is None else ("const", number, str(atom.literal.aval.dtype))
         atom = self.first(atom)
-        value = self.named.values[atom]
+        value = self.values[atom]
         labels = labels if value.shape else ()
         if (number := self.filled(atom)) is not None:
             return ("const", number, value.dtype)
@@ -219,7 +220,7 @@ class ArrayReader:
             case ("iota", label, dtype):
                 return ("iota", self.of(label), dtype)
             case ("array", value, labels):
-                shape = self.named.values[value].shape
+                shape = self.values[value].shape
                 return ("array", value, tuple(self.of(x) if n != 1 else -1 for x, n in zip(labels, shape, strict=True)))
             case ("score", _) | ("const", _, _):
                 return tree

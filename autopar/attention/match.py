@@ -44,12 +44,25 @@ from autopar.sharding.semantics import annotate_semantics
 # or any other factor of the scores.
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sought:
+    """The products of scores whose attention becomes operations, in a described graph; `kernel` is to take them.
+
+    `obstacles`: by product, what stands in the way where that is known.
+    """
+
+    named: OpGraph
+    products: set[int]
+    kernel: Kernel
+    obstacles: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
 class Reader(ArrayReader):
     """Reads the equations of one block in order."""
 
-    def __init__(self, block: Block, named: OpGraph, wanted: set[int], around: Around) -> None:
-        super().__init__(block, named, around)
-        self.block, self.wanted = block, wanted
+    def __init__(self, block: Block, sought: Sought, fresh: Fresh, around: Around) -> None:
+        super().__init__(block, sought.named, fresh.values, around)
+        self.block, self.wanted = block, sought.products
         self.known: dict[int, Read] = {}
         self.products: dict[int, Product] = {}
         self.uses: list[Use] = []
@@ -276,24 +289,11 @@ class _Found:
     of_products: list[tuple[Use, int]] = dataclasses.field(default_factory=list)  # with the product D comes from
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sought:
-    """The products of scores whose attention becomes operations, in a described graph; `kernel` is to take them.
-
-    `obstacles`: by product, what stands in the way where that is known.
-    """
-
-    named: OpGraph
-    products: set[int]
-    kernel: Kernel
-    obstacles: dict[int, str] = dataclasses.field(default_factory=dict)
-
-
 class PassWriter:
     """Puts an operation in the place of each pass of what was read in a block."""
 
     def __init__(self, block: Block, reader: Reader, sought: Sought, fresh: Fresh) -> None:
-        self.block, self.reader, self.named, self.fresh = block, reader, sought.named, fresh
+        self.block, self.reader, self.fresh = block, reader, fresh
         self.sought = sought
         self.added: list[Op] = []
         self.position = {op.id: i for i, op in enumerate(block.ops)}
@@ -475,8 +475,8 @@ class PassWriter:
         rows = scored.replace(KEY, "")
         if set(out) != (set(weighed) - {KEY}) | set(rows):
             return None
-        at = self.named.values[found.query]
-        keys = self.named.values[found.key].shape[key.index(KEY)]
+        at = self.fresh.values[found.query]
+        keys = self.fresh.values[found.key].shape[key.index(KEY)]
         of_queries = {
             letter: n
             for letter, n, names in zip(query, at.shape, at.dimensions, strict=True)
@@ -517,7 +517,7 @@ class PassWriter:
                 letter = names.get(self.reader.of(label))
                 return ("iota", letter, dtype) if letter else None
             case ("array", value, labels):
-                shape = self.named.values[value].shape
+                shape = self.fresh.values[value].shape
                 at = [NONE if n == 1 else names.get(self.reader.of(x)) for x, n in zip(labels, shape, strict=True)]
                 if not all(at):
                     return None
@@ -580,7 +580,7 @@ def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS) -> OpGraph:
     named = annotate_semantics(graph)
     wanted = {op.id for op in score_products(named)}
     while wanted:
-        fresh = Fresh(graph)
+        fresh = Fresh(named)
         sought = Sought(named=named, products=wanted, kernel=kernel)
         block = _rewritten(graph.block, sought, fresh, Around({}, {}))
         left = wanted & {op.id for op in walk(block)}
@@ -621,7 +621,7 @@ def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Bl
         inner = tuple(_rewritten(b, sought, fresh, around.inside(block, op)) for b in op.blocks)
         ops.append(replaced(op, blocks=inner) if inner else op)
     block = dataclasses.replace(block, ops=tuple(ops))
-    reader = Reader(block, sought.named, sought.products, around)
+    reader = Reader(block, sought, fresh, around)
     reader.run()
     if (unknown := reader.first_unknown) is not None:
         stands = f"{unknown.primitive} at {jax_compat.source_line(unknown.eqn)}"
@@ -633,7 +633,7 @@ def _rewritten_pair(
     block: Block, sought: Sought, fresh: Fresh, around: Around, first: Op, second: Op, joined: JoinedBodies
 ) -> JoinedBodies | None:
     """The bodies of two scans of a block with attention found as if they were one."""
-    reader = Reader(joined.block, sought.named, sought.products, around.inside(block, first, second))
+    reader = Reader(joined.block, sought, fresh, around.inside(block, first, second))
     reader.run()
     writer = PassWriter(joined.block, reader, sought, fresh)
     found = writer.run()

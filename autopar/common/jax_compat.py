@@ -93,8 +93,8 @@ def variable_like(var: Any, shape: Sequence[int]) -> Any:
 
 
 def variable_of(shape: Sequence[int], dtype: str, weak_type: bool = False) -> Any:
-    """A new variable of a shape and of a type of numbers."""
-    return Var(ShapedArray(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type))
+    """A new variable of a shape and of a type by its name."""
+    return Var(ShapedArray(tuple(shape), struct(shape, dtype).dtype, weak_type=weak_type))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

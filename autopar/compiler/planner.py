@@ -189,7 +189,7 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
         try:
             found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
         except MemoryLimitError as error:
-            refused = error
+            refused = error if refused is None else min(refused, error, key=lambda e: e.needed_bytes)
             continue
         if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
             plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found)

@@ -61,9 +61,9 @@ class StepWays:
     def __iter__(self) -> Iterator[StepWay]:
         """First the fastest where memory is ample, then those that need less memory."""
         first, *others = self.of_attention()
-        yield first
-        yield from self.recomputing(first)
-        yield from others
+        for way in (first, *others):
+            yield way
+            yield from self.recomputing(way)
 
     def step(self, way: StepWay) -> TracedStep:
         """The step as a way has it."""
@@ -83,9 +83,9 @@ class StepWays:
         Virtual CPU devices, whose compiler has no kernel, run blocks where nothing else fits.
         """
         request = self.request
-        way = Attention.BLOCKWISE if has_rings(request) else request.attention
-        if way is not Attention.AUTO:
-            return (StepWay(attention=way, scan_recompute=request.scan_recompute),)
+        asked = Attention.BLOCKWISE if has_rings(request) else request.attention
+        if asked is not Attention.AUTO:
+            return (StepWay(attention=asked, scan_recompute=request.scan_recompute),)
         written = StepWay(attention=Attention.AS_WRITTEN, scan_recompute=request.scan_recompute)
         written = dataclasses.replace(written, least_s=self.least_s(written))
         views = whole_graph(self.step(written), self.rules, self.graphs)
@@ -127,7 +127,7 @@ class StepWays:
                     f"of scans over layers {kept} alone are kept for the backward pass, which computes the rest again: "
                     f"computing takes {text_of_s(least_s - self.least_s(way))} more of a step"
                 )
-                yield dataclasses.replace(again, least_s=least_s, notes=(*way.notes, note))
+                yield dataclasses.replace(again, least_s=max(least_s, way.least_s), notes=(*way.notes, note))
 
 
 def least_s_of(traced: TracedStep, cluster: Cluster, rules: RuleBook, graphs: StepGraphs) -> float:

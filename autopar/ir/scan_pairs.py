@@ -59,14 +59,17 @@ class _Pair:
         self.stacked = dict(zip(first.outputs[carried:], one.outputs[carried:], strict=True))
         self.handed_on = [v for v in self.stacked if v in elsewhere]
         self.slices = list(zip(second.inputs[self.fixed :], two.inputs[self.fixed :], strict=True))
-        constants = list(zip(second.inputs, two.inputs[: second.num_consts], strict=False))
-        first_fixed = first.num_consts + first.num_carry
-        self.constants_of_first = dict(zip(one.inputs[: first.num_consts], first.inputs, strict=False))
-        self.slices_of_first = dict(zip(one.inputs[first_fixed:], first.inputs[first_fixed:], strict=True))
-        slices: dict[Atom, Atom] = {outer: inner for inner, outer in self.slices_of_first.items()}
-        known = {**slices, **self.stacked}
+        inputs = list(zip(one.inputs, first.inputs, strict=True))
+        self.constants_of_first = dict(inputs[: first.num_consts])
+        self.slices_of_first = dict(inputs[first.num_consts + carried :])
+        slices: dict[int, Atom] = {a: v for v, a in self.slices_of_first.items() if isinstance(a, int)}
+        slices |= self.stacked
+        constants = {a: v for v, a in self.constants_of_first.items() if isinstance(a, int)}
         self.same: dict[int, int] = {}  # inputs of the second body: the values of the first one that they are
-        for values, pairs in ((known, self.slices), ({b: a for a, b in self.constants_of_first.items()}, constants)):
+        for values, pairs in (
+            (slices, self.slices),
+            (constants, list(zip(second.inputs, two.inputs[: second.num_consts], strict=False))),
+        ):
             for outer, inner in pairs:
                 made = values.get(outer) if isinstance(outer, int) else None
                 if isinstance(made, int):
@@ -103,7 +106,8 @@ class _Pair:
         still = [i for i, (_, inner) in enumerate(self.slices) if inner not in self.same or inner in inside.values()]
         kept = [self.slices[i] for i in still]
         ys = dict(zip(self.handed_on, starts[c:], strict=True))
-        ys.update({v: self.stacked[v] for v, inner in kept if v in self.stacked and inner in self.same})
+        read_on = (v for v, inner in kept if isinstance(v, int) and inner in self.same)
+        ys.update({v: self.stacked[v] for v in read_on if v in self.stacked})
         constants: list[tuple[Atom, int]] = []
         added: list[Value] = []
         for v in crossing:

@@ -1,0 +1,171 @@
+"""Recomputation in scans over layers: the products that are done again, and results equal to plain `jax.jit`."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.common.progress import Progress
+from autopar.compiler.planner import make_plan
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import OpKind, walk
+from autopar.plan.options import PlanRequest
+from autopar.plan.plan import Trees
+from autopar.sharding.rules import RuleBook
+from tests.small_steps import assert_close, shapes, slow_cluster
+
+LAYERS, WIDTH, HIDDEN = 4, 16, 48
+
+
+def layer(x, p):
+    h = jnp.tanh(x * p["scale"]) @ p["up"]
+    return x + jax.nn.gelu(h) @ p["down"]
+
+
+def stepped(forward):
+    def step(state, batch):
+        def loss(state):
+            return jnp.mean((forward(state, batch) - batch["y"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    return step
+
+
+def plain(state, batch):
+    return jax.lax.scan(lambda x, p: (layer(x, p), None), batch["x"], state["layers"])[0]
+
+
+def from_the_last(state, batch):
+    return jax.lax.scan(lambda x, p: (layer(x, p), None), batch["x"], state["layers"], reverse=True)[0]
+
+
+def checkpointed(state, batch):
+    kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+    return jax.lax.scan(lambda x, p: (kept(x, p), None), batch["x"], state["layers"])[0]
+
+
+def in_16_bits(state, batch):
+    def cast(x, p):
+        return x + layer(x.astype(jnp.bfloat16), jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)), None
+
+    return jax.lax.scan(cast, batch["x"], state["layers"])[0]
+
+
+def with_a_shared_matrix(state, batch):
+    shared = state["layers"]["up"][0] @ state["layers"]["down"][0]
+    return jax.lax.scan(lambda x, p: (layer(jnp.sin(x @ shared), p), None), batch["x"], state["layers"])[0]
+
+
+def dropped(state, batch):
+    def body(x, drawn):
+        p, key = drawn
+        return x + jnp.where(jax.random.bernoulli(key, 0.9, x.shape), layer(x, p), 0.0), None
+
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+    return jax.lax.scan(body, batch["x"], (state["layers"], keys))[0]
+
+
+def handed_out(state, batch):
+    """What the layers stack is a result too."""
+
+    def body(x, p):
+        x = layer(x, p)
+        return x, jnp.mean(x * x, -1)
+
+    x, norms = jax.lax.scan(body, batch["x"], state["layers"])
+    return x * jnp.mean(norms, 0)[:, None]
+
+
+def in_a_loop(state, batch):
+    """A scan over layers inside of one over halves of the batch."""
+    halves = batch["x"].reshape(2, -1, WIDTH)
+    made = jax.lax.scan(lambda c, x: (c, plain(state, {"x": x})), 0, halves)[1]
+    return made.reshape(-1, WIDTH)
+
+
+FORMS = (
+    plain, from_the_last, checkpointed, in_16_bits, with_a_shared_matrix, dropped, handed_out, in_a_loop,
+)  # fmt: skip
+
+
+def arguments():
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    normal = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)  # noqa: E731
+    layers = {
+        "scale": normal(LAYERS, WIDTH), "up": normal(LAYERS, WIDTH, HIDDEN), "down": normal(LAYERS, HIDDEN, WIDTH),
+    }  # fmt: skip
+    return {"layers": layers}, {"x": normal(8, WIDTH), "y": normal(8, WIDTH)}
+
+
+def traced(form, policy):
+    args = tuple(map(shapes, arguments()))
+    step = trace(stepped(form), args, names=("state", "batch"), donate=(0,), batch=(1,))
+    return dataclasses.replace(step, scan_recompute=policy)
+
+
+def in_scans(form, policy):
+    """(products, tanh) of a turn of each scan over layers, and the bytes that the first scan stacks."""
+    graph = build_graph(traced(form, policy), RuleBook())
+    scans = [op for op in graph.ops() if op.kind is OpKind.SCAN]
+    counts = [collections.Counter(op.primitive for op in walk(scan.blocks[0])) for scan in scans]
+    stacked = sum(graph.values[v].nbytes for v in scans[0].outputs[scans[0].num_carry :])
+    return [(count["dot_general"], count["tanh"]) for count in counts], stacked
+
+
+# Bytes of an example in all layers: of a value of the layer's input, and of its hidden product.
+INPUT, PRODUCT = LAYERS * 8 * WIDTH * 4, LAYERS * 8 * HIDDEN * 4
+
+
+def test_products_are_kept_and_the_rest_is_computed_again():
+    # Forward two products, backward four; tanh of the input and that inside of gelu.
+    assert in_scans(plain, "")[0] == [(2, 2), (4, 0)]
+    assert in_scans(plain, "matmuls") == ([(2, 2), (4, 2)], INPUT + PRODUCT)
+
+
+def test_from_the_input_of_a_layer_its_first_product_is_done_again():
+    assert in_scans(plain, "input") == ([(2, 2), (5, 2)], INPUT)  # no gradient reads the second product
+
+
+def test_a_shared_matrix_is_handed_on_and_not_stacked():
+    assert in_scans(with_a_shared_matrix, "input")[1] == INPUT
+
+
+def test_no_scan_and_nothing_left_to_compute_again_are_the_same_graph():
+    def unrolled(state, batch):
+        x = batch["x"]
+        for i in range(LAYERS):
+            x = layer(x, jax.tree.map(lambda a, i=i: a[i], state["layers"]))
+        return x
+
+    def whole(state, batch):
+        return jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), batch["x"], state["layers"])[0]
+
+    for form in (unrolled, whole):
+        ops = [len(list(build_graph(traced(form, policy), RuleBook()).ops())) for policy in ("", "input")]
+        assert ops[0] == ops[1]
+
+
+@pytest.mark.parametrize("policy", ["matmuls", "input"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"num_microbatches": 2}), (4, {})])
+def test_results_are_those_of_jit(form, policy, devices, options):
+    state, batch = arguments()
+    trees = Trees(
+        arguments=(jax.tree.structure(state), jax.tree.structure(batch)), names=("state", "batch"),
+        donated=frozenset({0}), batch=frozenset({1}),
+    )  # fmt: skip
+    request = PlanRequest(scan_recompute=policy, **options)
+    progress = Progress("", show=False)
+    plan = make_plan(traced(form, ""), trees, slow_cluster(devices), request, RuleBook(), progress)
+    assert plan.record.scan_recompute == policy
+    step = autopar.parallelize(stepped(form), plan=plan, cache_dir=None, show_progress=False)
+    expected = jax.jit(stepped(form))(state, batch)
+    got = step(jax.tree.map(jnp.copy, state), batch)
+    assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if form is in_16_bits else 1e-5)
