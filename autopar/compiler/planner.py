@@ -183,9 +183,10 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
     for way in ways:
         if plans and (not _costs_time(plans[0].record) or way.least_s >= plans[0].predicted.step_time_s):
             continue
-        if (plans or refused is not None) and deadline.passed:
+        is_first = not plans and refused is None
+        if deadline.passed and not is_first:
             break
-        left_s = None if request.time_limit_s is None else deadline.left_s
+        left_s = request.time_limit_s if is_first or request.time_limit_s is None else deadline.left_s
         try:
             found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
         except MemoryLimitError as error:

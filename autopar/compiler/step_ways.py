@@ -59,10 +59,11 @@ class StepWays:
     graphs: StepGraphs
 
     def __iter__(self) -> Iterator[StepWay]:
-        """First the fastest where memory is ample, then those that need less memory."""
-        first, *others = self.of_attention()
-        for way in (first, *others):
+        """First the fastest where memory is ample, then those that need less memory; of a recipe the first alone."""
+        for way in self.of_attention():
             yield way
+            if self.request.is_built_as_asked or self.request.binding is not None:
+                return
             yield from self.recomputing(way)
 
     def step(self, way: StepWay) -> TracedStep:
@@ -112,7 +113,7 @@ class StepWays:
 
     def recomputing(self, way: StepWay) -> Iterator[StepWay]:
         """A way with recomputation in scans over layers, the cheaper first, where a request leaves that open."""
-        if self.request.binding is not None or self.request.recompute != Recompute.NOTHING.value or way.scan_recompute:
+        if self.request.recompute != Recompute.NOTHING.value or way.scan_recompute:
             return
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
         if all(op.kind is not OpKind.SCAN for op in plain.ops()):
