@@ -108,7 +108,9 @@ def test_attention_that_is_not_found_is_named_and_computes_the_same():
     args = numbers()
     notes = step.plan(*args).record.notes
     (note,) = [note for note in notes if "scores" in note]
-    assert note.startswith("1 product of scores stays as it is written (state/k): XLA in blocks of queries does not take")
+    assert note.startswith(
+        "1 product of scores stays as it is written (state/k): XLA in blocks of queries does not take"
+    )
     assert "reduce_sum at " in note
     assert "(dropped)" in note
     expected = jax.jit(trained(dropped))(*args)

@@ -97,7 +97,7 @@ FORMS = (
 
 def arguments():
     keys = iter(jax.random.split(jax.random.key(0), 5))
-    normal = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)  # noqa: E731
+    normal = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)
     layers = {
         "scale": normal(LAYERS, WIDTH), "up": normal(LAYERS, WIDTH, HIDDEN), "down": normal(LAYERS, HIDDEN, WIDTH),
     }  # fmt: skip

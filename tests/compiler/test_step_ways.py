@@ -1,0 +1,210 @@
+"""The way that a step is written in is chosen: attention by a kernel, recomputation in scans, whichever is fastest."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.compiler.planner import plans_in_memory
+from autopar.compiler.step_ways import StepWay
+from autopar.errors import MemoryLimitError
+from autopar.plan.options import Attention, PlanRequest
+from autopar.plan.schema import MeshTrial
+from tests.small_steps import assert_close, slow_cluster
+
+LAYERS, LENGTH, HEADS, HEAD = 3, 256, 4, 64
+WIDTH = HEADS * HEAD
+
+
+def step_of(attend, dtype=jnp.bfloat16, scans=True):
+    """A decoder of attention alone; its parameters are float32."""
+
+    def layer(x, p):
+        q, k, v = (jnp.einsum("blw,whd->blhd", x, p[name].astype(dtype)) for name in "qkv")
+        return x + jnp.einsum("blhd,hdw->blw", attend(q, k, v), p["o"].astype(dtype))
+
+    def step(state, batch):
+        def loss(state):
+            x = batch["x"].astype(dtype)
+            if scans:
+                x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, state)
+            else:
+                for i in range(LAYERS):
+                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], state))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    return step
+
+
+def causal(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * HEAD**-0.5
+    seen = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30)).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def capped(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(50 * jnp.tanh(scores / 50)).astype(q.dtype), v)
+
+
+def arguments(examples=16):
+    sizes = {"q": (WIDTH, HEADS, HEAD), "k": (WIDTH, HEADS, HEAD), "v": (WIDTH, HEADS, HEAD), "o": (HEADS, HEAD, WIDTH)}
+    state = {name: jax.ShapeDtypeStruct((LAYERS, *size), jnp.float32) for name, size in sizes.items()}
+    return state, {"x": jax.ShapeDtypeStruct((examples, LENGTH, WIDTH), jnp.float32)}
+
+
+def planned(step, cluster="dgx-h100:1", **options):
+    return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, show_progress=False, **options)
+
+
+@pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("v5p:2x2x1", "TPU_FLASH")]
+)
+def test_the_kernel_of_the_device_is_the_default_where_it_is_faster(cluster, kernel, scans):
+    step = step_of(causal, scans=scans)
+    plan = planned(step, cluster)
+    assert plan.record.attention_kernel == kernel
+    (note,) = [note for note in plan.record.notes if note.startswith("attention runs by")]
+    assert "less of a step than by the operations as they are written" in note
+    for attention in ("as written", "blockwise", "kernel"):
+        asked = planned(step, cluster, attention=attention)
+        assert plan.predicted.step_time_s <= asked.predicted.step_time_s
+        assert not any(note.startswith("attention runs by") for note in asked.record.notes)
+
+
+def test_a_recipe_takes_it_too():
+    assert planned(step_of(causal), "dgx-h100:4", plan=recipes.zero(3)).record.attention_kernel == "CUDNN"
+
+
+def test_attention_that_the_kernel_cannot_run_is_named_with_the_reason():
+    (note,) = [note for note in planned(step_of(causal, jnp.float32)).record.notes if "attention" in note]
+    assert note.endswith("cuDNN's fused attention does not take float32 (bfloat16 or float16)")
+    (note,) = [note for note in planned(step_of(capped)).record.notes if "attention" in note]
+    assert "cuDNN's fused attention does not take tanh at " in note
+    assert "test_step_ways.py" in note
+
+
+def test_cards_without_a_kernel_keep_the_operations():
+    assert planned(step_of(causal), "p3.16xlarge").record.attention_kernel == ""
+
+
+# Memory: 6 layers of width 32 on one CPU device.
+
+
+def mlp(x, p):
+    h = jnp.tanh(x * p["scale"]) @ p["up"]
+    return x + jax.nn.gelu(h) @ p["down"]
+
+
+def scanned(state, batch):
+    def loss(state):
+        x, _ = jax.lax.scan(lambda x, p: (mlp(x, p), None), batch["x"], state)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def numbers(examples=256):
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    normal = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)
+    state = {"scale": normal(6, 32), "up": normal(6, 32, 96), "down": normal(6, 96, 32)}
+    return state, {"x": normal(examples, 32), "y": normal(examples, 32)}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_scans_compute_again_what_does_not_fit(devices):
+    state, batch = numbers()
+    options = dict(cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
+    free = autopar.plan(scanned, state, batch, **options)
+    assert free.record.scan_recompute == ""
+    limit_bytes = int(0.6 * max(free.predicted.peak_bytes))
+    step = autopar.parallelize(scanned, memory_limit_bytes=limit_bytes, **options)
+    plan = step.plan(state, batch)
+    assert plan.record.scan_recompute == "matmuls"
+    assert max(plan.predicted.peak_bytes) <= limit_bytes
+    assert any(
+        note.startswith("of scans over layers results of matrix products alone are kept") for note in plan.record.notes
+    )
+    expected = jax.jit(scanned)(state, batch)
+    got = step(jax.tree.map(jnp.copy, state), batch)
+    assert_close(jax.tree.map(np.asarray, got), expected)
+
+
+# The order in which ways are tried, by plans that are made up.
+
+
+def made_up(step_time_s, *, costs_time=True, notes=()):
+    peak = 200 if costs_time else 50
+    trial = MeshTrial(axis_sizes=(1,), step_time_s=1.0, peak_bytes=peak, status="optimal")
+    record = types.SimpleNamespace(pipeline=None, tried=(trial,), memory_limit_bytes=100, notes=notes)
+    plan = types.SimpleNamespace(record=record, predicted=types.SimpleNamespace(step_time_s=step_time_s))
+    return plan
+
+
+def too_large(needed_bytes):
+    return MemoryLimitError(where="step", limit_bytes=100, needed_bytes=needed_bytes, largest=[], hint="")
+
+
+WAYS = (
+    StepWay(attention=Attention.AS_WRITTEN, least_s=1.0),
+    StepWay(attention=Attention.KERNEL, least_s=2.0),
+    StepWay(attention=Attention.BLOCKWISE, least_s=float("inf")),
+)
+
+
+def tried(answers, ways=WAYS):
+    """(attention of the ways that were planned, the plans or the error)"""
+    asked = []
+
+    def plans_with(request):
+        asked.append(request.attention.value)
+        answer = answers[request.attention]
+        if isinstance(answer, Exception):
+            raise answer
+        return (answer,)
+
+    try:
+        found = plans_in_memory(PlanRequest(), ways, plans_with)
+    except MemoryLimitError as error:
+        found = error
+    return asked, found
+
+
+def test_where_memory_is_ample_the_first_way_is_taken():
+    plan = made_up(3.0, costs_time=False)
+    assert tried({Attention.AS_WRITTEN: plan}) == (["as written"], (plan,))
+
+
+def test_a_way_that_may_be_faster_is_tried_and_taken_where_it_is():
+    slow, fast = made_up(3.0), made_up(2.5)
+    answers = {Attention.AS_WRITTEN: slow, Attention.KERNEL: fast}
+    assert tried(answers) == (["as written", "kernel"], (fast,))
+    assert tried({Attention.AS_WRITTEN: fast, Attention.KERNEL: slow}) == (["as written", "kernel"], (fast,))
+    at_its_bound = made_up(2.0)
+    assert tried({Attention.AS_WRITTEN: at_its_bound}) == (["as written"], (at_its_bound,))
+
+
+def test_the_last_way_is_taken_where_nothing_else_fits():
+    plan = made_up(9.0)
+    answers = {Attention.AS_WRITTEN: too_large(300), Attention.KERNEL: too_large(150), Attention.BLOCKWISE: plan}
+    assert tried(answers) == (["as written", "kernel", "blockwise"], (plan,))
+    found = tried(answers | {Attention.BLOCKWISE: too_large(200)})[1]
+    assert found.needed_bytes == 150
+
+
+def test_a_way_says_that_it_was_chosen():
+    plan = dataclasses.replace(planned(step_of(causal)), trees=None)
+    (way,) = (dataclasses.replace(WAYS[0], notes=("chosen",)),)
+    _, (found,) = tried({Attention.AS_WRITTEN: plan}, (way,))
+    assert found.record.notes == (*plan.record.notes, "chosen")
