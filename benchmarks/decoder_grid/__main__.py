@@ -8,8 +8,7 @@
 
 Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in each of the ways below; what
 takes more than `--limit` seconds of the processor is ended and counted. A way is faster where its predicted step takes
-at most 0.9999 of that of the free search. Attention in blocks is another step: its rows count beside the free search in
-blocks. No device is needed.
+at most 0.9999 of that of the free search. No device is needed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "decoder_grid.md"
 CLUSTERS = ("dgx-h100:1", "dgx-h100", "dgx-h100x2", "tpu-v5p:2x2x2", "tpu-v6e:4x4")
 FASTER = 1e-4  # as a part of the step; less is a tie
 SHARES = (1.0, 0.5, 0.25, 0.1)  # of the memory that the free plan takes where there is enough
-FREE, BLOCKWISE = "free", "blockwise"
+FREE = "free"
 EVERYDAY_BATCH = 32  # so that there is a step in 32 micro-batches
 KINDS = ("crash", "failure", "refused")
 Row = dict[str, Any]
@@ -51,7 +50,8 @@ Row = dict[str, Any]
 
 def ways(num_devices: int) -> dict[str, dict[str, Any]]:
     """The options of each way by its name; the free search first."""
-    one = {FREE: {}, "four micro-batches": {"num_microbatches": 4}, BLOCKWISE: {"attention": "blockwise"}}
+    one = {FREE: {}, "four micro-batches": {"num_microbatches": 4}}
+    one |= {attention: {"attention": attention} for attention in ("as written", "kernel", "blockwise")}
     if num_devices == 1:
         return one
     return one | {
@@ -62,7 +62,6 @@ def ways(num_devices: int) -> dict[str, dict[str, Any]]:
         "megatron": {"plan": recipes.sequence_parallel("megatron")},
         "ulysses": {"plan": recipes.sequence_parallel("ulysses")},
         "two stages": {"plan": recipes.pipeline(2)},
-        "ulysses blockwise": {"plan": recipes.sequence_parallel("ulysses"), "attention": "blockwise"},
     }
 
 
@@ -140,10 +139,10 @@ def rows_of(job: tuple[int | str, str], arguments: argparse.Namespace) -> list[R
 
 
 def faster(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
-    """The rows of one job that are faster than the free search of the same attention and memory, and the ratio."""
-    free = {(row.get("share"), row["way"]): row for row in rows if row["way"] in (FREE, BLOCKWISE)}
+    """The rows of one job that are faster than the free search in the same memory, and the ratio."""
+    free = {row.get("share"): row for row in rows if row["way"] == FREE}
     for row in rows:
-        of = free.get((row.get("share"), BLOCKWISE if BLOCKWISE in row["way"] else FREE))
+        of = free.get(row.get("share"))
         if of is None or row is of or "step_time_s" not in row:
             continue
         ratio = of.get("step_time_s", float("inf")) / row["step_time_s"]
