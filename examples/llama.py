@@ -68,7 +68,7 @@ class Llama(nn.Module):
         return nn.Dense(self.vocabulary, name="head", **BFLOAT16)(nn.RMSNorm(name="norm")(x))
 
 
-@autopar.parallelize(attention="blockwise")  # cuDNN's kernel on these GPUs
+@autopar.parallelize
 def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     def loss_fn(params: Any) -> jax.Array:
         logits = state.apply_fn(params, batch["tokens"]).astype(jnp.float32)

@@ -13,7 +13,10 @@ from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.ir.graph import Op, OpGraph
 
 # Rounding of weights in 16 bits: before or after they are divided by their sum (`autopar.attention.ring`).
-_ROUNDING = "in 16 bits weights are rounded before they are divided by their sum, not after it"
+_ROUNDING = (
+    "in 16 bits weights are rounded before they are divided by their sum, not after it (attention='as written' keeps "
+    "the order)"
+)
 
 
 def attention_left(graph: OpGraph, kernel: Kernel) -> tuple[str, ...]:
@@ -68,4 +71,4 @@ def chosen_note(kernel: Kernel, gain_s: float | None) -> str:
         why = f"computing takes {text_of_s(gain_s)} less of a step than by the operations as they are written"
     else:
         why = f"computing takes {text_of_s(-gain_s)} more of a step, which the memory that it saves is worth"
-    return f"attention runs by {kernel.value}, which keeps no scores: {why}; {_ROUNDING} (attention='as written' not)"
+    return f"attention runs by {kernel.value}, which keeps no scores: {why}; {_ROUNDING}"

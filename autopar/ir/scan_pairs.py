@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from autopar.ir.graph import Atom, Block, Op, OpKind, Value, read_by
 from autopar.ir.rewrite import Fresh, reading, scan_equation
@@ -124,7 +124,7 @@ class _Pair:
                 ys[outer] = v
             kept.append((outer, inside[v]))
             added.append(fresh.values[v])
-        k, fixed = second.num_consts, self.fixed
+        fixed = self.fixed
         eqn = scan_equation(second, [*range(fixed), *(fixed + i for i in still)], added)
         first = dataclasses.replace(
             first,
@@ -143,18 +143,19 @@ class _Pair:
                 ),
             ),
         )
-        if constants:
-            values = [fresh.values[inner] for _, inner in constants]
-            (body,) = second.blocks
-            second = dataclasses.replace(
-                second,
-                eqn=scan_equation(second, range(len(second.inputs)), values, k),
-                inputs=(*second.inputs[:k], *(outer for outer, _ in constants), *second.inputs[k:]),
-                num_consts=k + len(constants),
-                blocks=(
-                    dataclasses.replace(
-                        body, inputs=(*body.inputs[:k], *(inner for _, inner in constants), *body.inputs[k:])
-                    ),
-                ),
-            )
-        return first, second
+        return first, _with_constants(second, constants, fresh)
+
+
+def _with_constants(scan: Op, constants: Sequence[tuple[Atom, int]], fresh: Fresh) -> Op:
+    """A scan that reads more constants: (operand, the value in its body)."""
+    if not constants:
+        return scan
+    (body,), k = scan.blocks, scan.num_consts
+    inner = [v for _, v in constants]
+    return dataclasses.replace(
+        scan,
+        eqn=scan_equation(scan, range(len(scan.inputs)), [fresh.values[v] for v in inner], k),
+        inputs=(*scan.inputs[:k], *(outer for outer, _ in constants), *scan.inputs[k:]),
+        num_consts=k + len(constants),
+        blocks=(dataclasses.replace(body, inputs=(*body.inputs[:k], *inner, *body.inputs[k:])),),
+    )
