@@ -83,11 +83,11 @@ class StepWays:
 
         Virtual CPU devices, whose compiler has no kernel, run blocks where nothing else fits.
         """
-        request = self.request
+        request, again = self.request, scan_recompute_of(self.request)
         asked = Attention.BLOCKWISE if has_rings(request) else request.attention
         if asked is not Attention.AUTO:
-            return (StepWay(attention=asked, scan_recompute=request.scan_recompute),)
-        written = StepWay(attention=Attention.AS_WRITTEN, scan_recompute=request.scan_recompute)
+            return (StepWay(attention=asked, scan_recompute=again),)
+        written = StepWay(attention=Attention.AS_WRITTEN, scan_recompute=again)
         written = dataclasses.replace(written, least_s=self.least_s(written))
         views = whole_graph(self.step(written), self.rules, self.graphs)
         if next(score_products(views.annotated), None) is None:
@@ -135,6 +135,17 @@ def least_s_of(traced: TracedStep, cluster: Cluster, rules: RuleBook, graphs: St
     """Seconds that the step takes under any plan, by what its graph computes."""
     plain = whole_graph(traced, rules, graphs)
     return graphs.of(traced, ("least time", cluster), lambda: least_time_s(plain.graph, cluster))
+
+
+def scan_recompute_of(request: PlanRequest) -> str:
+    """As `TracedStep.scan_recompute`: a policy that a recipe gives to every layer holds in scans over layers too.
+
+    Stages that keep their input alone compute whole scans again instead, and hold no input of their layers.
+    """
+    in_scans = [Recompute.CHEAP.value, Recompute.HALF.value]
+    if (request.num_stages or 1) * (request.chunks or 1) == 1:
+        in_scans.append(Recompute.ALL.value)
+    return request.scan_recompute or (request.recompute if request.recompute in in_scans else "")
 
 
 def has_rings(request: PlanRequest) -> bool:

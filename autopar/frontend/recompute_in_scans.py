@@ -40,11 +40,18 @@ def is_kept(op: Op) -> bool:
     return is_product(op) or op.primitive in ATTENTION_PASSES or runs_locally(op.eqn)
 
 
+def is_plain_product(op: Op) -> bool:
+    """Whether it is a product of two matrices, of which none comes in a batch."""
+    if op.primitive != "dot_general":
+        return op.primitive in MATRIX_PRODUCTS and op.primitive != "ragged_dot_general"
+    _, (batch, _) = op.eqn.params["dimension_numbers"]
+    return not batch
+
+
 def recompute_in_scans(graph: OpGraph, policy: Recompute) -> OpGraph:
     """The graph with recomputation in the bodies of its scans, the same one where nothing is computed again.
 
-    CHEAP and ALL are known here. Values that are equal in both passes come out the same again: random numbers are
-    functions of their key.
+    Values come out the same again: random numbers are functions of their key.
     """
     fresh = Fresh(graph)
     block = _in_block(graph.block, policy, fresh)
@@ -70,12 +77,12 @@ def _recomputed(joined: JoinedBodies, policy: Recompute, fresh: Fresh) -> Joined
     block = joined.block
     forward = [op for op in block.ops if op.id in joined.first]
     backward = [op for op in block.ops if op.id not in joined.first]
-    makers = {
-        v: op
-        for op in forward
-        if not has_effects(op) and op.kind is not OpKind.BARRIER and not (policy is Recompute.CHEAP and is_kept(op))
-        for v in op.outputs
-    }
+    kept = {op.id for op in forward if has_effects(op) or op.kind is OpKind.BARRIER}
+    if policy is not Recompute.ALL:
+        kept.update(op.id for op in forward if is_kept(op))
+    if policy is Recompute.HALF:
+        kept.difference_update([op.id for op in forward if is_plain_product(op)][1::2])
+    makers = {v: op for op in forward if op.id not in kept for v in op.outputs}
     ends = block.outputs[len(block.outputs) - joined.num_ends :]
     read = {v for op in backward for v in read_by(op)} | {a for a in ends if isinstance(a, int)}
     needed: set[int] = set()

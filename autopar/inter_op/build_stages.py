@@ -145,6 +145,9 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> Remat
     if all(p == "nothing" for p in policies):
         return Rematerialised(graph=microbatched.graph, assignment=microbatched.assignment)
     layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
+    if microbatched.step.traced.scan_recompute == Recompute.ALL.value:
+        # What scans compute again layer by layer need not be computed again before, as a whole.
+        of_layers = [Recompute.CHEAP if policy is Recompute.ALL else policy for policy in of_layers]
     return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
 
 

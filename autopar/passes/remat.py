@@ -14,9 +14,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from autopar.common.records import replaced
-from autopar.frontend.recompute_in_scans import Recompute, is_kept
+from autopar.frontend.recompute_in_scans import Recompute, is_kept, is_plain_product
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
-from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.layers import Layers
@@ -181,16 +180,9 @@ def _kept(layer: int, policy: Recompute, forward: Sequence[Op], readers: _Reader
         return set()
     kept = {op.id for op in forward if is_kept(op)}
     if policy is Recompute.HALF:
-        products = [op.id for op in forward if readers.layer[op.id] == layer and _is_plain_product(op)]
+        products = [op.id for op in forward if readers.layer[op.id] == layer and is_plain_product(op)]
         kept.difference_update(products[1::2])
     return kept
-
-
-def _is_plain_product(op: Op) -> bool:
-    if op.primitive != "dot_general":
-        return op.primitive in MATRIX_PRODUCTS and op.primitive != "ragged_dot_general"
-    _, (batch, _) = op.eqn.params["dimension_numbers"]
-    return not batch
 
 
 def _recomputation(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan
 from autopar.frontend.build_graph import build_graph
@@ -169,3 +170,34 @@ def test_results_are_those_of_jit(form, policy, devices, options):
     expected = jax.jit(stepped(form))(state, batch)
     got = step(jax.tree.map(jnp.copy, state), batch)
     assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if form is in_16_bits else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "policy"),
+    [
+        (recipes.combine(dp=2, num_microbatches=2, recompute="matmuls"), "matmuls"),
+        (recipes.combine(dp=2, num_microbatches=2, recompute="half matmuls"), "half matmuls"),
+        (recipes.combine(dp=2, num_microbatches=2, recompute="input"), "input"),
+        (recipes.combine(pp=2, num_microbatches=2, recompute="matmuls"), "matmuls"),
+        (recipes.combine(pp=2, num_microbatches=2, recompute="input"), ""),
+    ],
+)
+def test_a_policy_of_a_recipe_holds_in_scans(recipe, policy):
+    state, batch = arguments()
+    options = dict(cluster=slow_cluster(2), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(stepped(plain), plan=recipe, **options)
+    assert step.plan(state, batch).record.scan_recompute == policy
+    expected = jax.jit(stepped(plain))(state, batch)
+    assert_close(jax.tree.map(np.asarray, step(jax.tree.map(jnp.copy, state), batch)), expected)
+
+
+def test_of_each_two_products_the_second_is_done_again():
+    def two(x, p):
+        h = jnp.tanh(jnp.tanh(x @ p["up"]) @ p["down"])
+        return x + jnp.tanh(h * p["scale"])
+
+    def form(state, batch):
+        return jax.lax.scan(lambda x, p: (two(x, p), None), batch["x"], state["layers"])[0]
+
+    assert in_scans(form, "matmuls")[0] == [(2, 3), (4, 3)]
+    assert in_scans(form, "half matmuls")[0] == [(2, 3), (5, 3)]
