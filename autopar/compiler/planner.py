@@ -168,6 +168,10 @@ def faster_split(
     return (best, *plans[1:])
 
 
+# Of a step's time, what a way to write it must be able to save to be planned although it does not fit as the plan is:
+# smaller micro-batches make room, and take longer.
+SMALLER_MICROBATCHES = 0.05
+
 # Ways to write the step that need less memory are planned where it does not fit otherwise, or its memory costs time.
 
 
@@ -180,8 +184,10 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
     """
     deadline, refused = Deadline.after(request.time_limit_s), None
     plans: Plans = ()
+    taken: StepWay | None = None
+    refused_bytes, is_quick = math.inf, request.effort is Effort.QUICK
     for way in ways:
-        if plans and (not _costs_time(plans[0].record) or way.least_s >= plans[0].predicted.step_time_s):
+        if way.saved_bytes >= refused_bytes or (taken is not None and not _may_gain(way, taken, plans[0], is_quick)):
             continue
         is_first = not plans and refused is None
         if deadline.passed and not is_first:
@@ -191,13 +197,29 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
             found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
         except MemoryLimitError as error:
             refused = error if refused is None else min(refused, error, key=lambda e: e.needed_bytes)
+            refused_bytes = min(refused_bytes, way.saved_bytes or math.inf)
             continue
         if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
-            plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found)
+            plans, taken = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found), way
     if plans:
         return plans
     assert refused is not None, "there is a way, with a plan or without one that fits"
     raise refused
+
+
+def _may_gain(way: StepWay, taken: StepWay, plan: Plan, is_quick: bool) -> bool:
+    """Whether a way may have a faster plan than the one found: it may take less time, and needs memory that is free, or
+    less memory where that decides.
+    """
+    if way.least_s >= plan.predicted.step_time_s:
+        return False
+    pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes
+    if way.saved_bytes <= taken.saved_bytes or limit_bytes is None:
+        return _costs_time(plan.record)
+    parts = plan.cluster.num_devices * (pipeline.num_microbatches if pipeline is not None else 1)
+    if max(plan.predicted.peak_bytes) + (way.saved_bytes - taken.saved_bytes) / parts <= limit_bytes:
+        return True
+    return not is_quick and way.least_s < (1 - SMALLER_MICROBATCHES) * plan.predicted.step_time_s
 
 
 def _costs_time(record: PlanRecord) -> bool:

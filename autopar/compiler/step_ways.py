@@ -15,9 +15,10 @@ from autopar.cost.least_time import least_time_s
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
-from autopar.ir.graph import OpKind
+from autopar.ir.graph import OpGraph, OpKind, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
+from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
@@ -35,12 +36,14 @@ class StepWay:
         attention: The program of attention.
         scan_recompute: As of `TracedStep`.
         least_s: The least time of a step in it; inf: it is taken only where nothing else fits.
+        saved_bytes: What the backward pass reads of the forward pass of the whole batch, over all devices.
         notes: Those of a plan in which it was chosen.
     """
 
     attention: Attention
     scan_recompute: str = ""
     least_s: float = 0.0
+    saved_bytes: float = 0.0
     notes: tuple[str, ...] = ()
 
     def of(self, request: PlanRequest) -> PlanRequest:
@@ -59,11 +62,22 @@ class StepWays:
     graphs: StepGraphs
 
     def __iter__(self) -> Iterator[StepWay]:
-        """First the fastest where memory is ample, then those that need less memory; of a recipe the first alone."""
-        for way in self.of_attention():
+        """First the fastest that needs no more memory than the code, then the others by their least times, then other
+        attention; of a recipe the first alone.
+        """
+        first, *others = self.of_attention()
+        if self.request.is_built_as_asked or self.request.binding is not None:
+            yield first
+            return
+        ways = [first, *self.recomputing(first)]
+        start = first
+        if self.cluster.device.platform is not Platform.CPU:
+            leaner = [way for way in ways if way.saved_bytes <= first.saved_bytes]
+            start = min(leaner, key=lambda way: way.least_s * (1 - WORTH_A_KERNEL if way is first else 1))
+        yield start
+        yield from sorted((way for way in ways if way is not start), key=lambda way: way.least_s)
+        for way in others:
             yield way
-            if self.request.is_built_as_asked or self.request.binding is not None:
-                return
             yield from self.recomputing(way)
 
     def step(self, way: StepWay) -> TracedStep:
@@ -78,6 +92,10 @@ class StepWays:
     def least_s(self, way: StepWay) -> float:
         return least_s_of(self.step(way), self.cluster, self.rules, self.graphs)
 
+    def measured(self, way: StepWay) -> StepWay:
+        graph = whole_graph(self.step(way), self.rules, self.graphs).graph
+        return dataclasses.replace(way, least_s=self.least_s(way), saved_bytes=bytes_saved(graph))
+
     def of_attention(self) -> tuple[StepWay, ...]:
         """Those of attention alone, in the same order.
 
@@ -86,16 +104,15 @@ class StepWays:
         request, again = self.request, scan_recompute_of(self.request)
         asked = Attention.BLOCKWISE if has_rings(request) else request.attention
         if asked is not Attention.AUTO:
-            return (StepWay(attention=asked, scan_recompute=again),)
-        written = StepWay(attention=Attention.AS_WRITTEN, scan_recompute=again)
-        written = dataclasses.replace(written, least_s=self.least_s(written))
+            return (self.measured(StepWay(attention=asked, scan_recompute=again)),)
+        written = self.measured(StepWay(attention=Attention.AS_WRITTEN, scan_recompute=again))
         views = whole_graph(self.step(written), self.rules, self.graphs)
         if next(score_products(views.annotated), None) is None:
             return (written,)
         in_blocks = dataclasses.replace(written, attention=Attention.BLOCKWISE)
         if self.cluster.device.platform is Platform.CPU:
             notes = (chosen_note(Kernel.BLOCKS, None),)
-            return written, dataclasses.replace(in_blocks, least_s=math.inf, notes=notes)
+            return written, dataclasses.replace(self.measured(in_blocks), least_s=math.inf, notes=notes)
         ways, library = [written], library_of(self.cluster.device)
         for kernel in dict.fromkeys((library, Kernel.BLOCKS)):
             of_kernel = dataclasses.replace(written, attention=Attention.KERNEL)
@@ -103,32 +120,53 @@ class StepWays:
             views = whole_graph(self.step(way), self.rules, self.graphs)
             if not any(op.primitive in ATTENTION_PASSES for op in views.graph.ops()):
                 continue  # the kernel takes none
-            least_s = self.least_s(way)
-            notes = (chosen_note(kernel, written.least_s - least_s),)
-            ways.append(dataclasses.replace(way, least_s=least_s, notes=notes))
+            way = self.measured(way)
+            notes = (chosen_note(kernel, written.least_s - way.least_s),)
+            ways.append(dataclasses.replace(way, notes=notes))
             if next(score_products(views.annotated), None) is None:
                 break  # nothing is left to blocks
         fastest = min(range(len(ways)), key=lambda i: ways[i].least_s * (1 - WORTH_A_KERNEL if i == 0 else 1))
         return tuple(ways[fastest:])
 
     def recomputing(self, way: StepWay) -> Iterator[StepWay]:
-        """A way with recomputation in scans over layers, the cheaper first, where a request leaves that open."""
-        if self.request.recompute != Recompute.NOTHING.value or way.scan_recompute:
+        """A way with more and with less recomputation, where a request leaves that open and the step has any: in scans
+        over layers by each policy, and none at all where the code asks for some.
+        """
+        if self.request.scan_recompute is not None or self.traced.saved_names is not None:
             return
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
-        if all(op.kind is not OpKind.SCAN for op in plain.ops()):
-            return
-        for policy in (Recompute.CHEAP, Recompute.ALL):
+        has_scans = any(op.kind is OpKind.SCAN for op in plain.ops())
+        policies = [Recompute.CHEAP, Recompute.HALF, Recompute.ALL] if has_scans else []
+        if any(op.recomputes for op in plain.ops()) and not offloaded_by_policy(plain):
+            policies.insert(0, Recompute.NOTHING)
+        seen = {way.saved_bytes}
+        for policy in policies:
             again = dataclasses.replace(way, scan_recompute=policy.value)
             graph = whole_graph(self.step(again), self.rules, self.graphs).graph
-            if len(graph.values) > len(plain.values):
-                least_s = self.least_s(again)
-                kept = "results of matrix products" if policy is Recompute.CHEAP else "the input of a layer"
-                note = (
-                    f"of scans over layers {kept} alone are kept for the backward pass, which computes the rest again: "
-                    f"computing takes {text_of_s(least_s - self.least_s(way))} more of a step"
-                )
-                yield dataclasses.replace(again, least_s=max(least_s, way.least_s), notes=(*way.notes, note))
+            if (saved_bytes := bytes_saved(graph)) in seen:
+                continue
+            seen.add(saved_bytes)
+            least_s = self.least_s(again)
+            change_s = least_s - self.least_s(way)
+            change = f"{text_of_s(abs(change_s))} {'more' if change_s > 0 else 'less'} of a step"
+            notes = (*way.notes, f"{_KEPT[policy]}: computing takes {change} than as the code has it")
+            least_s = max(least_s, way.least_s) if way.least_s == math.inf else least_s
+            yield dataclasses.replace(again, least_s=least_s, saved_bytes=saved_bytes, notes=notes)
+
+
+_KEPT = {
+    Recompute.NOTHING: "the backward pass computes nothing again, as memory is free",
+    Recompute.CHEAP: "of scans over layers the backward pass computes all but products and attention again",
+    Recompute.HALF: "of scans over layers the backward pass computes all but half of the products and attention again",
+    Recompute.ALL: "of scans over layers the backward pass computes all again from the input of each layer",
+}
+
+
+def bytes_saved(graph: OpGraph) -> int:
+    """Bytes of the values of the forward pass that the backward pass reads, over all devices."""
+    made = {v for op in graph.block.ops if op.role is Role.FORWARD for v in op.outputs}
+    read = {v for op in graph.block.ops if op.role is Role.BACKWARD for v in read_by(op)}
+    return sum(graph.values[v].nbytes for v in made & read)
 
 
 def least_s_of(traced: TracedStep, cluster: Cluster, rules: RuleBook, graphs: StepGraphs) -> float:
@@ -145,7 +183,9 @@ def scan_recompute_of(request: PlanRequest) -> str:
     in_scans = [Recompute.CHEAP.value, Recompute.HALF.value]
     if (request.num_stages or 1) * (request.chunks or 1) == 1:
         in_scans.append(Recompute.ALL.value)
-    return request.scan_recompute or (request.recompute if request.recompute in in_scans else "")
+    if request.scan_recompute is not None:
+        return request.scan_recompute
+    return request.recompute if request.recompute in in_scans else ""
 
 
 def has_rings(request: PlanRequest) -> bool:

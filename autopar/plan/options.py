@@ -131,7 +131,7 @@ class PlanRequest:
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.
-        scan_recompute: The recomputation in the bodies of scans (`TracedStep.scan_recompute`).
+        scan_recompute: As of `TracedStep`; None leaves it to the search.
         effort: How far the search goes on.
         constraints: What layouts that the step's code names are to the plan.
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
@@ -155,7 +155,7 @@ class PlanRequest:
     binding: Binding | None = None
     pins: Pins | None = None
     attention: Attention = Attention.AUTO
-    scan_recompute: str = ""
+    scan_recompute: str | None = None
     effort: Effort = Effort.DEFAULT
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
     per_microbatch: tuple[str, ...] = ()

@@ -52,6 +52,22 @@ def checkpointed(state, batch):
     return jax.lax.scan(lambda x, p: (kept(x, p), None), batch["x"], state["layers"])[0]
 
 
+def turned(x, p):
+    """A layer with a table of its own, which is made once for all layers where nothing is computed again."""
+    return layer(x * jnp.cos(jnp.arange(WIDTH) / 7.0), p)
+
+
+def turned_and_checkpointed(state, batch):
+    return jax.lax.scan(lambda x, p: (jax.checkpoint(turned)(x, p), None), batch["x"], state["layers"])[0]
+
+
+def unrolled_and_checkpointed(state, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = jax.checkpoint(turned)(x, jax.tree.map(lambda a, i=i: a[i], state["layers"]))
+    return x
+
+
 def in_16_bits(state, batch):
     def cast(x, p):
         return x + layer(x.astype(jnp.bfloat16), jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)), None
@@ -153,8 +169,22 @@ def test_no_scan_and_nothing_left_to_compute_again_are_the_same_graph():
         assert ops[0] == ops[1]
 
 
-@pytest.mark.parametrize("policy", ["matmuls", "input"])
-@pytest.mark.parametrize("form", FORMS)
+def test_what_the_code_computes_again_is_kept():
+    assert in_scans(turned_and_checkpointed, "")[0] == [(2, 2), (5, 2)]
+    assert in_scans(turned_and_checkpointed, "nothing")[0] == [(2, 2), (4, 0)]
+    assert in_scans(turned_and_checkpointed, "matmuls") == ([(2, 2), (4, 2)], INPUT + PRODUCT)
+    again = {}
+    for policy in ("", "nothing"):
+        ops = list(build_graph(traced(unrolled_and_checkpointed, policy), RuleBook()).ops())
+        again[policy] = sum(op.primitive == "dot_general" for op in ops if op.recomputes)
+    assert again == {"": LAYERS, "nothing": 0}
+
+
+KEPT = [(form, "nothing") for form in (checkpointed, turned_and_checkpointed, unrolled_and_checkpointed)]
+AGAIN = [(form, policy) for form in (*FORMS, turned_and_checkpointed) for policy in ("matmuls", "input")]
+
+
+@pytest.mark.parametrize(("form", "policy"), KEPT + AGAIN)
 @pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"num_microbatches": 2}), (4, {})])
 def test_results_are_those_of_jit(form, policy, devices, options):
     state, batch = arguments()
