@@ -40,7 +40,7 @@ def parallelize(
     schedule: str = "auto",
     attention: str = Attention.AUTO,
     constraints: str = ShardingsInCode.ADVICE,
-    remat: str | Sequence[str] = AS_WRITTEN,
+    remat: str | Sequence[str] | None = None,
     per_microbatch: str | Sequence[str] = (),
     memory_limit_bytes: int | str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
@@ -79,7 +79,8 @@ def parallelize(
         constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
             "advice": they make one more candidate, which is taken where it is faster than the search's plan; "pins":
             they are kept; "ignore": they are dropped.
-        remat: The values named by `jax.ad_checkpoint.checkpoint_name` that regions of `jax.checkpoint` save: "as
+        remat: What is computed again for the backward pass; None: what makes the step fastest, with `jax.checkpoint` in
+            the step as advice. Or the values named by `jax.ad_checkpoint.checkpoint_name` that its regions save: "as
             written", those of their policies; "auto", those with which the plan is predicted to be the fastest that
             fits in memory (several searches); or a list of names. What policies save by other rules stays saved.
         per_microbatch: Modules, by patterns as those of `autopar.constrain`, that may mix the examples of their
@@ -173,7 +174,7 @@ def parallelize(
             per_microbatch=(_patterns(per_microbatch), ()),
             attention=(attention, Attention.AUTO),
             constraints=(constraints, ShardingsInCode.ADVICE),
-            remat=(checked_remat(remat), AS_WRITTEN),
+            remat=(remat, None),
             compiler_options=(wanted_options, ()),
         )
     recipe = plan if isinstance(plan, Recipe) else Recipe()
@@ -192,7 +193,8 @@ def parallelize(
             memory_limit_bytes=memory_limit_bytes,
             time_limit_s=checked_time_limit_s("parallelize(time_limit_s=...)", time_limit_s),
             per_microbatch=_patterns(per_microbatch),
-            remat=checked_remat(remat),
+            remat=AS_WRITTEN if remat is None else checked_remat(remat),
+            scan_recompute="" if remat == AS_WRITTEN else None,
             compiler_options=wanted_options,
         ),
         has_recipe=recipe != Recipe(),

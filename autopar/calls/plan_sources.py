@@ -156,6 +156,7 @@ class PlanSources:
             per_microbatch=own.per_microbatch,
             compiler_options=own.compiler_options,
             remat=own.remat,
+            scan_recompute=own.scan_recompute,
         )
         progress = Progress(f"autopar {self._name}, instead", show=self._options.show_progress)
         return self._searched(traced, trees, progress, (plan.cluster, request))

@@ -183,9 +183,7 @@ def scan_recompute_of(request: PlanRequest) -> str:
     in_scans = [Recompute.CHEAP.value, Recompute.HALF.value]
     if (request.num_stages or 1) * (request.chunks or 1) == 1:
         in_scans.append(Recompute.ALL.value)
-    if request.scan_recompute is not None:
-        return request.scan_recompute
-    return request.recompute if request.recompute in in_scans else ""
+    return request.scan_recompute or (request.recompute if request.recompute in in_scans else "")
 
 
 def has_rings(request: PlanRequest) -> bool:

@@ -74,7 +74,7 @@ def checked_remat(names: str | Sequence[str]) -> str | tuple[str, ...]:
             where="parallelize(remat=...)",
             expected=f"{AS_WRITTEN!r}, {AUTO!r}, or a list of names of jax.ad_checkpoint.checkpoint_name",
             got=repr(names),
-            hint="leave it out to save what the policies of jax.checkpoint save",
+            hint="leave it out to have the search decide",
         )
     return tuple(sorted(set(names)))
 

@@ -132,3 +132,9 @@ def test_what_is_computed_twice_without_it_is_none_of_its_doing():
     shapes = jax.ShapeDtypeStruct((WIDTH, INNER), "bfloat16"), jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
     step = autopar.parallelize(step, cache_dir=None, show_progress=False)
     assert not told(autopar.plan(step, *shapes, cluster="dgx-h100"))
+
+
+def test_as_written_keeps_to_the_code():
+    asked = plan(True, recipe=None, remat="as written")
+    assert asked.record.scan_recompute == ""
+    assert asked.predicted.recomputed_flops == plan(True).predicted.recomputed_flops
