@@ -69,13 +69,15 @@ class StepWays:
         if self.request.is_built_as_asked or self.request.binding is not None:
             yield first
             return
-        ways = [first, *self.recomputing(first)]
-        start = first
-        if self.cluster.device.platform is not Platform.CPU:
+        if self.cluster.device.platform is Platform.CPU:
+            yield first
+            yield from sorted(self.recomputing(first), key=lambda way: way.least_s)
+        else:
+            ways = [first, *self.recomputing(first)]
             leaner = [way for way in ways if way.saved_bytes <= first.saved_bytes]
             start = min(leaner, key=lambda way: way.least_s * (1 - WORTH_A_KERNEL if way is first else 1))
-        yield start
-        yield from sorted((way for way in ways if way is not start), key=lambda way: way.least_s)
+            yield start
+            yield from sorted((way for way in ways if way is not start), key=lambda way: way.least_s)
         for way in others:
             yield way
             yield from self.recomputing(way)
