@@ -4,6 +4,7 @@
     python -m benchmarks.decoder_grid --draws 10 --memory     less and less memory, and every request that the search
                                                               may take itself: micro-batches, recomputation, recipes
     python -m benchmarks.decoder_grid --memory --everyday nanogpt vit     the same of steps of `benchmarks.everyday`
+    python -m benchmarks.decoder_grid --everyday 1.3B --clusters dgx-h100:1     a decoder of 1.3 billion parameters
     python -m benchmarks.decoder_grid --draws 500 --rows rows.jsonl --keep    also writes results/decoder_grid.md
 
 Choices: `benchmarks/decoder_grid/model.py`. Each decoder is planned for each cluster in each of the ways below; what
@@ -18,6 +19,7 @@ import collections
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -33,7 +35,7 @@ import jax
 import autopar
 from autopar import recipes
 from autopar.errors import AutoparError
-from benchmarks.decoder_grid.model import Decoder, drawn
+from benchmarks.decoder_grid.model import NAMED, Decoder, drawn
 from benchmarks.everyday import STEPS as EVERYDAY
 from benchmarks.machine import description, markdown
 from benchmarks.row_processes import JobProcess, answer, jobs
@@ -103,7 +105,7 @@ def work() -> None:
 
 
 def planned(number: int | str, cluster: str, options: dict[str, Any]) -> Row:
-    case = EVERYDAY[number](EVERYDAY_BATCH) if isinstance(number, str) else drawn(0, number)
+    case = NAMED.get(number) or EVERYDAY[number](EVERYDAY_BATCH) if isinstance(number, str) else drawn(0, number)
     example = case.batch_of(0) if isinstance(case, Decoder) else case.batch(0)
     state = eqx.filter_eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
@@ -164,6 +166,11 @@ def _where(row: Row) -> tuple[str, str]:
     return str(row["number"]), row["cluster"] + (f" at {row['share']:.0%}" if "share" in row else "")
 
 
+def _time(row: Row) -> str:
+    step = f"{row['step_time_s'] * 1e3:.4g} ms" if "step_time_s" in row else next(kind for kind in KINDS if kind in row)
+    return f"{row['way']} {step}, planned in {row.get('processor_s', math.nan):.1f} s"
+
+
 def page(rows: Sequence[Row], notable: Sequence[Sequence[str]], command: str) -> str:
     kinds = collections.Counter(next((kind for kind in KINDS if kind in row), "fine") for row in rows)
     refusals = collections.Counter(
@@ -181,7 +188,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10, help="how many decoders")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
-    parser.add_argument("--everyday", nargs="+", choices=list(EVERYDAY), metavar="STEP", help="these steps instead")
+    steps = [*NAMED, *EVERYDAY]
+    parser.add_argument("--everyday", nargs="+", choices=steps, metavar="STEP", help="these steps instead")
     parser.add_argument("--clusters", nargs="*", default=CLUSTERS)
     parser.add_argument("--memory", action="store_true", help="less and less memory, every request of the freedoms")
     parser.add_argument("--processes", type=int, default=1, help="at a time")
@@ -203,7 +211,7 @@ def main() -> int:
             if arguments.rows:
                 with arguments.rows.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
-            print(*_where(found[0]), f"{len(found)} rows", flush=True)
+            print(*_where(found[0]), f"{len(found)} rows:", "; ".join(map(_time, found)), flush=True)
             for cells in told(found):
                 print("   ", " | ".join(cells), flush=True)
             rows, notable = [*rows, *found], [*notable, *told(found)]

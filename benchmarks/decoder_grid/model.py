@@ -168,6 +168,18 @@ class Decoder:
         return {"parameters": parameters, "optimizer": optimizer}, loss
 
 
+# 1.3 billion parameters in 24 layers, 32 sequences of 2,048 tokens; and with `jax.checkpoint` round each layer.
+BILLION = Decoder(
+    layers=24, width=2048, heads=16, kv_heads=16, hidden=8192, vocabulary=50_304, length=2048, batch=32, scans=True,
+    remat="none", casts=True, rope=True, rms=True, gated=False, tied=False, optimizer="adamw", slices_tokens=False,
+)  # fmt: skip
+NAMED = {
+    "1.3B": BILLION,
+    "1.3B unrolled": dataclasses.replace(BILLION, scans=False),
+    "1.3B checkpointed": dataclasses.replace(BILLION, remat="full"),
+    "1.3B Llama": dataclasses.replace(BILLION, remat="full", kv_heads=4, gated=True),
+}
+
 SMALL = dict(
     layers=(2, 4, 6, 8, 12), width=(64, 128, 256, 512), vocabulary=(256, 1024, 8192), length=(32, 64, 128, 256),
     batch=(8, 16, 32, 64),
