@@ -132,14 +132,16 @@ class StepWays:
 
     def recomputing(self, way: StepWay) -> Iterator[StepWay]:
         """A way with more and with less recomputation, where a request leaves that open and the step has any: in scans
-        over layers by each policy, and none at all where the code asks for some.
+        over layers by each policy, and none at all where the code asks for some. What the code offloads stays so.
         """
         if self.request.scan_recompute is not None or self.traced.saved_names is not None:
             return
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
+        if offloaded_by_policy(plain):
+            return
         has_scans = any(op.kind is OpKind.SCAN for op in plain.ops())
         policies = [Recompute.CHEAP, Recompute.HALF, Recompute.ALL] if has_scans else []
-        if any(op.recomputes for op in plain.ops()) and not offloaded_by_policy(plain):
+        if any(op.recomputes for op in plain.ops()):
             policies.insert(0, Recompute.NOTHING)
         seen = {way.saved_bytes}
         for policy in policies:
