@@ -146,8 +146,13 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> Remat
         return Rematerialised(graph=microbatched.graph, assignment=microbatched.assignment)
     layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
     if microbatched.step.traced.scan_recompute == Recompute.ALL.value:
-        # What scans compute again layer by layer need not be computed again before, as a whole.
-        of_layers = [Recompute.CHEAP if policy is Recompute.ALL else policy for policy in of_layers]
+        # What scans compute again turn by turn need not be computed again before, as a whole.
+        ops = zip(microbatched.graph.block.ops, microbatched.assignment.layer_of, strict=True)
+        scans = {layer for op, layer in ops if op.kind is OpKind.SCAN and is_product(op)}
+        of_layers = [
+            Recompute.CHEAP if policy is Recompute.ALL and layer in scans else policy
+            for layer, policy in enumerate(of_layers)
+        ]
     return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
 
 
