@@ -84,6 +84,8 @@ class _Rewriter:
         ]
 
         def in_scans(first: Op, second: Op, joined: JoinedBodies) -> JoinedBodies | None:
+            if (first.role, second.role) != (Role.FORWARD, Role.BACKWARD):
+                return None  # of two forward passes, or of an update, nothing is saved for gradients
             known = here.inside(second, second.blocks[0])
             known.numbers.update(here.inside(first, first.blocks[0]).numbers)
             return self.in_scans(joined, known)

@@ -150,6 +150,24 @@ def test_from_the_input_of_a_layer_its_first_product_is_done_again():
     assert in_scans(plain, "input") == ([(2, 2), (5, 2)], INPUT)  # no gradient reads the second product
 
 
+def test_a_forward_scan_that_reads_what_another_stacks_reads_it_still():
+    def form(state, batch):
+        def down(x, p):
+            x = layer(x, p)
+            return x, jnp.tanh(x)
+
+        def up(x, drawn):
+            p, skipped = drawn
+            return layer(x + skipped, p), None
+
+        x, skips = jax.lax.scan(down, batch["x"], state["layers"])
+        return jax.lax.scan(up, x, (state["layers"], skips))[0]
+
+    # Two tanh of a layer, and that of the skip in the scan that makes it, and in its backward pass.
+    counts = [tanh for _, tanh in in_scans(form, "matmuls")[0]]
+    assert counts == [3, 2, 2, 3]
+
+
 def test_a_shared_matrix_is_handed_on_and_not_stacked():
     assert in_scans(with_a_shared_matrix, "input")[1] == INPUT
 
