@@ -41,7 +41,7 @@ def plan(checkpoint: bool, scanned: bool = False, recipe="data_parallel()", **op
 @pytest.mark.parametrize("scanned", [False, True])
 def test_with_ample_memory_the_search_recomputes_what_costs_no_time(scanned):
     with_it, without_it = plan(True, scanned, recipe=None), plan(False, scanned, recipe=None)
-    assert with_it.predicted.step_time_s == pytest.approx(without_it.predicted.step_time_s, rel=0.01)
+    assert with_it.predicted.step_time_s <= 1.01 * without_it.predicted.step_time_s
     assert with_it.predicted.step_time_s < 0.9 * plan(True, scanned).predicted.step_time_s
     assert with_it.record.scan_recompute in ("nothing", "matmuls")
     assert not told(with_it)
