@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
 
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, has_effects, read_by, walk
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
-from autopar.ir.rewrite import Fresh, clone, reading, remove_dead, renumbered
+from autopar.ir.rewrite import Fresh, clone, named, reading, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels.local import runs_locally
 
@@ -54,8 +53,8 @@ def recompute_in_scans(graph: OpGraph, policy: Recompute) -> OpGraph:
     """The graph with recomputation by a policy in the bodies of its scans, in place of that of the code; the same graph
     where nothing changes.
 
-    NOTHING takes recomputation out of the rest of the step too. Values come out the same again: random numbers are
-    functions of their key.
+    NOTHING takes recomputation out of the rest of the step too. The same equations are run on the same operands: random
+    numbers are functions of their key.
     """
     rewriter = _Rewriter(policy, Fresh(graph))
     block = rewriter.in_block(graph.block, _Equal({}, {}))
@@ -136,7 +135,7 @@ class _Rewriter:
         ]
         starts = block.outputs[: len(block.outputs) - joined.num_ends]
         ops = (*forward, *clones, *(reading(op, names) for op in backward))
-        outputs = (*starts, *_named(ends, names))
+        outputs = (*starts, *named(ends, names))
         return dataclasses.replace(joined, block=dataclasses.replace(block, ops=ops, outputs=outputs))
 
 
@@ -193,8 +192,4 @@ def _with_all_kept(block: Block, known: _Equal) -> Block:
         ops.append(op)
     if not same:
         return block
-    return dataclasses.replace(block, ops=tuple(ops), outputs=_named(block.outputs, same))
-
-
-def _named(atoms: Sequence[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
-    return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
+    return dataclasses.replace(block, ops=tuple(ops), outputs=named(block.outputs, same))

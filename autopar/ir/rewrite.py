@@ -88,13 +88,13 @@ def reading(op: Op, names: Mapping[int, int]) -> Op:
     if not any(v in names for v in read_by(op)):
         return op
     blocks = tuple(_block_reading(block, names) for block in op.blocks)
-    return replaced(op, inputs=_named(op.inputs, names), blocks=blocks)
+    return replaced(op, inputs=named(op.inputs, names), blocks=blocks)
 
 
 def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
     """A copy with results of its own, entered in `names`, that reads `names[v]` in the place of v."""
     blocks = tuple(_cloned_block(block, names, fresh) for block in op.blocks)
-    inputs = _named(op.inputs, names)
+    inputs = named(op.inputs, names)
     outputs = tuple(fresh.copy_of(v) for v in op.outputs)
     names.update(zip(op.outputs, outputs, strict=True))
     return replaced(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
@@ -152,13 +152,14 @@ def renumbered(graph: OpGraph) -> OpGraph:
     return dataclasses.replace(graph, block=block_of(graph.block))
 
 
-def _named(atoms: Iterable[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
+def named(atoms: Iterable[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
+    """Atoms with `names[v]` in the place of v."""
     return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
 
 
 def _block_reading(block: Block, names: Mapping[int, int]) -> Block:
     ops = tuple(reading(op, names) for op in block.ops)
-    return dataclasses.replace(block, ops=ops, outputs=_named(block.outputs, names))
+    return dataclasses.replace(block, ops=ops, outputs=named(block.outputs, names))
 
 
 def _cloned_block(block: Block, names: Mapping[int, int], fresh: Fresh) -> Block:
@@ -166,4 +167,4 @@ def _cloned_block(block: Block, names: Mapping[int, int], fresh: Fresh) -> Block
     inputs = tuple(fresh.copy_of(v) for v in block.inputs)
     inner.update(zip(block.inputs, inputs, strict=True))
     ops = tuple(clone(op, inner, fresh) for op in block.ops)
-    return Block(inputs=inputs, outputs=_named(block.outputs, inner), ops=ops)
+    return Block(inputs=inputs, outputs=named(block.outputs, inner), ops=ops)

@@ -27,8 +27,7 @@ Rewrite = Callable[[Op, Op, JoinedBodies], JoinedBodies | None]
 def with_joined_scans(block: Block, fresh: Fresh, rewrite: Rewrite) -> Block:
     """The block with each scan, and each later one that reads what it stacks, rewritten together.
 
-    What the second body then reads of the first is stacked, and
-    nothing else but what is read elsewhere.
+    What the second body then reads of the first is stacked, and nothing else but what is read elsewhere.
     """
     ops = list(block.ops)
     for behind, op in enumerate(ops):
