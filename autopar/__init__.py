@@ -10,6 +10,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar import checkpoint, data, distributed, errors, recipes
     from autopar.api import parallelize, plan
     from autopar.benching import Bench, bench
+    from autopar.calls.search import Search
     from autopar.executables.compiled_spmd import Compiled
     from autopar.fitting import Fitting, fit
     from autopar.hardware.cluster import Cluster, DeviceKind, Fabric, Link
@@ -39,6 +40,7 @@ __all__ = [
     "Link",
     "Monitor",
     "Plan",
+    "Search",
     "Step",
     "Timed",
     "Tuning",

@@ -12,6 +12,7 @@ from autopar.calls import nnx_objects
 from autopar.calls.following import FollowedStep
 from autopar.calls.methods import keep_instance_alive
 from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
+from autopar.calls.search import Search
 from autopar.calls.step_options import DEFAULT_ARGNUMS
 from autopar.errors import UnsupportedError, expect_type
 from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
@@ -102,10 +103,10 @@ def with_plan(step: Step, plan: Plan) -> Step:
 
 def with_whole_batch(step: Step) -> Step:
     """The same step without its plans, its batch in one micro-batch unless its options name stages or micro-batches."""
-    request = step._options.request
-    if not request.names_pipeline:
-        request = dataclasses.replace(request, num_microbatches=1)
-    return Step(function_of(step), dataclasses.replace(step._options, request=request))
+    search = step._options.search
+    if not step._options.request.names_pipeline:
+        search = search.updated(Search(num_microbatches=1))
+    return Step(function_of(step), dataclasses.replace(step._options, search=search))
 
 
 def microbatches_named_by(step: Step) -> int:

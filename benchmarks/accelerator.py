@@ -171,7 +171,7 @@ def preset() -> autopar.Cluster:
 
 def constants(measured_to: Path) -> dict[str, Any]:
     """Measures now; the cluster with what was measured goes to a file, by which the rows of models predict too."""
-    measurement = calibrate.measure(1, show_progress=False)
+    measurement = calibrate.measure(1)
     autopar.Cluster.of_measurement(measurement, 1).save(measured_to)
     now, before = (constants_of(device) for device in (measurement.device, preset().device))
     return {"constants": {name: [before.get(name), value] for name, value in now.items()}, "report": str(measurement)}
@@ -209,7 +209,7 @@ def unrounded(model: Model, options: dict[str, Any]) -> dict[str, Any]:
     with jax.default_matmul_precision("highest"):
         optimizer = {name: value for name, value in model.large.items() if name == "optimizer"}
         case = CASES[model.float32 or model.case](**model.small | optimizer)
-        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False, **options)
+        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, **options)
         state, key = step.init(case.init, jax.random.key(0)), jax.random.key(0)
         for seed in range(UNROUNDED_STEPS):
             state, metrics = step(state, step.put_batch(case.batch(seed)))
@@ -228,7 +228,7 @@ def _worst(case: Case, expected: tuple[Any, Any], results: tuple[Any, Any]) -> D
 
 def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, Any]:
     """A case under a plan beside plain `jax.jit`: results after two steps, memory, and time in turns."""
-    parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, show_progress=False, **options)
+    parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, **options)
     shapes, key = jax.eval_shape(case.init, jax.random.key(0)), jax.random.key(0)
     step = parallelize(cluster=preset())
     plan = step.plan(shapes, case.batch(0))
@@ -295,7 +295,7 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
         case = CASES[model.case](**sizes)
         shapes = jax.eval_shape(case.init, jax.random.key(0))
         for of, at in clusters.items():
-            step = autopar.parallelize(case.step, cluster=at, cache_dir=None, show_progress=False, **options)
+            step = autopar.parallelize(case.step, cluster=at, cache_dir=None, **options)
             predicted = step.plan(shapes, case.batch(0)).predicted
             row["predicted_s"][of] = predicted.step_time_s
             if of == "preset":
@@ -306,7 +306,7 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
 
 def tune(small: bool) -> dict[str, Any]:
     case = MODELS["gpt"].make(small)
-    step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None)
     state = jax.jit(case.init)(jax.random.key(0))
     begun = time.perf_counter()
     tuning = autopar.tune(step, state, case.batch(0), most=4, seconds=1.0 if small else TUNE_S)

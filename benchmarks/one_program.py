@@ -226,7 +226,6 @@ def planned(model: str, recipe: str, cluster: Any, *, large: bool) -> tuple[Case
     case = CASES[name](**(large_sizes if large else small_sizes))
     options = {
         "plan": RECIPES[recipe], "num_microbatches": MICROBATCHES, "cluster": cluster, "cache_dir": None,
-        "show_progress": False,
     }  # fmt: skip
     return case, options
 

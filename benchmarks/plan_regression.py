@@ -180,7 +180,6 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
         plan=plan,
         cluster=cluster_of(pair.cluster),
         cache_dir=None,
-        show_progress=False,
         **pair.options,
     )
     start_s = planning_processor_s()

@@ -126,7 +126,7 @@ def plan_once(name: str, cluster: str, cache_dir: str) -> dict[str, Any]:
     from autopar.plan.render import in_short
 
     step, args = steps()[name][0]()
-    parallel = autopar.parallelize(step, cluster=cluster, cache_dir=cache_dir, show_progress=False)
+    parallel = autopar.parallelize(step, cluster=cluster, cache_dir=cache_dir)
     begun_s, processor_s = time.perf_counter(), planning_processor_s()
     try:
         plan = parallel.plan(*args)

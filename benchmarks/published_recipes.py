@@ -92,7 +92,6 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
             plan=RECIPES[recipe],
             cluster=autopar.Cluster.local(devices, measured=False),
             cache_dir=None,
-            show_progress=False,
             per_microbatch=PER_MICROBATCH[case.name] if recipe == STAGES_PER_MICROBATCH else (),
         )
         if recipe == STAGES_PER_MICROBATCH:

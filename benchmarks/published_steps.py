@@ -165,7 +165,6 @@ def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan
         plan=recipe_of(row),
         cluster=cluster_of(row, constants),
         cache_dir=None,
-        show_progress=False,
         **options_of(row),
     )
 

@@ -84,12 +84,12 @@ def _steps() -> dict[str, Callable[[], Any]]:
     def zoo(name: str, on: Any, options: dict[str, Any], **sizes: Any) -> Callable[[], Any]:
         case = CASES[name](**sizes)
         given = (jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
-        return lambda: autopar.plan(case.step, *given, cluster=on, cache_dir=None, show_progress=False, **options)
+        return lambda: autopar.plan(case.step, *given, cluster=on, cache_dir=None, **options)
 
     four = autopar.Cluster.preset("dgx-h100").submesh(1, 4)
     small_gpt = dict(layers=2, width=128, heads=4, vocabulary=1024, length=64, batch=8)
     return {
-        "two stages": lambda: autopar.plan(chain, *args, cluster=hosts, cache_dir=None, show_progress=False),
+        "two stages": lambda: autopar.plan(chain, *args, cluster=hosts, cache_dir=None),
         "micro-batches in 3 MB": zoo("mlp", four, {"memory_limit_bytes": 3_000_000}, layers=2, width=512, batch=2048),
         "gpt": zoo("gpt", "p3.16xlarge", {}, **small_gpt),
         "gpt in 15 MB": zoo("gpt", four, {"memory_limit_bytes": 15_000_000}, **small_gpt),

@@ -53,7 +53,7 @@ def planned(recipe: recipes.Recipe | None, width: int = WIDTH) -> autopar.Plan:
     """The plan of the step for eight H100."""
     state = [{"up": array(width, 4 * width), "down": array(4 * width, width)} for _ in range(LAYERS)]
     batch = {"x": array(EXAMPLES, width), "y": array(EXAMPLES, width)}
-    options = {"cluster": "dgx-h100", "plan": recipe, "cache_dir": None, "show_progress": False}
+    options = {"cluster": "dgx-h100", "plan": recipe, "cache_dir": None}
     return autopar.plan(train_step, state, batch, **options)
 
 

@@ -39,7 +39,7 @@ def loss_of(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-@autopar.parallelize(plan=autopar.recipes.pipeline(2, "1f1b", num_microbatches=4), batch="local", show_progress=False)
+@autopar.parallelize(plan=autopar.recipes.pipeline(2, "1f1b", num_microbatches=4), batch="local")
 def train_step(params: Params, batch: dict[str, jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
     loss, gradients = jax.value_and_grad(loss_of)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), {"loss": loss}

@@ -31,7 +31,7 @@ def hosts_of_two(num_devices: int = 8) -> autopar.Cluster:
 
 def check_one_program(case: Case, steps: int = 3) -> None:
     """Metrics and state of some steps on 8 devices are those of `jax.jit`, and something is split."""
-    parallel = autopar.parallelize(case.step, cluster=hosts_of_two(), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(case.step, cluster=hosts_of_two(), cache_dir=None)
     plain, expected = jax.jit(case.step), jax.jit(case.init)(jax.random.key(0))
     state = jax.tree.map(lambda leaf: leaf.copy(), expected)  # the parallel step donates its state
     for seed in range(steps):
@@ -52,7 +52,7 @@ def check_in_stages(case: Case, stages: int, schedule: str, num_microbatches: in
     step = (lambda state, batch: case.step(state, batch)[1]) if evaluates else case.step
     parallel = autopar.parallelize(
         step, plan=autopar.recipes.pipeline(stages, schedule, num_microbatches=num_microbatches),
-        cluster=hosts_of_two(), donate_argnums=() if evaluates else (0,), cache_dir=None, show_progress=False,
+        cluster=hosts_of_two(), donate_argnums=() if evaluates else (0,), cache_dir=None,
     )  # fmt: skip
     plain, expected = jax.jit(step), jax.jit(case.init)(jax.random.key(0))
     state = jax.tree.map(lambda leaf: leaf.copy(), expected)

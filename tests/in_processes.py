@@ -112,7 +112,7 @@ def main(task: dict[str, Any]) -> None:
             new, metrics = case.step(state, batch)
             return new, jax.tree.map(lambda x: 2 * x, metrics)
 
-    step = autopar.parallelize(function, plan=recipe, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(function, plan=recipe, cache_dir=None)
     batch = [case.batch(i) for i in range(2)]
     if task.get("plan_first"):
         step.plan(jax.eval_shape(case.init, jax.random.key(0)), batch[0])

@@ -204,9 +204,7 @@ def verified(case, recipe, num_devices: int = 8):
 
     Returns what `autopar.verify` found, and the plan.
     """
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.local(num_devices), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(case.step, plan=recipe, cluster=autopar.Cluster.local(num_devices), cache_dir=None)
     args = jax.jit(case.init)(jax.random.key(0)), case.batch(0)
     return verified_step(step, args, case.tolerance), step.plan(*args)
 

@@ -1,4 +1,4 @@
-"""`parallelize(follow=step)`: the layouts of another step's state, as options of the search."""
+"""`parallelize(evaluate, plan=step)`: the layouts of another step's state, as options of the search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: 
     state (the model of a model and its optimizer), those of equal path, shape and type.
     Raises: InvalidArgumentError where the followed step has no plan or no argument matches its state.
     """
-    where = f"{name}, follow={followed.name}"
+    where = f"{name}, plan={followed.name}"
     plan = followed.latest_plan()
     if plan is None:
         raise InvalidArgumentError(

@@ -108,7 +108,8 @@ class PlanSources:
         make: Callable[[], Plan],
     ) -> Plan:
         """What `make` makes in process 0, in all processes, whose steps, options and inputs have to be equal."""
-        options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, show_progress=False)
+        search = self._options.search.without("show_progress")
+        options = dataclasses.replace(self._options, plan=None, follow=None, cache_dir=None, search=search)
         leaves = _roles_of_leaves(traced)
         computation = traced.fingerprint, jax_compat.lowering_flags()
         parts = (*computation, leaves, traced.layouts_in_code, repr(options), inputs)

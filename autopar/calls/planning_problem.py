@@ -32,7 +32,7 @@ def check_leaves_plan_open(name: str, options: StepOptions) -> None:
     conflicts = {
         "a plan": options.plan is not None,
         "a recipe": options.has_recipe,
-        "follow": options.follow is not None,
+        "a step to follow": options.follow is not None,
     }
     for option, is_given in conflicts.items():
         if is_given:
@@ -40,6 +40,6 @@ def check_leaves_plan_open(name: str, options: StepOptions) -> None:
                 where=f"{name}, made by parallelize",
                 expected="a step whose plan is searched for",
                 got=f"one with {option}",
-                hint="leave out plan and follow of parallelize; a recipe is timed beside the search's plans with "
+                hint="leave out plan of parallelize; a recipe is timed beside the search's plans with "
                 "tune(step, ..., beside={'mine': recipe})",
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.calls.following import FollowedStep
+from autopar.calls.search import Search
 from autopar.calls.signatures import Signature
 from autopar.hardware.cluster import Cluster
 from autopar.plan.options import PlanRequest
@@ -37,11 +38,16 @@ DEFAULT_ARGNUMS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnum
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Names as in the signature of `parallelize`; `request` is the part that concerns the search for a plan."""
+    """Names as in the signature of `parallelize`, whose `plan` is a plan, the request of a recipe, or a step to follow.
+
+    Attributes:
+        request: The request of the recipe with the wishes of the search.
+    """
 
     plan: Plan | None
-    request: PlanRequest
-    has_recipe: bool
+    recipe: PlanRequest
+    follow: FollowedStep | None
+    search: Search
     cluster: Cluster | None
     batch_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...]
@@ -50,10 +56,20 @@ class StepOptions:
     donate_argnames: tuple[str, ...]
     static_argnames: tuple[str, ...]
     batch_axis: Any
-    follow: FollowedStep | None
     batch: str
     cache_dir: str | Path | None
-    show_progress: bool
+    request: PlanRequest = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request", self.search.request(self.recipe))
+
+    @property
+    def has_recipe(self) -> bool:
+        return self.recipe != PlanRequest()
+
+    @property
+    def show_progress(self) -> bool:
+        return self.search.show_progress is not False
 
     def with_numbers(self, signature: Signature) -> StepOptions:
         """The options with argument numbers in place of names, and counted from 0 in place of those that count from the

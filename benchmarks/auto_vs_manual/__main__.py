@@ -91,7 +91,7 @@ def row_of(model: str, cluster: str, recipe: str, attempts: int) -> dict[str, An
     from autopar.plan.render import in_short
 
     known, on = models()[model], cluster_of(cluster)
-    step = parallelize(known.build().step, cluster=on, cache_dir=None, show_progress=False)
+    step = parallelize(known.build().step, cluster=on, cache_dir=None)
     problem = problem_of(step, *known.shapes())
     made = made_of(problem, RECIPES[recipe](problem), attempts)
     row: dict[str, Any] = {

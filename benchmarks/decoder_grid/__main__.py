@@ -109,7 +109,7 @@ def planned(number: int | str, cluster: str, options: dict[str, Any]) -> Row:
     example = case.batch_of(0) if isinstance(case, Decoder) else case.batch(0)
     state = eqx.filter_eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
-    plan = autopar.plan(case.step, state, batch, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    plan = autopar.plan(case.step, state, batch, cluster=cluster, cache_dir=None, **options)
     pipeline = plan.record.pipeline
     parts = "" if pipeline is None else f", {len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches"
     return {

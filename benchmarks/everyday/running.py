@@ -139,7 +139,7 @@ def _row(job: Job, kind: str, said: str, processor_s: float) -> Row:
 def _planned(job: Job) -> tuple[str, str]:
     case = STEPS[job.step](job.batch)
     state = eqx.filter_eval_shape(case.init, jax.random.key(0))
-    step = autopar.parallelize(case.step, cluster=job.cluster, cache_dir=None, show_progress=False, **WAYS[job.way])
+    step = autopar.parallelize(case.step, cluster=job.cluster, cache_dir=None, **WAYS[job.way])
     try:
         plan = step.plan(state, case.batch(0))
     except errors.AutoparError as error:
@@ -150,9 +150,7 @@ def _planned(job: Job) -> tuple[str, str]:
 
 
 def _outcome(job: Job, bench: Bench) -> tuple[str, str]:
-    step = autopar.parallelize(
-        bench.step, cluster=slow_cluster(job.devices), cache_dir=None, show_progress=False, **WAYS[job.way]
-    )
+    step = autopar.parallelize(bench.step, cluster=slow_cluster(job.devices), cache_dir=None, **WAYS[job.way])
     try:
         results = results_of(step, bench.state(), bench.batches)
     except errors.AutoparError as error:

@@ -287,7 +287,6 @@ class Bench:
             plan=plan,
             cluster=slow_cluster(mode.devices),
             cache_dir=None,
-            show_progress=False,
             time_limit_s=TIME_LIMIT_S,
             **options,
         )

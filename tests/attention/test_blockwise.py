@@ -46,7 +46,7 @@ def arguments():
 def parallel(recipe, devices, attention="blockwise"):
     return autopar.parallelize(
         train_step, plan=recipe, attention=attention, cluster=autopar.Cluster.local(devices, measured=False),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     )  # fmt: skip
 
 
@@ -103,7 +103,6 @@ def test_without_a_kernel_the_default_is_attention_as_it_is_written():
 def test_attention_that_is_not_found_is_named_and_computes_the_same():
     step = autopar.parallelize(
         trained(dropped), attention="blockwise", cluster=autopar.Cluster.local(2, measured=False), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     args = numbers()
     notes = step.plan(*args).record.notes
@@ -124,7 +123,6 @@ def test_attention_that_stays_beside_attention_that_is_found_is_named():
 
     step = autopar.parallelize(
         trained(both), attention="blockwise", cluster=autopar.Cluster.local(2, measured=False), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     assert BATCH
     assert any(n.startswith("1 product of scores stays as it is written") for n in step.plan(*numbers()).record.notes)
@@ -137,7 +135,7 @@ def test_other_words_for_attention_are_refused():
 
 def assert_blockwise_equals_jit(step, state, batch):
     blockwise = autopar.parallelize(
-        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     expected = jax.jit(step)(state, batch)
@@ -240,7 +238,7 @@ def decoder_arguments(layers, examples, length, width):
 def test_many_layers_under_a_policy_are_planned(saved):
     args = jax.eval_shape(lambda: decoder_arguments(layers=8, examples=8, length=1024, width=256))
     step = decoder_step({"saved": saved, "dtype": jnp.bfloat16})
-    plan = autopar.plan(step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False, attention="blockwise")
+    plan = autopar.plan(step, *args, cluster="dgx-h100", cache_dir=None, attention="blockwise")
     assert plan.predicted.step_time_s < 1e-2
     assert not any("attention" in note for note in plan.record.notes)
 
@@ -321,7 +319,7 @@ def cross_arguments(layers=2, text=6):
 def test_fewer_keys_than_queries_compute_the_same_without_scores(recipe):
     step, args = autopar.parallelize(
         cross_step, plan=recipe, attention="blockwise", cluster=autopar.Cluster.local(4, measured=False),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     ), cross_arguments()  # fmt: skip
     assert not [note for note in step.plan(*args).record.notes if "attention" in note]
     expected, got = jax.jit(cross_step)(*args), step(*args)
@@ -332,7 +330,6 @@ def test_fewer_keys_than_queries_compute_the_same_without_scores(recipe):
 def test_a_ring_refuses_fewer_keys_than_queries():
     step = autopar.parallelize(
         cross_step, plan=recipes.sequence_parallel("ring"), cluster=autopar.Cluster.local(2), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match=r"as many positions of queries as of keys.*16 of queries and 6 of keys"):
         step.plan(*cross_arguments())
@@ -354,10 +351,9 @@ def test_a_matrix_whose_columns_become_positions_is_no_attention():
         {"in": jax.ShapeDtypeStruct((4, 32), "float32"), "out": jax.ShapeDtypeStruct((32, 4), "float32")},
         {"x": jax.ShapeDtypeStruct((B, 8, 8), "float32")},
     )
-    plan = autopar.plan(step, *args, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False)
+    plan = autopar.plan(step, *args, cluster=autopar.Cluster.local(2), cache_dir=None)
     assert not [note for note in plan.record.notes if "attention" in note]
     with pytest.raises(UnsupportedError, match="a step with attention"):
         autopar.plan(
             step, *args, cluster=autopar.Cluster.local(2), plan=recipes.sequence_parallel("ulysses"), cache_dir=None,
-            show_progress=False,
         )  # fmt: skip

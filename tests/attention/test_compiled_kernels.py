@@ -36,7 +36,6 @@ def compiled(attention, cluster, target, plan=None):
     )
     step = autopar.parallelize(
         train_step, plan=plan or recipes.data_parallel(), attention=attention, cluster=cluster, cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     return step.plan(*args), compile_for_target(step, target, *args)
 
@@ -89,7 +88,6 @@ def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kerne
     )
     step = autopar.parallelize(
         cross_step, plan=recipes.data_parallel(), attention="blockwise", cluster=cluster, cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     made, plan = compile_for_target(step, target, *args), step.plan(*args)
     assert kernels <= set(re.findall(r'target="([^"]*)"', made.as_text()))
@@ -145,9 +143,7 @@ def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
 
     state = [jax.ShapeDtypeStruct((W, H // 2, *group, D), jnp.bfloat16) for group in ((2,), (), ())]
     batch = {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)}
-    step = autopar.parallelize(
-        step, plan=recipes.data_parallel(), cluster="dgx-h100", cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(step, plan=recipes.data_parallel(), cluster="dgx-h100", cache_dir=None)
     text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
     in_scores_order, in_weights_order = f"[1,{H // 2},{L},{L},2]", f"[1,{H // 2},2,{L},{L}]"
     made = [line.split(" fusion(")[0] for line in text.splitlines() if " fusion(" in line and "transpose" in line]

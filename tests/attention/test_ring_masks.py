@@ -214,7 +214,7 @@ def check_equal(attention, recipe, devices):
     step = train_step(attention)
     expected = jax.jit(step)(state, batch)
     parallel = autopar.parallelize(
-        step, plan=recipe, cluster=autopar.Cluster.local(devices, measured=False), cache_dir=None, show_progress=False
+        step, plan=recipe, cluster=autopar.Cluster.local(devices, measured=False), cache_dir=None
     )
     made = autopar.verify(parallel, state, batch)
     assert made.total.predicted == made.total.compiled

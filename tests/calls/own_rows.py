@@ -52,7 +52,7 @@ class Tries:
         **options: Any,
     ) -> list[float]:
         """The losses of a new step on what `pick(step, whole batch)` gives of each batch."""
-        step = autopar.parallelize(function or self.mlp_step, cache_dir=None, show_progress=False, **options)
+        step = autopar.parallelize(function or self.mlp_step, cache_dir=None, **options)
         if planned_for:
             shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, self.mlp_batch(planned_for)))
             step.plan(jax.eval_shape(self.mlp_state, jax.random.key(0)), shapes)
@@ -91,7 +91,7 @@ class Tries:
             return self.losses(lambda _, b: {"rows": self.own(b), "scale": value}, function=scaled)
 
         def another_state() -> list[float]:
-            step = autopar.parallelize(self.mlp_step, cache_dir=None, show_progress=False)
+            step = autopar.parallelize(self.mlp_step, cache_dir=None)
             state = self.mlp_state(jax.random.key(self.process))
             return [float(step(state, self.own(self.mlp_batch(EXAMPLES)))[1]["loss"])]
 

@@ -15,7 +15,7 @@ from autopar import recipes
 from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError
 from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
-OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False}
+OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None}
 
 
 def made(function=mlp_step, **options):
@@ -261,9 +261,7 @@ def test_static_arguments_that_are_equal_and_of_other_types_are_steps_of_their_o
         counted = jnp.arange(4) / 2 if isinstance(exponent, float) else jnp.arange(4) // 2
         return w * (10 if exponent is True else 1), (counted, x.sum())
 
-    parallel = autopar.parallelize(
-        step, static_argnums=2, donate_argnums=(), batch_argnums=1, cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, static_argnums=2, donate_argnums=(), batch_argnums=1, cache_dir=None)
     w, x = jnp.ones(4), jnp.ones((8, 2))
     for k in (1, True, 1.0, 1):
         found, expected = parallel(w, x, wrapped(k)), step(w, x, k)

@@ -21,9 +21,7 @@ RECIPES = {
 
 
 def parallel(function, recipe=RECIPES["one program"], **options):
-    return autopar.parallelize(
-        function, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None, show_progress=False, **options
-    )
+    return autopar.parallelize(function, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None, **options)
 
 
 def assert_same(got, expected, tolerance: float = 1e-6) -> None:
@@ -65,7 +63,7 @@ def test_another_configuration_has_another_program(change):
 def test_keys_are_drawn_from_as_the_configuration_has_it():
     """The jaxpr is the same, and the sharding rules are not."""
     noisy = lambda state, batch, key: (state + jax.random.normal(key, state.shape), jnp.sum(batch))
-    options = dict(plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False, donate_argnums=())
+    options = dict(plan=autopar.recipes.zero(3), cache_dir=None, donate_argnums=())
     step, plain = autopar.parallelize(noisy, **options), jax.jit(noisy)
     args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(5)
     for change in (contextlib.nullcontext, CONFIGURATIONS["random bits"]):
@@ -184,7 +182,7 @@ from tests import small_steps as steps
 
 for recipe in (autopar.recipes.data_parallel(), autopar.recipes.pipeline(1, num_microbatches=2)):
     step = autopar.parallelize(
-        steps.mlp_step, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None, show_progress=False
+        steps.mlp_step, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None
     )
     state, batch = steps.new_mlp_state(), steps.mlp_batch()
     state, _ = step(state, batch)

@@ -46,9 +46,7 @@ def new_objects():
 
 
 def made(function=train, **options):
-    return autopar.parallelize(
-        function, **{"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False} | options
-    )
+    return autopar.parallelize(function, **{"cluster": slow_cluster(4), "cache_dir": None} | options)
 
 
 def arrays(*objects):

@@ -64,9 +64,7 @@ def restore_onto_each_other(folder: Path) -> dict[str, Any]:
 
     case = CASES["mlp"]()
     shapes = jax.eval_shape(case.init, jax.random.key(0))
-    steps = {
-        kind: autopar.parallelize(case.step, plan=recipe(kind), cache_dir=None, show_progress=False) for kind in KINDS
-    }
+    steps = {kind: autopar.parallelize(case.step, plan=recipe(kind), cache_dir=None) for kind in KINDS}
     digests, unequal, in_host = {}, [], 0
     for kind in KINDS:
         state = steps[kind].init(case.init, jax.random.key(0))

@@ -76,7 +76,7 @@ def test_every_second_step_is_saved_and_the_latest_two_are_kept(tmp_path):
 
 def test_a_run_begins_and_then_goes_on_where_it_was(tmp_path):
     case = CASES["mlp"]()
-    step = autopar.parallelize(case.step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=autopar.recipes.zero(3), cache_dir=None)
     data = Batches()
     with checkpointer(tmp_path) as checkpoints:
         state, start = checkpoints.restore_or(case.init, jax.random.key(0), step=step, data=data)
@@ -219,7 +219,7 @@ def test_a_number_of_python_stays_one_under_a_plan(tmp_path):
     def step(state, batch):
         return {"w": state["w"] + batch.sum(0), "n": state["n"] + 1}, {}
 
-    train_step = autopar.parallelize(step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    train_step = autopar.parallelize(step, plan=autopar.recipes.zero(3), cache_dir=None)
     state = {"w": jnp.arange(8.0), "n": 3}
     train_step.plan(state, jnp.ones((8, 8)))
     with checkpointer(tmp_path) as checkpoints:

@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> str:
     """Checkpoints of steps 3 and 4, with a plan and a position."""
     path = tmp_path_factory.mktemp("run")
     case = CASES["mlp"]()
-    step = autopar.parallelize(case.step, plan=autopar.recipes.zero(3), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=autopar.recipes.zero(3), cache_dir=None)
     step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
     params = {
         "dense": {

@@ -185,10 +185,7 @@ PLANS = {
 @pytest.mark.parametrize(("one", "other"), [("zero3", "stages"), ("stages", "one program")])
 def test_a_state_of_one_plan_opens_under_another(tmp_path, one, other):
     case = CASES["mlp"]()
-    steps = {
-        name: autopar.parallelize(case.step, plan=PLANS[name](), cache_dir=None, show_progress=False)
-        for name in (one, other)
-    }
+    steps = {name: autopar.parallelize(case.step, plan=PLANS[name](), cache_dir=None) for name in (one, other)}
     state = steps[one].init(case.init, jax.random.key(0))
     state, _ = steps[one](state, case.batch(0))
     shapes = jax.eval_shape(case.init, jax.random.key(0))

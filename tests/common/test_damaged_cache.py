@@ -41,7 +41,7 @@ def filled(tmp_path_factory) -> Path:
 
 
 def step_with(directory, function=mlp_step, **options):
-    options = {"cluster": slow_cluster(2), "cache_dir": directory, "show_progress": False} | options
+    options = {"cluster": slow_cluster(2), "cache_dir": directory} | options
     return autopar.parallelize(function, **options)
 
 
@@ -264,7 +264,7 @@ def test_a_user_without_a_home(monkeypatch, caplog):
     monkeypatch.setattr("os.getuid", lambda: 4_000_000_000 - 1)  # of whom the system knows nothing
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
     assert cache_dir.default_directory() is None
-    assert_runs(autopar.parallelize(mlp_step, cluster=slow_cluster(2), show_progress=False))
+    assert_runs(autopar.parallelize(mlp_step, cluster=slow_cluster(2)))
     Cluster.local(2)
     (said,) = warnings(caplog)
     assert said.startswith("no cache: ~/.cache needs a home directory")

@@ -42,7 +42,7 @@ def test_planning_collects_seldom_and_leaves_nothing_behind_where_it_fails():
         seen.append(gc.get_threshold())
         raise ZeroDivisionError
 
-    planned = autopar.parallelize(step, cluster=autopar.Cluster.flat(2), cache_dir=None, show_progress=False)
+    planned = autopar.parallelize(step, cluster=autopar.Cluster.flat(2), cache_dir=None)
     with pytest.raises(ZeroDivisionError):
         planned.plan(mlp_state(jax.random.key(0)), mlp_batch())
     assert seen[0] == SELDOM

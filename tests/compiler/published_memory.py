@@ -89,7 +89,6 @@ def _planned(step: Callable[..., Any], state: Any, batch: Any, num_devices: int,
         plan=recipe,
         memory_limit_bytes=NO_LIMIT_BYTES,
         cache_dir=None,
-        show_progress=False,
     )
 
 

@@ -29,7 +29,7 @@ def along_steps(p, batch):
 
 def plan_of(loss, shape, **options):
     args = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return autopar.plan(trained(loss), *args, cluster="dgx-h100", cache_dir=None, show_progress=False, **options)
+    return autopar.plan(trained(loss), *args, cluster="dgx-h100", cache_dir=None, **options)
 
 
 @pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(1)])

@@ -37,7 +37,7 @@ def planned(recipe, step=GPT.step, state=None, batch=None, devices=4):
     state = jax.eval_shape(GPT.init, jax.random.key(0)) if state is None else state
     batch = GPT.batch(0) if batch is None else batch
     cluster = autopar.Cluster.flat(devices)
-    return autopar.plan(step, state, batch, cluster=cluster, plan=recipe, cache_dir=None, show_progress=False)
+    return autopar.plan(step, state, batch, cluster=cluster, plan=recipe, cache_dir=None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ LIMIT_BYTES = 20_000
 
 
 def planned(**options):
-    options = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False, **options}
+    options = {"cluster": slow_cluster(4), "cache_dir": None, **options}
     return autopar.plan(chain_step, STATE, BATCH, **options)
 
 
@@ -65,15 +65,11 @@ def test_a_plan_that_is_given_is_held_against_a_limit_that_is_given_with_it(reci
 
 
 def test_a_step_that_follows_another_is_held_against_its_own_limit():
-    step = autopar.parallelize(
-        chain_step, plan=data_parallel(), cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(chain_step, plan=data_parallel(), cluster=slow_cluster(4), cache_dir=None)
     step.plan(STATE, BATCH)
 
     def evaluate(params, batch):
         return chain_step(params, batch)[1]
 
     with pytest.raises(MemoryLimitError, match="evaluate on mesh"):
-        autopar.parallelize(
-            evaluate, follow=step, memory_limit_bytes=LIMIT_BYTES, cache_dir=None, show_progress=False
-        ).plan(STATE, BATCH)
+        autopar.parallelize(evaluate, follow=step, memory_limit_bytes=LIMIT_BYTES, cache_dir=None).plan(STATE, BATCH)

@@ -36,7 +36,7 @@ def new_batch():
 
 
 def step_within(limit_bytes, **options):
-    defaults = {"cluster": slow_cluster(2), "cache_dir": None, "show_progress": False}
+    defaults = {"cluster": slow_cluster(2), "cache_dir": None}
     return autopar.parallelize(adam_step, memory_limit_bytes=limit_bytes, **(defaults | options))
 
 
@@ -118,7 +118,7 @@ def test_a_recipe_is_not_offloaded():
 def test_a_step_without_a_batch_that_does_not_fit_is_a_matter_of_memory():
     step = autopar.parallelize(
         lambda state: adam_step(state, new_batch()),
-        cluster=slow_cluster(2), memory_limit_bytes=STATE_BYTES // 3, cache_dir=None, show_progress=False,
+        cluster=slow_cluster(2), memory_limit_bytes=STATE_BYTES // 3, cache_dir=None,
     )  # fmt: skip
     with pytest.raises(MemoryLimitError):
         step.plan(new_state())

@@ -17,7 +17,7 @@ DEVICES = 4
 def planned(step, args, recipe):
     """The plan of a step under a recipe, held against plain `jax.jit`; and the layouts of its arguments by path."""
     parallel = autopar.parallelize(
-        step, plan=recipe, cluster=autopar.Cluster.local(DEVICES, measured=False), cache_dir=None, show_progress=False
+        step, plan=recipe, cluster=autopar.Cluster.local(DEVICES, measured=False), cache_dir=None
     )
     verified_step(parallel, args, 1e-5)
     plan = parallel.plan(*args)
@@ -142,7 +142,6 @@ def test_no_product_that_divides_is_named():
         plan=recipes.tensor_parallel(),
         cluster=autopar.Cluster.local(DEVICES, measured=False),
         cache_dir=None,
-        show_progress=False,
     )
     with pytest.raises(InvalidArgumentError, match=r"tensor axis of 4 devices.*which 4 divides, got state \[3, 5\]"):
         step.plan(normal(3, 5), {"x": normal(8, 3)})

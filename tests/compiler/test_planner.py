@@ -49,7 +49,7 @@ def zoo(name, **sizes):
 
 def planned(step, on, **options):
     function, args = step
-    return autopar.parallelize(function, cluster=on, cache_dir=None, show_progress=False, **options).plan(*args)
+    return autopar.parallelize(function, cluster=on, cache_dir=None, **options).plan(*args)
 
 
 # Requests for what the search chose

@@ -34,7 +34,7 @@ def plan(checkpoint: bool, scanned: bool = False, recipe="data_parallel()", **op
     else:
         state = [[jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]] * LAYERS
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
-    step = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(step, plan=recipe, cache_dir=None, **options)
     return autopar.plan(step, state, batch, cluster="dgx-h100")
 
 
@@ -98,9 +98,7 @@ def test_attention_in_blocks_is_not_computed_again_without_it():
 
             return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
 
-        step = autopar.parallelize(
-            step, plan="data_parallel()", attention="blockwise", cache_dir=None, show_progress=False
-        )
+        step = autopar.parallelize(step, plan="data_parallel()", attention="blockwise", cache_dir=None)
         state = [jax.ShapeDtypeStruct((128, 3, 128), "bfloat16")] * 2
         return autopar.plan(step, state, jax.ShapeDtypeStruct((32, 4096, 128), "bfloat16"), cluster="dgx-h100:1")
 
@@ -116,7 +114,7 @@ def test_nothing_is_told_where_it_would_not_fit():
 
 
 def test_a_step_that_takes_no_time_has_no_note():
-    step = autopar.parallelize(lambda state, batch: (state, batch), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(lambda state, batch: (state, batch), cache_dir=None)
     found = autopar.plan(step, {}, jax.ShapeDtypeStruct((8, 4), "float32"), cluster="dgx-h100")
     assert found.predicted.step_time_s == 0.0
     assert not told(found)
@@ -130,7 +128,7 @@ def test_what_is_computed_twice_without_it_is_none_of_its_doing():
         return state - 0.1 * jax.grad(loss)(state)
 
     shapes = jax.ShapeDtypeStruct((WIDTH, INNER), "bfloat16"), jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
-    step = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(step, cache_dir=None)
     assert not told(autopar.plan(step, *shapes, cluster="dgx-h100"))
 
 

@@ -56,7 +56,7 @@ def arguments(examples=EXAMPLES):
 def parallel(remat, step=None, recipe=None, cluster=None, **options):
     return autopar.parallelize(
         step or training_step(), plan=recipe or recipes.data_parallel(), cluster=cluster or slow_cluster(2),
-        remat=remat, cache_dir=None, show_progress=False, **options,
+        remat=remat, cache_dir=None, **options,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_numbers_are_those_of_jit_and_memory_that_of_the_compiled_program(where,
     assert compared.difference < 1e-5
     assert compared.peak.ratio == pytest.approx(1.0, abs=0.03)
     step.latest_plan.save(tmp_path / "plan.json")
-    again = autopar.parallelize(training_step(), plan=autopar.Plan.load(tmp_path / "plan.json"), show_progress=False)
+    again = autopar.parallelize(training_step(), plan=autopar.Plan.load(tmp_path / "plan.json"))
     again.compile(*jax.eval_shape(arguments))
     assert again.latest_plan.record.saved_names == step.latest_plan.record.saved_names
 

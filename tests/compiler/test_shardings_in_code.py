@@ -59,7 +59,7 @@ def laid(on, *spec):
 
 
 def parallel(step, devices, **options):
-    return autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **options)
 
 
 def note(plan):
@@ -252,9 +252,7 @@ def test_logical_constraints_of_flax_are_pins_too():
 def test_the_cache_tells_layouts_apart(tmp_path):
     def pinned(*spec):
         step = mlp(laid(mesh(2, 2), *spec))
-        made = autopar.parallelize(
-            step, cluster=slow_cluster(4), cache_dir=tmp_path, constraints="pins", show_progress=False
-        )
+        made = autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=tmp_path, constraints="pins")
         return [pin.spec for pin in made.plan(*arguments()).record.pinned.pins]
 
     assert pinned("data") == pinned("data") == ["P('data', None)"]

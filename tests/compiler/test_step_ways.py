@@ -63,7 +63,7 @@ def arguments(examples=16):
 
 
 def planned(step, cluster="dgx-h100:1", **options):
-    return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, show_progress=False, **options)
+    return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, **options)
 
 
 @pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
@@ -121,7 +121,7 @@ def numbers(examples=256):
 @pytest.mark.parametrize(("devices", "share"), [(1, 0.2), (2, 0.6)])
 def test_scans_compute_again_what_does_not_fit(devices, share):
     state, batch = numbers()
-    options = dict(cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
+    options = dict(cluster=slow_cluster(devices), cache_dir=None)
     free = autopar.plan(scanned, state, batch, **options)
     assert free.record.scan_recompute == ""
     limit_bytes = int(share * max(free.predicted.peak_bytes))

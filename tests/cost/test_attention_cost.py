@@ -115,7 +115,6 @@ def test_plans_hold_no_scores_where_a_kernel_takes_them():
     for attention in ("as written", "blockwise"):
         plan = autopar.plan(
             step, *args, cluster="dgx-h100", plan=recipes.data_parallel(), attention=attention, cache_dir=None,
-            show_progress=False,
         )  # fmt: skip
         peaks.append(max(plan.predicted.peak_bytes))
         seconds.append(plan.predicted.step_time_s)

@@ -77,7 +77,7 @@ def test_the_padded_copy_is_held_until_the_backward_pass():
         state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         batch = jax.ShapeDtypeStruct((64, 64, 64, 8), jnp.float32)
         cluster = autopar.Cluster.parse("dgx-h200:1")
-        step = autopar.parallelize(step, cluster=cluster, cache_dir=None, show_progress=False)
+        step = autopar.parallelize(step, cluster=cluster, cache_dir=None)
         return max(step.plan(state, batch).predicted.peak_bytes)
 
     assert peak_bytes("SAME") - peak_bytes(((1, 1), (1, 1))) == 64 * 65 * 65 * 8 * 4
@@ -99,7 +99,7 @@ def test_the_compiler_pads_and_makes_as_much(size, padded):
     state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     batch = jax.ShapeDtypeStruct((64, 64, 64, 3), jnp.float32)
     cluster = autopar.Cluster.parse("dgx-h200:1")
-    step = autopar.parallelize(step, cluster=cluster, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(step, cluster=cluster, cache_dir=None)
     text = compile_for_target(step, "gpu:h200:1", state, batch).as_text()
     assert sorted({int(n) for n in re.findall(r"f32\[64,(\d+),\1,32\]\S* fusion\(", text)} - {32, 64}) == padded
     gradients = r"cudnn-conv-bw-input\S* = \(f32\[64,(\d+),\1,32\]"

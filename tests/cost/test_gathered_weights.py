@@ -19,7 +19,6 @@ def test_half_precision_weights_are_gathered_for_each_pass():
         plan=recipes.combine(zero=3, recompute="input"),
         cluster=autopar.Cluster.local(4, measured=False),
         cache_dir=None,
-        show_progress=False,
     )
     state = jax.eval_shape(case.init, jax.random.key(0))
     verified = autopar.verify(step, state, case.batch(0))

@@ -264,7 +264,7 @@ def test_what_a_loop_stacks_is_read_and_written_in_each_turn(turn):
 @pytest.mark.parametrize(("preset", "microseconds"), [("dgx-h200:1", 1.35), ("tpu-v5e:1x1", 0.0)])
 def test_a_small_kernel_takes_its_time_where_that_is_known(preset, microseconds):
     cluster = autopar.Cluster.parse(preset)
-    step = autopar.parallelize(lambda state, batch: state - batch, cluster=cluster, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(lambda state, batch: state - batch, cluster=cluster, cache_dir=None)
     predicted_s = step.plan(shape(4, 4), shape(4, 4)).predicted.step_time_s
     assert predicted_s == pytest.approx(microseconds * 1e-6, abs=1e-8)
 
@@ -276,7 +276,7 @@ def test_a_loop_waits_between_its_turns():
         return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ state), None), batch, length=16)[0]
 
     cluster = autopar.Cluster.parse("dgx-h200:1")
-    step = autopar.parallelize(step, cluster=cluster, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(step, cluster=cluster, cache_dir=None)
     predicted_s = step.plan(shape(16, 16), shape(16, 16)).predicted.step_time_s
     h200 = presets.H200
     product_s = h200.launch_overhead_s + h200.fill_s("float32")

@@ -93,7 +93,7 @@ def test_a_constant_table_made_in_the_body_of_a_layer_is_planned_for_a_tpu(form,
         value, gradient = jax.value_and_grad(loss)(p, x)
         return p - gradient, value
 
-    made = autopar.parallelize(step, cluster=preset, cache_dir=None, show_progress=False)
+    made = autopar.parallelize(step, cluster=preset, cache_dir=None)
     plan = made.plan(jax.ShapeDtypeStruct((2, 32, 32), jnp.float32), jax.ShapeDtypeStruct((16, 128, 32), jnp.float32))
     assert max(plan.predicted.peak_bytes) < 16 * 128 * 32 * 4 * 12
 
@@ -156,7 +156,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 def predicted_and_compiled(step, state, batch):
     cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
-    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, cache_dir=None, show_progress=False)
+    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, cache_dir=None)
     stats = compile_for_target(made, "tpu:v5e:2x2", state, batch).memory_analysis()
     return max(made.plan(state, batch).predicted.peak_bytes), allocated_bytes(stats)
 

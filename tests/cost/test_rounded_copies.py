@@ -33,7 +33,7 @@ def gathered_bytes(cluster, precision=None, reads=lambda w: w):
 
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
     batch = jax.ShapeDtypeStruct((64 * DEVICES, WIDTH), jnp.float32)
-    parallel = autopar.parallelize(step, plan=recipes.zero(3), cluster=cluster, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, plan=recipes.zero(3), cluster=cluster, cache_dir=None)
     return parallel.plan(weights, batch).predicted.by_kind()["all-gather"][1]
 
 
@@ -67,7 +67,7 @@ def staged_step(monkeypatch, cluster):
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
     batch = jax.ShapeDtypeStruct((64 * DEVICES, WIDTH), jnp.float32)
     recipe = recipes.combine(dp=DEVICES, zero=3, num_microbatches=2)
-    autopar.parallelize(step, plan=recipe, cluster=cluster, cache_dir=None, show_progress=False).plan(weights, batch)
+    autopar.parallelize(step, plan=recipe, cluster=cluster, cache_dir=None).plan(weights, batch)
     return made[-1]
 
 

@@ -64,7 +64,7 @@ def train(plan, tail, source):
     import autopar
     from tests import small_steps
 
-    step = autopar.parallelize(small_steps.mlp_step, plan=plan_of(plan), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(small_steps.mlp_step, plan=plan_of(plan), cache_dir=None)
     recorded = Recorded(examples()) if source == "numbered" else Stream(examples())
     options = {"batch_size": BATCH, "epochs": EPOCHS, "tail": tail, "seed": 7}
     data = autopar.data.shard(recorded, step, **options)

@@ -20,7 +20,7 @@ PIPELINE = autopar.recipes.pipeline(2, "1f1b", num_microbatches=4)
 
 def new_step(plan=None, function=mlp_step):
     cluster = slow_cluster() if plan is None else None
-    return autopar.parallelize(function, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+    return autopar.parallelize(function, plan=plan, cluster=cluster, cache_dir=None)
 
 
 def shard(step, **options):

@@ -16,7 +16,7 @@ from tests.small_steps import assert_close, transformer
 
 def step_of(fun, plan, cluster):
     cluster = autopar.Cluster.parse(cluster)
-    return autopar.parallelize(fun, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+    return autopar.parallelize(fun, plan=plan, cluster=cluster, cache_dir=None)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_state_of_less_than_8_bits_runs_as_any_other(plan, dtype):
         return {"w": [jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)] * 2, "codes": codes}
 
     batch = jnp.linspace(0.1, 1.0, 64).reshape(8, 8)
-    planned, plain = autopar.parallelize(step, plan=plan, cache_dir=None, show_progress=False), jax.jit(step)
+    planned, plain = autopar.parallelize(step, plan=plan, cache_dir=None), jax.jit(step)
     got, expected = state(), state()
     for _ in range(3):
         got, value = planned(got, batch)

@@ -21,9 +21,7 @@ def run_and_compare(cluster: str, **options) -> autopar.Plan:
     case = transformer()
     state = jax.jit(case.create)(jax.random.key(0))
     expected = jax.jit(case.step)(state, case.batch)
-    step = autopar.parallelize(
-        case.step, cluster=autopar.Cluster.parse(cluster), cache_dir=None, show_progress=False, **options
-    )
+    step = autopar.parallelize(case.step, cluster=autopar.Cluster.parse(cluster), cache_dir=None, **options)
     assert_close(step(jax.tree.map(np.array, state), case.batch), expected)
     return step.plan(case.shapes, case.batch)
 
@@ -39,7 +37,6 @@ def test_zero_2_between_hosts_reduces_large_gradients_in_parts():
         plan=recipes.combine(zero=2, num_microbatches=2),
         cluster=cluster,
         cache_dir=None,
-        show_progress=False,
     )
     verified = autopar.verify(step, case.shapes, case.batch)
     matrices = sum(4 * x.size for x in jax.tree.leaves(case.shapes))

@@ -21,7 +21,7 @@ from benchmarks.zoo.comparison import worst_difference
 from tests.beside_jit import check_in_stages, hosts_of_two
 from tests.small_steps import assert_close, shapes, slow_cluster
 
-OPTIONS = {"cluster": hosts_of_two(), "cache_dir": None, "show_progress": False}
+OPTIONS = {"cluster": hosts_of_two(), "cache_dir": None}
 SMALL = CASES["mlp"](layers=3, batch=16)
 GPT = CASES["gpt"](layers=1, batch=8)
 REDUCTIONS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
@@ -469,7 +469,7 @@ def halved_arguments(batch=8):
 
 def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_otherwise():
     on = dataclasses.replace(autopar.Cluster.preset("p3.16xlarge"), devices_per_host=2)
-    options = {"cluster": on, "cache_dir": None, "show_progress": False, "plan": recipe(2, m=4)}
+    options = {"cluster": on, "cache_dir": None, "plan": recipe(2, m=4)}
     roomy = autopar.plan(halved_step, *halved_arguments(256), **options)
     assert roomy.record.pipeline.keeps_copies
     less_bytes = 128 * 128 * 2  # of three copies that a device keeps, one

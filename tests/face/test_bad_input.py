@@ -289,7 +289,7 @@ def test_errors_name_arguments_behind_static_ones():
     def step(name, state, batch):
         return mlp_step(state, batch)
 
-    parallel = small(step, static_argnums=0, donate_argnums=1, batch_argnums=2, cache_dir=None, show_progress=False)
+    parallel = small(step, static_argnums=0, donate_argnums=1, batch_argnums=2, cache_dir=None)
     old = new_mlp_state()
     old["bias"].delete()
     with pytest.raises(errors.DonatedStateError, match=re.escape("step, state['bias']")):

@@ -71,7 +71,7 @@ def mixing_times(p, batch):
 def run(step, batch, **options):
     """The step on two devices, once it is known to give what plain jax.jit gives."""
     expected = jax.jit(step)(state(), batch)
-    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, show_progress=False, **options)
+    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, **options)
     plan = parallel.plan(state(), batch)
     assert_close(parallel(state(), batch), expected)
     return plan
@@ -108,7 +108,7 @@ def test_a_batch_of_which_a_loop_goes_over_parts_in_another_order():
 
     args = {"a": array(WIDTH, 10), "b": array(10, 1)}, {"x": array(STEPS, EXAMPLES, WIDTH), "y": array(STEPS, EXAMPLES)}
     expected = jax.jit(step)(*args)
-    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None)
     assert_close(parallel(*args), expected)
 
 
@@ -140,7 +140,6 @@ def test_axes_of_several_arguments():
     expected = jax.jit(step)(*args)
     parallel = autopar.parallelize(
         step, batch_argnums=(1, 2), batch_axis=(1, None), num_microbatches=2, cluster=CLUSTER, cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     assert_close(parallel(*args), expected)
 
@@ -161,7 +160,7 @@ def test_a_step_planned_anew_keeps_its_axis():
 def test_fit_varies_the_dimension_that_is_named():
     batch = {"x": jax.ShapeDtypeStruct((LENGTH, EXAMPLES, WIDTH), jnp.float32), "times": array(LENGTH)}
     step = autopar.parallelize(
-        mixing_times, batch_axis={"x": 1, "times": None}, memory_limit_bytes=2**20, cache_dir=None, show_progress=False
+        mixing_times, batch_axis={"x": 1, "times": None}, memory_limit_bytes=2**20, cache_dir=None
     )
     found = autopar.fit(step, state(), batch, clusters=[CLUSTER], multiple=64)
     assert found.largest(CLUSTER.name) > EXAMPLES

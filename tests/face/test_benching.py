@@ -25,7 +25,7 @@ from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, ranked
 from autopar.recipes.parse import ALIASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
 
-OPTIONS = dict(cache_dir=None, show_progress=False)
+OPTIONS = dict(cache_dir=None)
 
 
 def wide_step(state, batch):

@@ -251,7 +251,7 @@ def test_sizes_are_taken_as_people_write_them(job, capsys):
 
 
 def test_sizes_and_clusters_are_text_in_python_too():
-    options = {"cache_dir": None, "show_progress": False}
+    options = {"cache_dir": None}
     plan = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", memory_limit_bytes="16GiB", **options)
     assert plan.cluster == Cluster.preset("dgx-h100", hosts=2)
     assert plan.record.memory_limit_bytes == 16 * 2**30
@@ -398,7 +398,6 @@ def test_what_a_recipe_would_give(job, capsys):
         cluster="dgx-h100",
         plan=autopar.recipes.zero(3),
         cache_dir=None,
-        show_progress=False,
     )
     assert made["quantities"][0]["other"] == own.predicted.step_time_s
     assert made["instead"] in out_of(capsys, *named, "--effort", "quick").replace("\n", " ")

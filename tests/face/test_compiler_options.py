@@ -25,7 +25,7 @@ THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def planned(cluster=None, **options):
-    step = autopar.parallelize(mlp_step, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(mlp_step, cluster=cluster, cache_dir=None, **options)
     return step.plan(MLP_STATE, MLP_BATCH)
 
 
@@ -99,7 +99,7 @@ def test_another_plan_of_the_step_has_them():
 @pytest.mark.parametrize("recipe", [None, recipes.combine(pp=2, num_microbatches=2)], ids=["one program", "stages"])
 def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     options = {"xla_cpu_enable_fast_math": False}
-    step = autopar.parallelize(mlp_step, plan=recipe, compiler_options=options, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(mlp_step, plan=recipe, compiler_options=options, cache_dir=None)
     plan = step.plan(MLP_STATE, MLP_BATCH)
     assert plan.exchange_options == {}  # thresholds are of GPUs
     compiled_with.clear()
@@ -109,13 +109,13 @@ def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded.compiler_options == options
     compiled_with.clear()
-    autopar.parallelize(mlp_step, plan=loaded, cache_dir=None, show_progress=False)(new_mlp_state(), mlp_batch())
+    autopar.parallelize(mlp_step, plan=loaded, cache_dir=None)(new_mlp_state(), mlp_batch())
     assert options in compiled_with
 
 
 def test_devices_of_another_platform_get_none(compiled_with):
     plan = planned(autopar.Cluster.preset("tpu-v5e", topology="2x4"))
-    autopar.parallelize(mlp_step, plan=plan, cache_dir=None, show_progress=False)(new_mlp_state(), mlp_batch())
+    autopar.parallelize(mlp_step, plan=plan, cache_dir=None)(new_mlp_state(), mlp_batch())
     assert not any("tpu" in name for options in compiled_with for name in options)
 
 
@@ -153,7 +153,6 @@ def test_gpu_compiler_combines_as_the_options_say():
         options = {} if threshold is None else {THRESHOLD: threshold}
         step = autopar.parallelize(
             case.step, plan=recipes.data_parallel(), cluster=H100S, compiler_options=options, cache_dir=None,
-            show_progress=False,
         )  # fmt: skip
         text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
         numbers[threshold] = sum(c.kind.value == "all-reduce" for c in collectives(text))
@@ -187,14 +186,13 @@ def test_gpu_compiler_makes_one_of_what_is_exchanged_once_a_step():
 def test_tpu_compiler_takes_the_options():
     step = autopar.parallelize(
         mlp_step, plan=recipes.zero(3), cluster=autopar.Cluster.preset("tpu-v5e", topology="2x2"), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     compiled = compile_for_target(step, "tpu:v5e:2x2", MLP_STATE, MLP_BATCH)
     assert compiled.plan.compiler_options == assumed_options(Platform.TPU)
     assert "all-gather" in compiled.as_text()
     wrong = autopar.parallelize(
         mlp_step, plan=recipes.zero(3), cluster=autopar.Cluster.preset("tpu-v5e", topology="2x2"),
-        compiler_options={"xla_tpu_no_such_option": True}, cache_dir=None, show_progress=False,
+        compiler_options={"xla_tpu_no_such_option": True}, cache_dir=None,
     )  # fmt: skip
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_no_such_option"):
         compile_for_target(wrong, "tpu:v5e:2x2", MLP_STATE, MLP_BATCH)

@@ -117,7 +117,7 @@ def test_experts_tensors_and_stages_together():
     ],
 )
 def test_steps_without_experts_or_with_an_odd_number_of_them(case, recipe, says):
-    step = autopar.parallelize(case.step, plan=recipe, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cache_dir=None)
     with pytest.raises(InvalidArgumentError, match=says):
         step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
 

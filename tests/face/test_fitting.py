@@ -17,7 +17,7 @@ from autopar.plan.report.fit_data import fit_data
 from autopar.step_views import peak_on_more_examples, peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
-OPTIONS = dict(cache_dir=None, show_progress=False)
+OPTIONS = dict(cache_dir=None)
 LIMIT_BYTES = 100_000
 
 

@@ -29,7 +29,7 @@ def parameters():
 
 
 def verified(recipe, devices=8, function=evaluate, args=None, **options):
-    options = {"donate_argnums": (), "cache_dir": None, "show_progress": False, **options}
+    options = {"donate_argnums": (), "cache_dir": None, **options}
     step = autopar.parallelize(function, plan=recipe, cluster=autopar.Cluster.local(devices), **options)
     args = args or (jax.jit(parameters)(), TOKENS)
     made = verified_step(step, args, TOLERANCE)

@@ -172,7 +172,7 @@ def test_a_loaded_plan_has_its_shardings_by_path(tmp_path):
     ],
 )
 def test_a_step_is_planned_with_its_own_options(own, named, expected):
-    quiet = {"cache_dir": None, "show_progress": False}
+    quiet = {"cache_dir": None}
     found = autopar.plan(
         autopar.parallelize(mlp_step, **own, **quiet), MLP_STATE, MLP_BATCH, cluster="dgx-h100", **named
     )
@@ -182,6 +182,6 @@ def test_a_step_is_planned_with_its_own_options(own, named, expected):
 
 
 def test_wishes_for_a_step_with_a_recipe_name_the_recipe():
-    made = autopar.parallelize(mlp_step, plan=autopar.recipes.zero(3), show_progress=False)
+    made = autopar.parallelize(mlp_step, plan=autopar.recipes.zero(3))
     with pytest.raises(autopar.errors.InvalidArgumentError, match="plan= beside"):
         autopar.plan(made, MLP_STATE, MLP_BATCH, cluster="dgx-h100", num_microbatches=2)

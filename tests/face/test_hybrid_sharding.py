@@ -35,7 +35,7 @@ def parameter_bytes(case):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_only_parts_of_gradients_go_between_groups_in_the_compiled_program(stage):
-    step = autopar.parallelize(GPT.step, plan=recipes.zero(stage, size=4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(GPT.step, plan=recipes.zero(stage, size=4), cache_dir=None)
     text = step.lower(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0)).compile().as_text()
     large = [c for c in collectives(text) if c.sent_bytes_per_device > LOSS_BYTES]
     spans = {kind: {spanned_axes(c, {"replica": 2, "data": 4}) for c in large if c.kind is kind} for kind in KINDS}
@@ -133,7 +133,7 @@ def test_sizes_that_cannot_be(make, message):
     ],
 )
 def test_sizes_that_the_devices_do_not_make(options, message):
-    step = autopar.parallelize(GPT.step, plan=recipes.combine(zero=1, **options), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(GPT.step, plan=recipes.combine(zero=1, **options), cache_dir=None)
     with pytest.raises(InvalidArgumentError, match=message):
         step.plan(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0))
 
@@ -144,7 +144,7 @@ def test_four_axes_are_too_many():
     with pytest.raises(InvalidArgumentError, match="at most 3 mesh axes"):
         autopar.plan(
             GPT.step, jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0),
-            cluster=cluster, plan=recipe, cache_dir=None, show_progress=False,
+            cluster=cluster, plan=recipe, cache_dir=None,
         )  # fmt: skip
 
 

@@ -200,32 +200,30 @@ def test_rings_of_other_models(case, turns, exchanged):
 def test_a_plan_with_a_ring_is_saved_and_run(tmp_path):
     recipe = recipes.sequence_parallel("ring", size=4)
     state, batch = jax.jit(GPT.init)(jax.random.key(0)), GPT.batch(0)
-    step = autopar.parallelize(GPT.step, plan=recipe, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(GPT.step, plan=recipe, cache_dir=None)
     step.plan(state, batch).save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    again = autopar.verify(
-        autopar.parallelize(GPT.step, plan=loaded, cache_dir=None, show_progress=False), state, batch
-    )
+    again = autopar.verify(autopar.parallelize(GPT.step, plan=loaded, cache_dir=None), state, batch)
     assert counts(again)["collective-permute"] == (6 * 3 + 2 * 14) * LAYERS
     assert again.difference <= GPT.tolerance
 
 
 def test_positions_that_cannot_be_shared_evenly_are_named():
     case = CASES["gpt"](length=12)
-    step = autopar.parallelize(case.step, plan=recipes.sequence_parallel("ring"), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipes.sequence_parallel("ring"), cache_dir=None)
     with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share evenly.*12 positions"):
         step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_a_step_without_attention_has_no_sequences_to_share(kind):
-    step = autopar.parallelize(MLP.step, plan=recipes.sequence_parallel(kind), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(MLP.step, plan=recipes.sequence_parallel(kind), cache_dir=None)
     with pytest.raises(UnsupportedError, match="a step with attention"):
         step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
 
 
 def test_attention_without_enough_heads_is_named():
-    step = autopar.parallelize(GPT.step, plan=recipes.sequence_parallel("ulysses"), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(GPT.step, plan=recipes.sequence_parallel("ulysses"), cache_dir=None)
     with pytest.raises(UnsupportedError, match=r"layer0/self_attention.*8 devices can share.*heads: \[4\]"):
         step.plan(jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0))
 
@@ -249,7 +247,7 @@ def test_stages_of_one_device_take_several_examples_at_a_time():
 
 def test_micro_batches_that_are_not_asked_for_leave_every_copy_an_example():
     case, recipe = CASES["mlp"](batch=16), recipes.combine(pp=2)  # four copies of two stages
-    step = autopar.parallelize(case.step, plan=recipe, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cache_dir=None)
     plan = step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
     assert plan.record.pipeline.num_microbatches == 4
 
@@ -259,7 +257,7 @@ def test_groups_of_sixteen_devices_are_megatrons():
     case = CASES["gpt"](layers=4, batch=16)
     state = jax.eval_shape(case.init, jax.random.key(0))
     recipe = recipes.combine(dp=2, tp=2, pp=4, num_microbatches=4)
-    options = {"plan": recipe, "cache_dir": None, "show_progress": False}
+    options = {"plan": recipe, "cache_dir": None}
     plan = autopar.plan(case.step, state, case.batch(0), cluster=cluster, **options)
     assert plan.groups() == {
         "data": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
@@ -276,7 +274,7 @@ def test_zero_2_keeps_parts_of_the_sums_over_micro_batches():
 
 
 def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
-    step = autopar.parallelize(MLP.step, plan=recipes.zero(3), num_microbatches=2, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(MLP.step, plan=recipes.zero(3), num_microbatches=2, cache_dir=None)
     plan = step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
     assert plan.record.pipeline.num_microbatches == 2
     assert plan.groups() == {"data": [list(range(8))]}
@@ -305,7 +303,7 @@ def test_wrong_wishes_are_named(make, where):
 
 
 def test_sizes_that_do_not_make_up_the_devices():
-    step = autopar.parallelize(MLP.step, plan=recipes.combine(dp=3), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(MLP.step, plan=recipes.combine(dp=3), cache_dir=None)
     with pytest.raises(InvalidArgumentError, match="make up the 8 devices"):
         step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
 

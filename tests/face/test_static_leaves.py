@@ -54,7 +54,7 @@ def arrays_of(tree):
 
 
 def small(function=train_step, **options):
-    return autopar.parallelize(function, cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(function, cache_dir=None, **options)
 
 
 @pytest.fixture(scope="module")

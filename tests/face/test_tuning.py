@@ -35,7 +35,7 @@ ZERO = {"zero(1)": autopar.recipes.zero(1), "zero(2)": autopar.recipes.zero(2)}
 
 
 def mlp(**options):
-    return autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, **options)
 
 
 def piped(**options):
@@ -45,7 +45,6 @@ def piped(**options):
         cluster=Cluster.local(4, measured=False),
         num_microbatches=4,
         cache_dir=None,
-        show_progress=False,
         **options,
     )
     random = np.random.default_rng(0)
@@ -111,9 +110,7 @@ def test_of_each_number_of_stages_the_best_is_worked_out():
 
 
 def test_pipelines_are_looked_at_though_they_may_not_pay():
-    step = autopar.parallelize(
-        chain_step, cluster=Cluster.local(4, measured=False), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(chain_step, cluster=Cluster.local(4, measured=False), cache_dir=None)
     params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
     examples = jax.ShapeDtypeStruct((8192, 64), jnp.float32)
     plans, best = near(step, (params, {"x": examples, "y": examples}), 1.25)
@@ -137,7 +134,7 @@ def test_a_program_may_be_near_a_pipeline():
     )
     params = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8
     examples = jax.ShapeDtypeStruct((32_768, 16_384), jnp.float32)
-    step = autopar.parallelize(chain_step, cluster=hosts, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(chain_step, cluster=hosts, cache_dir=None)
     plans, best = near(step, (params, {"x": examples, "y": examples}), 2.0)
     made = [plan.record.pipeline for plan in plans]
     numbers = [pipeline and len(pipeline.stages) for pipeline in made]
@@ -191,7 +188,7 @@ def test_a_tuned_step_gives_the_numbers_of_plain_jit(tuned):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     assert_close(state, new_mlp_state(), 0)  # nothing was written there
     assert found.plan is found.rows[0].plan
-    step = autopar.parallelize(mlp_step, plan=found.plan, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(mlp_step, plan=found.plan, cache_dir=None)
     expected = jax.jit(mlp_step)(new_mlp_state(), batch)
     assert_close(step(new_mlp_state(), batch), expected)
 
@@ -215,7 +212,7 @@ def test_a_pipeline_takes_its_turns():
     assert all(row.measured_s > 0 for row in stages.values())
     assert not any(x.is_deleted() for x in params)
     expected = jax.jit(chain_step)(params, batch)
-    again = autopar.parallelize(chain_step, plan=stages[2].plan, cache_dir=None, show_progress=False)
+    again = autopar.parallelize(chain_step, plan=stages[2].plan, cache_dir=None)
     assert_close(again([x.copy() for x in params], batch), expected)
 
 
@@ -235,9 +232,7 @@ def test_steps_that_keep_their_arguments_and_take_static_ones_are_tuned():
         assert times == 3
         return {"loss": mlp_loss(state, batch) * scale * times}
 
-    parallel = autopar.parallelize(
-        step, donate_argnums=(), static_argnums=3, cluster=slow_cluster(), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, donate_argnums=(), static_argnums=3, cluster=slow_cluster(), cache_dir=None)
     found = autopar.tune(parallel, 2.0, mlp_batch(), new_mlp_state(), 3, beside={}, within=1.0, seconds=0.0)
     assert found.fastest.measured_s > 0
 
@@ -495,7 +490,7 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 def test_devices_that_are_not_here_are_an_error():
-    step = autopar.parallelize(mlp_step, cluster=slow_cluster(16), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(16), cache_dir=None)
     with pytest.raises(NotEnoughDevicesError, match="expected 16 devices"):
         autopar.tune(step, new_mlp_state(), mlp_batch(), beside={}, within=1.0)
 

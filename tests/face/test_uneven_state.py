@@ -13,7 +13,7 @@ COPY = lambda tree: jax.tree.map(lambda x: x.copy(), tree)
 
 
 def parallel(recipe, function=step, **options):
-    return autopar.parallelize(function, plan=recipe, cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(function, plan=recipe, cache_dir=None, **options)
 
 
 def assert_equal(tree, expected):

@@ -128,9 +128,7 @@ def test_of_a_step_that_amplifies_rounding_it_is_said():
 
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     x[-1] = -x[:-1].sum(0)
-    parallel = autopar.parallelize(
-        step, plan=autopar.recipes.data_parallel(), cluster=slow_cluster(), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, plan=autopar.recipes.data_parallel(), cluster=slow_cluster(), cache_dir=None)
     verification = autopar.verify(parallel, jnp.zeros(64), {"x": x})
     assert verification.differs
     (leaf,) = verification.differing

@@ -168,7 +168,7 @@ def q_learning_arguments(examples=32, width=16, actions=6):
     ids=["free", "micro-batches", "one example each", "data parallelism"],
 )
 def test_the_taken_action_is_read_where_its_example_lies(options):
-    step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, **options)
     verified_step(step, q_learning_arguments(), 1e-5)
 
 
@@ -199,7 +199,7 @@ def test_labels_are_read_in_chunks_where_their_examples_lie(options):
     batch = {"seen": random.normal(size=(8, 6, 16)), "labels": random.integers(0, 10, (8, 6))}
     batch["seen"] = batch["seen"].astype(np.float32)
     params = {"out": random.normal(size=(16, 10)).astype(np.float32)}
-    step = autopar.parallelize(chunked_loss, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(chunked_loss, cluster=slow_cluster(4), cache_dir=None, **options)
     verified_step(step, (params, batch), 1e-5)
 
 

@@ -117,7 +117,7 @@ def arguments():
 
 
 def parallel(step, **options):
-    options = {"cluster": slow_cluster(4), "cache_dir": None, "show_progress": False, "donate_argnums": (), **options}
+    options = {"cluster": slow_cluster(4), "cache_dir": None, "donate_argnums": (), **options}
     return autopar.parallelize(step, **options)
 
 

@@ -59,9 +59,7 @@ def arguments():
 
 
 def parallel(policy, recipe):
-    return autopar.parallelize(
-        training_step(policy), plan=recipe, cluster=slow_cluster(2), cache_dir=None, show_progress=False
-    )
+    return autopar.parallelize(training_step(policy), plan=recipe, cluster=slow_cluster(2), cache_dir=None)
 
 
 def saved_inner_arrays(graph):

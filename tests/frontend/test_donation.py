@@ -53,7 +53,7 @@ SAID = {
 
 
 def made(function, **options):
-    return autopar.parallelize(function, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(function, cluster=slow_cluster(4), cache_dir=None, **options)
 
 
 @pytest.mark.parametrize("function", SAID, ids=lambda f: f.__name__)

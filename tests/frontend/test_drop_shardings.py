@@ -62,7 +62,7 @@ def arguments(stacked=False):
 
 
 def parallel(step, plan=None):
-    return autopar.parallelize(step, plan=plan, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    return autopar.parallelize(step, plan=plan, cluster=slow_cluster(4), cache_dir=None)
 
 
 STAGES = autopar.recipes.pipeline(2, num_microbatches=2)

@@ -139,7 +139,7 @@ def test_plans_of_such_steps_come_from_the_cache_of_another_process(tmp_path):
 
 
 def test_such_a_step_is_not_taken_for_impure(caplog):
-    parallel = autopar.parallelize(solving_step, cluster=slow_cluster(2), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(solving_step, cluster=slow_cluster(2), cache_dir=None)
     _, loss = parallel(new_mlp_state(), mlp_batch())
     np.testing.assert_allclose(loss, jax.jit(solving_step)(new_mlp_state(), mlp_batch())[1], rtol=1e-5)
     assert not [r for r in caplog.records if "traces" in r.message]
@@ -154,7 +154,7 @@ def test_checkify_runs():
         error, (value, grads) = checkify.checkify(jax.value_and_grad(loss))(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value, error
 
-    parallel = autopar.parallelize(step, cluster=slow_cluster(2), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, cluster=slow_cluster(2), cache_dir=None)
     _, loss, error = parallel(new_mlp_state(), mlp_batch())
     np.testing.assert_allclose(loss, mlp_loss(new_mlp_state(), mlp_batch()), rtol=1e-5)
     assert error.get() is None

@@ -62,7 +62,7 @@ def flags(request):
 
 
 def small(function, **options):
-    return autopar.parallelize(function, cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(function, cache_dir=None, **options)
 
 
 def assert_equals_jit(function, state, batch, rtol=1e-5, **options):

@@ -151,7 +151,7 @@ def test_plans_of_nnx_models_have_rows_of_modules():
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
-    @autopar.parallelize(cache_dir=None, show_progress=False)
+    @autopar.parallelize(cache_dir=None)
     def step(model, optimizer, x):
         loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
         optimizer.update(model, gradients)

@@ -214,7 +214,7 @@ def test_results_are_those_of_jit(form, policy, devices, options):
     progress = Progress("", show=False)
     plan = make_plan(traced(form, ""), trees, slow_cluster(devices), request, RuleBook(), progress)
     assert plan.record.scan_recompute == policy
-    step = autopar.parallelize(stepped(form), plan=plan, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(stepped(form), plan=plan, cache_dir=None)
     expected = jax.jit(stepped(form))(state, batch)
     got = step(jax.tree.map(jnp.copy, state), batch)
     assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if form is in_16_bits else 1e-5)
@@ -232,7 +232,7 @@ def test_results_are_those_of_jit(form, policy, devices, options):
 )
 def test_a_policy_of_a_recipe_holds_in_scans(recipe, policy):
     state, batch = arguments()
-    options = dict(cluster=slow_cluster(2), cache_dir=None, show_progress=False)
+    options = dict(cluster=slow_cluster(2), cache_dir=None)
     step = autopar.parallelize(stepped(plain), plan=recipe, **options)
     assert step.plan(state, batch).record.scan_recompute == policy
     expected = jax.jit(stepped(plain))(state, batch)

@@ -64,7 +64,7 @@ PLANS = {
 
 
 def made(**options):
-    return autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=None, **options)
 
 
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
@@ -86,7 +86,7 @@ def test_a_batch_may_be_such_a_class():
         return jax.tree.map(lambda p, g: p - 0.1 * g * scale, state, grads), loss
 
     batch = Checked(mlp_batch(), Scale(jnp.float32(2.0), jnp.int32(0)))
-    parallel = autopar.parallelize(scaled, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(scaled, cluster=slow_cluster(4), cache_dir=None)
     parallel.plan(new_mlp_state(), batch)
     expected = jax.jit(scaled)(new_mlp_state(), batch)
     assert_close(parallel(new_mlp_state(), parallel.put_batch(batch)), expected)

@@ -67,7 +67,7 @@ def test_what_jit_tells_apart_has_programs_of_its_own():
 
 def test_a_plan_of_the_cache_is_that_of_restored_state(tmp_path):
     """Another process, which has the state from a checkpoint, finds the plan that was made for shapes."""
-    options = {"cluster": steps.slow_cluster(), "cache_dir": tmp_path, "show_progress": False}
+    options = {"cluster": steps.slow_cluster(), "cache_dir": tmp_path}
     first = autopar.parallelize(train, **options)
     first.plan(jax.eval_shape(create, jax.random.key(0)), steps.mlp_batch())
     second = autopar.parallelize(train, **options)

@@ -68,7 +68,7 @@ def directory(tmp_path, monkeypatch):
 
 def measured(num_devices=None, clock=None, **options) -> measurement.Measurement:
     clock = clock or KnownClock()
-    return calibrate.measure(num_devices, clock=lambda devices, found: clock, show_progress=False, **options)
+    return calibrate.measure(num_devices, clock=lambda devices, found: clock, **options)
 
 
 def test_known_constants_are_found_again():
@@ -236,7 +236,7 @@ def test_cluster_files_carry_the_quality_of_the_fit(directory):
 
 def test_plans_of_other_constants_are_not_taken_from_the_cache(directory):
     def planned() -> autopar.Step:
-        step = autopar.parallelize(mlp_step, show_progress=False)
+        step = autopar.parallelize(mlp_step)
         step.plan(shapes(MLP_STATE), shapes(MLP_BATCH))
         return step
 
@@ -276,7 +276,7 @@ from autopar.hardware import calibrate
 sizes = calibrate.Sizes(
     array_bytes=(1 << 12, 1 << 20), widths=(16, 128), stream_bytes=(1 << 18, 1 << 22), convolutions=((4, 8, 16),)
 )
-assert calibrate.measure(sizes=sizes, rounds=5, show_progress=False).save() is not None
+assert calibrate.measure(sizes=sizes, rounds=5).save() is not None
 cluster = autopar.Cluster.local()
 assert autopar.Cluster.local(measured=False) != cluster
 assert 1e8 < cluster.device.flops_per_s("float32") < 1e13, cluster

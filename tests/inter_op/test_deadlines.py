@@ -19,7 +19,7 @@ BATCH = {k: jax.ShapeDtypeStruct((16, 64), jnp.float32) for k in "xy"}
 
 
 def planned(**options):
-    options = {"cluster": slow_cluster(8), "cache_dir": None, "show_progress": False, **options}
+    options = {"cluster": slow_cluster(8), "cache_dir": None, **options}
     return autopar.plan(chain_step, STATE, BATCH, **options)
 
 

@@ -35,7 +35,7 @@ def hosts(bytes_per_s, each=2, num_hosts=2):
 
 
 def planned(cluster, arguments, **options):
-    step = autopar.parallelize(chain_step, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(chain_step, cluster=cluster, cache_dir=None, **options)
     return step.plan(*arguments)
 
 
@@ -69,7 +69,7 @@ def test_a_pipeline_is_found_where_a_program_loses_a_quarter_of_its_time():
     """Twelve narrow layers on sixteen devices: matrices split sixteen ways are too small to keep any of them busy."""
     decoder, cluster = drawn(0, 0), Cluster.parse("tpu-v6e:4x4")
     state = jax.eval_shape(decoder.init, jax.random.key(0))
-    options = {"cluster": cluster, "cache_dir": None, "show_progress": False}
+    options = {"cluster": cluster, "cache_dir": None}
     free, asked = (
         autopar.plan(decoder.step, state, decoder.batch_of(0), **options, **request)
         for request in ({}, {"num_microbatches": 4})

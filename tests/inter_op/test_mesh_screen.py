@@ -102,6 +102,6 @@ def test_a_thorough_search_leaves_no_mesh_out(monkeypatch):
         made.clear()
         autopar.plan(
             chain_step, *arguments(4, 64, 32), cluster=Cluster.flat(4), num_microbatches=4, effort=effort,
-            cache_dir=None, show_progress=False,
+            cache_dir=None,
         )  # fmt: skip
         assert (len(made) > 0) == screens

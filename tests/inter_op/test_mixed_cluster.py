@@ -53,7 +53,7 @@ def arguments(layers=12, width=16_384, batch=32_768):
 
 
 def step(on, **options):
-    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, show_progress=False, **options)
+    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **options)
 
 
 def test_a_file_whose_stage_lies_on_two_kinds_is_refused(mixed):
@@ -178,10 +178,10 @@ def test_scans_over_layers_are_left_to_requested_stages():
     examples = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
     on = Cluster.joined([hosts(FAST), hosts(SLOW)], between=BETWEEN)
     args = params, {"x": examples, "y": examples}
-    free = autopar.parallelize(scanned, cluster=on, cache_dir=None, show_progress=False).plan(*args)
+    free = autopar.parallelize(scanned, cluster=on, cache_dir=None).plan(*args)
     assert any("a scan over 8 layers, of which each stage has as many" in note for note in free.record.notes)
     recipe = autopar.recipes.pipeline(2, num_microbatches=8)
-    asked = autopar.parallelize(scanned, cluster=on, cache_dir=None, show_progress=False, plan=recipe).plan(*args)
+    asked = autopar.parallelize(scanned, cluster=on, cache_dir=None, plan=recipe).plan(*args)
     assert [s.first_device for s in asked.record.pipeline.stages] == [0, 2]
 
 

@@ -87,7 +87,7 @@ def planned(**options):
     shapes = {"in": (width, 8 * width), "out": (8 * width, width)}
     params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}] * 4
     on = Cluster.preset("dgx-h100").submesh(1, 4)
-    step = autopar.parallelize(wide_step, cluster=on, cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(wide_step, cluster=on, cache_dir=None, **options)
     return step.plan(params, {"x": examples, "y": examples})
 
 
@@ -161,8 +161,7 @@ def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit
     def step_time_s(**options):
         try:
             plan = autopar.plan(
-                blocks_step, *args, cluster="dgx-h100:1", memory_limit_bytes=limit_bytes, cache_dir=None,
-                show_progress=False, **options,
+                blocks_step, *args, cluster="dgx-h100:1", memory_limit_bytes=limit_bytes, cache_dir=None, **options,
             )  # fmt: skip
         except MemoryLimitError:
             return float("inf")
@@ -183,7 +182,7 @@ def test_recomputation_that_fits_where_the_tables_say_that_none_does_is_found(re
     case = STEPS["nerf"](32)
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.batch(0))
-    options = {"cluster": "dgx-h100:1", "cache_dir": None, "show_progress": False}
+    options = {"cluster": "dgx-h100:1", "cache_dir": None}
     recipe = recipes.combine(dp=1, num_microbatches=4, recompute="input")
     asked = autopar.plan(case.step, state, batch, plan=recipe, **options).predicted
     limit_bytes = max(asked.peak_bytes)

@@ -181,7 +181,7 @@ def test_random_programs_compute_what_plain_jax_computes(names, num_devices, row
     params = {"w": 0.5 * jax.random.normal(keys[0], (8, 8))}
     x = jax.random.normal(keys[1], (rows, 8))
     expected = jax.jit(step)(params, x)
-    parallel = autopar.parallelize(step, cluster=slow_cluster(num_devices), cache_dir=None, show_progress=False,
+    parallel = autopar.parallelize(step, cluster=slow_cluster(num_devices), cache_dir=None,
                                    donate_argnums=())  # fmt: skip
     assert parallel.plan(params, x).predicted.sent_bytes > 0  # something is split
     got = parallel(params, x)

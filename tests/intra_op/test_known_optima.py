@@ -65,7 +65,7 @@ def gathered(nbytes, n=N):
 
 def plan(step, state, batch, *, device=SLOW, num_devices=N, **options):
     cluster = Cluster.flat(num_devices, device=device, links=(LINK,))
-    return autopar.plan(step, state, batch, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    return autopar.plan(step, state, batch, cluster=cluster, cache_dir=None, **options)
 
 
 def layouts(found):
@@ -407,7 +407,7 @@ def test_layers_that_share_their_decision_cost_what_layers_cost_that_decide_alon
 @pytest.mark.parametrize(("widths", "rows"), [((16, 32, 16), 512), ((64, 256, 64), 8), ((8, 8, 8), 64)])
 def test_compiled_programs_send_the_bytes_that_were_predicted(widths, rows):
     cluster = Cluster.flat(N, device=SLOW, links=(LINK,))
-    step = autopar.parallelize(trained(mlp), cluster=cluster, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(trained(mlp), cluster=cluster, cache_dir=None)
     keys = iter(jax.random.split(jax.random.key(0), 8))
     shapes = (weights(*widths), data(rows, widths[0]))
     args = jax.tree.map(lambda s: 0.3 * jax.random.normal(next(keys), s.shape), shapes)

@@ -159,7 +159,7 @@ def many_matrices(form, dtype):
 def test_collectives_that_are_combined_share_one_latency(form, dtype):
     """With a latency for each, no device would do less than all of the work."""
     step, *args = many_matrices(form, dtype)
-    options = dict(cluster="dgx-h100", cache_dir=None, show_progress=False)
+    options = dict(cluster="dgx-h100", cache_dir=None)
     manual = autopar.plan(step, *args, plan=recipes.data_parallel(), **options)
     found = autopar.plan(step, *args, **options)
     assert found.predicted.step_time_s <= manual.predicted.step_time_s * (1 + NEARLY_EQUAL)
@@ -170,7 +170,7 @@ def test_collectives_that_are_combined_share_one_latency(form, dtype):
 def test_manual_plans_are_weighed_whatever_the_search_finds():
     """A step so small that the best program of the search sends nothing."""
     args = (MLP_STATE, MLP_BATCH)
-    plan = autopar.plan(mlp_step, *args, cluster="dgx-h100", cache_dir=None, show_progress=False)
+    plan = autopar.plan(mlp_step, *args, cluster="dgx-h100", cache_dir=None)
     rejected = {r.text.rpartition(", ")[2] for r in plan.record.rejected if r.source == "baselines"}
     assert rejected == {
         "data parallelism", "ZeRO-1", "ZeRO-3", "tensor parallelism over 8", "FSDP along the largest dimensions",
@@ -181,9 +181,9 @@ def test_manual_plans_are_weighed_whatever_the_search_finds():
 def test_no_manual_plan_is_faster_than_the_search():
     """Whose best program sends nothing here, so that the objective says little of what hides."""
     step, args, fixed = mlp_step, (MLP_STATE, MLP_BATCH), {"cluster": "dgx-h100", "cache_dir": None}
-    plan = autopar.plan(step, *args, **fixed, show_progress=False)
+    plan = autopar.plan(step, *args, **fixed)
     priced = {r.text for r in plan.record.rejected if r.source == "baselines" and r.why.startswith("slower")}
     assert {"data parallelism", "ZeRO-1", "ZeRO-3"} <= {text.rpartition(", ")[2] for text in priced}
     for recipe in (autopar.recipes.data_parallel(), autopar.recipes.zero(1), autopar.recipes.zero(3)):
-        manual = autopar.plan(step, *args, **fixed, plan=recipe, show_progress=False)
+        manual = autopar.plan(step, *args, **fixed, plan=recipe)
         assert manual.predicted.step_time_s >= plan.predicted.step_time_s

@@ -61,7 +61,7 @@ def attention_step(attention):
 
 
 def compiled(step, state, batch, recipe):
-    made = autopar.parallelize(step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None, show_progress=False)
+    made = autopar.parallelize(step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None)
     return compile_for_target(made, "tpu:v5e:2x4", state, batch).as_text()
 
 

@@ -28,7 +28,7 @@ def test_splash_attention_runs_on_each_devices_examples(recipe):
     case = tunix_qwen3_splash(width=256, vocabulary=2048, length=L, batch=B, split=8, interpreted=False)
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
-    step = autopar.parallelize(case.step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None)
     plan = step.plan(state, batch)
     text = compile_for_target(step, "tpu:v5e:2x4", state, batch).as_text()
     results = " ".join(re.findall(r"= (.*?) custom-call\(.*tpu_custom_call", text))

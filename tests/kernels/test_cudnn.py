@@ -96,7 +96,7 @@ def test_compiled_for_h100s_each_device_has_its_examples_or_heads(of, recipe, pa
 
     state = {n: jax.ShapeDtypeStruct((W, H, D), jnp.bfloat16) for n in "qkv"}
     batch = {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)}
-    made = autopar.parallelize(step, plan=recipe, cluster="dgx-h100", cache_dir=None, show_progress=False)
+    made = autopar.parallelize(step, plan=recipe, cluster="dgx-h100", cache_dir=None)
     text = compile_for_target(made, "gpu:h100:8", state, batch).as_text()
     called = re.findall(r"= (\(.*?\)|\S+) custom-call\(.*custom_call_target=\"__(?:cudnn|gpu\$xla)", text)
     made_by = {tuple(sorted(map(int, s.split(",")))) for call in called for s in re.findall(r"bf16\[([\d,]+)\]", call)}

@@ -49,9 +49,7 @@ def arguments():
 
 
 def parallel(product, recipe, devices):
-    return autopar.parallelize(
-        step(product), plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
-    )
+    return autopar.parallelize(step(product), plan=recipe, cluster=slow_cluster(devices), cache_dir=None)
 
 
 def products(product):

@@ -25,7 +25,7 @@ HERE = "test_kernels.py"
 
 
 def parallel(step, recipe, devices):
-    return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False)
+    return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None)
 
 
 def assert_equals_jit(step, recipe, devices, args):

@@ -118,9 +118,7 @@ def attention_step(state, batch):
 
 
 def planned(recipe, devices):
-    return autopar.parallelize(
-        attention_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
-    )
+    return autopar.parallelize(attention_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None)
 
 
 def test_an_unknown_kernel_runs_whole_equals_plain_jit_and_is_named(table):
@@ -168,9 +166,7 @@ def test_an_entry_of_the_user_splits_a_kernel_by_its_name(table, devices):
     args = jnp.ones((8, 8)), {"x": jax.random.normal(jax.random.key(0), (8, 8))}
 
     def noted():
-        made = autopar.parallelize(
-            step, plan=recipes.data_parallel(), cluster=slow_cluster(devices), cache_dir=None, show_progress=False
-        )
+        made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=slow_cluster(devices), cache_dir=None)
         assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
         return [n for n in made.plan(*args).record.notes if "known_kernel" in n]
 
@@ -219,9 +215,7 @@ def test_a_foreign_function_is_split_by_its_entry(table):
     args = jnp.ones(()), {"x": jax.random.normal(jax.random.key(0), (8, 4, 4))}
     jax.block_until_ready(jnp.linalg.cholesky(jnp.eye(4)))  # which makes jaxlib load its library
     autopar.known_kernel("lapack_spotrf_ffi", "b [m] [n] -> b [m] [n], b")
-    made = autopar.parallelize(
-        step, plan=recipes.data_parallel(), cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=slow_cluster(4), cache_dir=None)
     assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
     assert not [n for n in made.plan(*args).record.notes if "foreign" in n]
 
@@ -304,8 +298,6 @@ def splash_arguments(examples=8):
 )
 def test_splash_attention_without_a_rule_equals_plain_jit(recipe, devices):
     args = splash_arguments()
-    made = autopar.parallelize(
-        splash_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
-    )
+    made = autopar.parallelize(splash_step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None)
     assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(splash_step)(*args))
     assert not [n for n in made.plan(*args).record.notes if "Pallas call" in n]

@@ -29,7 +29,7 @@ who = jax.process_index()
 
 
 @autopar.parallelize(
-    plan=autopar.recipes.data_parallel(), batch="global", show_progress=False, cache_dir=None
+    plan=autopar.recipes.data_parallel(), batch="global", cache_dir=None
 )
 def step(weights, batch):
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)

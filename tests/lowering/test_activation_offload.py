@@ -30,7 +30,7 @@ STATE, BATCH = jax.eval_shape(GPT.init, jax.random.key(0)), jax.eval_shape(lambd
 
 def step_under(recipe, case=GPT, cluster=None):
     cluster = cluster or slow_cluster()
-    return autopar.parallelize(case.step, plan=recipe, cluster=cluster, cache_dir=None, show_progress=False)
+    return autopar.parallelize(case.step, plan=recipe, cluster=cluster, cache_dir=None)
 
 
 def staged_under(recipe, cluster=None):
@@ -252,7 +252,7 @@ def test_a_step_without_a_backward_pass_is_refused():
 
     step = autopar.parallelize(
         evaluate, plan=recipes.zero(3, offload="activations"), donate_argnums=(), cluster=slow_cluster(),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="no backward pass"):
         step.plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)})

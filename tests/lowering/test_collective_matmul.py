@@ -57,9 +57,7 @@ def arguments():
 
 
 def made(recipe, devices, **options):
-    return autopar.parallelize(
-        step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False, **options
-    )
+    return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, **options)
 
 
 def sent(plan):
@@ -101,16 +99,13 @@ def in_pieces_over_all(of, plan):
         plan=dataclasses.replace(plan, record=dataclasses.replace(plan.record, decisions=decisions)),
         cluster=plan.cluster,
         cache_dir=None,
-        show_progress=False,
     )
 
 
 def test_products_of_no_example_run_in_pieces():
     state, batch = arguments()
     state, batch = {name: state[name] for name in ("up", "down")}, {"x": batch["x"][:0]}
-    whole = autopar.parallelize(
-        forward, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    whole = autopar.parallelize(forward, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None)
     _, result = in_pieces_over_all(forward, whole.plan(state, batch))(state, batch)
     assert result.shape == (0, L, W)
 
@@ -120,9 +115,7 @@ def test_weights_come_in_pieces_of_what_is_summed_and_of_what_is_not(devices):
     """Of the first product a piece is columns of the result, of the second one a summand."""
     state, batch = arguments()
     state, batch = {name: state[name] for name in ("up", "down")}, {"x": jnp.tile(batch["x"], (4, 1, 1))}
-    whole = autopar.parallelize(
-        forward, plan=recipes.zero(3), cluster=slow_cluster(devices), cache_dir=None, show_progress=False
-    )
+    whole = autopar.parallelize(forward, plan=recipes.zero(3), cluster=slow_cluster(devices), cache_dir=None)
     made_in_pieces = in_pieces_over_all(forward, whole.plan(state, batch))
     compared = autopar.verify(made_in_pieces, state, batch)
     counts = {count.name: count.compiled for count in compared.counts if count.compiled}
@@ -139,9 +132,7 @@ def test_compiled_for_a_tpu_no_piece_is_computed_ahead_of_its_turn(target, clust
     """Programs that compute all pieces at once take eight times a sum in 32 bits, 1.1 GB."""
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     state, batch = {"up": of(2048, 16_384), "down": of(16_384, 2048)}, {"x": of(32, 1024, 2048)}
-    whole = autopar.parallelize(
-        forward, plan=recipes.zero(3), cluster=cluster, cache_dir=None, show_progress=False, donate_argnums=(0,)
-    )
+    whole = autopar.parallelize(forward, plan=recipes.zero(3), cluster=cluster, cache_dir=None, donate_argnums=(0,))
     plan = whole.plan(state, batch)
     made_in_pieces = in_pieces_over_all(forward, plan)
     lowered = lower_for_target(made_in_pieces, target, state, batch)
@@ -173,7 +164,7 @@ def test_what_is_sent_hides_behind_products_on_a_tpu():
 
     def predicted_s(in_pieces):
         recipe = recipes.sequence_parallel("megatron", collective_matmul=in_pieces)
-        found = autopar.parallelize(step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None, show_progress=False)
+        found = autopar.parallelize(step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None)
         return found.plan(state, batch).predicted.step_time_s
 
     assert predicted_s(True) < 0.95 * predicted_s(False)
@@ -192,7 +183,6 @@ def test_pieces_that_are_sent_in_place_need_no_copies_beside_them():
             plan=recipes.sequence_parallel("megatron", collective_matmul=True),
             cluster=dataclasses.replace(hosts, inside_host=link),
             cache_dir=None,
-            show_progress=False,
         ).plan(state, batch)
         return plan.predicted.step_time_s
 

@@ -24,6 +24,6 @@ def step(w, batch):
 
 @pytest.mark.parametrize("plan", [recipes.data_parallel(), recipes.zero(3), recipes.pipeline(1, num_microbatches=2)])
 def test_products_of_empty_arrays(plan):
-    found = autopar.parallelize(step, plan=plan, cache_dir=None, show_progress=False)(W, BATCH)
+    found = autopar.parallelize(step, plan=plan, cache_dir=None)(W, BATCH)
     for seen, expected in zip(found, jax.jit(step)(W, BATCH), strict=True):
         np.testing.assert_allclose(seen, expected, rtol=2e-5)

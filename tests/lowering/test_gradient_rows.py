@@ -79,9 +79,7 @@ def test_parts_that_fill_whole_tiles_are_laid_out_by_rows(shape, layout, said):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
 def test_a_compiled_update_copies_no_state():
-    step = autopar.parallelize(
-        experts_step, plan=recipes.zero(3), cluster="tpu-v6e:2x4", cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(experts_step, plan=recipes.zero(3), cluster="tpu-v6e:2x4", cache_dir=None)
     text = compile_for_target(step, "tpu:v6e:2x4", *shapes()).as_text()
     state = rf"f32\[(1,{WIDTH},{HIDDEN}|1,{HIDDEN},{WIDTH}|{WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]"
     assert re.search(rf"{state}\S* parameter", text), "the state is split as the test thinks"

@@ -50,9 +50,7 @@ def new_batch(width: int = WIDTH):
 
 
 def step_under(recipe, function=adam_step, cluster=None, **options):
-    return autopar.parallelize(
-        function, plan=recipe, cluster=cluster or slow_cluster(), cache_dir=None, show_progress=False, **options
-    )
+    return autopar.parallelize(function, plan=recipe, cluster=cluster or slow_cluster(), cache_dir=None, **options)
 
 
 def memories(tree):
@@ -187,7 +185,7 @@ def test_a_saved_plan_keeps_state_there(tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded.record == plan.record
-    again = autopar.parallelize(adam_step, plan=loaded, cache_dir=None, show_progress=False)
+    again = autopar.parallelize(adam_step, plan=loaded, cache_dir=None)
     state, _ = again(new_state(), batch)
     assert in_host(state) == MOMENTS
     assert_close(state, jax.jit(adam_step)(new_state(), batch)[0])

@@ -27,7 +27,7 @@ def test_a_while_loop_with_a_condition_for_each_example(recipe):
         return state + made.sum(), (made, turns)
 
     step_on_devices = autopar.parallelize(
-        step, plan=recipe, cluster=autopar.Cluster.local(4), cache_dir=None, show_progress=False, donate_argnums=()
+        step, plan=recipe, cluster=autopar.Cluster.local(4), cache_dir=None, donate_argnums=()
     )
     arguments = jnp.zeros(()), jnp.arange(16.0).reshape(8, 2)
     expected = jax.jit(step)(*arguments)
@@ -48,7 +48,7 @@ def test_such_a_loop_in_micro_batches():
         return weights - 0.1 * gradient, (value, made)
 
     step_on_devices = autopar.parallelize(
-        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False,
+        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     arguments = jax.random.normal(jax.random.key(0), (2, 4)), jnp.arange(16.0).reshape(8, 2)
@@ -87,7 +87,7 @@ def test_a_sum_over_the_examples_that_begins_with_a_number(total):
         return weights, total(weights, batch.swapaxes(0, 1))
 
     step_on_devices = autopar.parallelize(
-        step, plan=recipes.data_parallel(), cluster=autopar.Cluster.local(4), cache_dir=None, show_progress=False,
+        step, plan=recipes.data_parallel(), cluster=autopar.Cluster.local(4), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     for sign in (1, -1):
@@ -100,7 +100,7 @@ def test_typed_keys_in_the_batch():
         return number + 1, jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys)
 
     step_on_devices = autopar.parallelize(
-        step, cluster=autopar.Cluster.local(2), plan=recipes.data_parallel(), cache_dir=None, show_progress=False,
+        step, cluster=autopar.Cluster.local(2), plan=recipes.data_parallel(), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     arguments = jnp.int32(3), jax.random.split(jax.random.key(0), 8)
@@ -113,8 +113,6 @@ def test_a_typed_key_from_around_the_step():
     def step(number, x):
         return number + 1, x * jax.random.normal(jax.random.fold_in(key, number), x.shape)
 
-    step_on_devices = autopar.parallelize(
-        step, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False, donate_argnums=()
-    )
+    step_on_devices = autopar.parallelize(step, cluster=autopar.Cluster.local(2), cache_dir=None, donate_argnums=())
     arguments = jnp.int32(3), jnp.ones((8, 4))
     assert_close(step_on_devices(*arguments), jax.jit(step)(*arguments))

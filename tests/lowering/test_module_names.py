@@ -25,9 +25,7 @@ def test_stacks_are_read_back(module, role):
 def test_products_are_named_as_in_the_plain_step():
     """But for the subscripts of einsum, which jax takes into its names, and which are no module."""
     args = jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0)
-    step = autopar.parallelize(
-        GPT.step, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(GPT.step, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None)
     ours, plain = (
         set(re.findall(r' dot\(.*op_name="([^"]*/dot_general)"', compiled.as_text()))
         for compiled in (step.compile(*args), jax.jit(GPT.step).lower(*args).compile())

@@ -38,7 +38,7 @@ def test_a_literal_to_which_a_loop_adds_sums(loss, start, plan):
         return w - 0.1 * gradient, value
 
     expected = jax.jit(step)(W, X)
-    seen = autopar.parallelize(step, plan=plan, cache_dir=None, show_progress=False)(W, X)
+    seen = autopar.parallelize(step, plan=plan, cache_dir=None)(W, X)
     for a, b in zip(expected, seen, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5)
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)

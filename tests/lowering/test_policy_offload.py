@@ -69,7 +69,7 @@ def arguments(examples=EXAMPLES, width=WIDTH, inner=INNER, layers=LAYERS):
 def planned(policy=NAMED, recipe=None, *, scans, cluster=None, **sizes):
     step = autopar.parallelize(
         training_step(policy, scans=scans), plan=recipe or recipes.data_parallel(), cluster=cluster or slow_cluster(2),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     )  # fmt: skip
     return step, *step._planned(jax.eval_shape(lambda: arguments(**sizes)))
 
@@ -140,9 +140,7 @@ def test_several_backward_passes_in_one_program_fetch_what_each_of_them_reads(lo
         return state, sum(values)
 
     state, batch = arguments(layers=7)
-    parallel = autopar.parallelize(
-        step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None)
     expected = jax.jit(step)(state, batch)
     assert_close(parallel(state, batch), expected)
 
@@ -231,9 +229,7 @@ def test_a_note_names_what_stays_on_the_devices():
         gradient = jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state)
         return state - gradient, jax.device_put(gradient * 2.0, jax.memory.Space.Host)
 
-    made = autopar.parallelize(
-        step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None, show_progress=False
-    )
+    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=slow_cluster(2), cache_dir=None)
     plan = made.plan(jnp.ones((8, 8)), {"x": jnp.ones((16, 8))})
     (note,) = [note for note in plan.record.notes if "stays on the devices" in note]
     assert "test_policy_offload.py" in note
@@ -284,7 +280,6 @@ def test_the_compiled_scan_keeps_each_devices_part_in_the_hosts_memory(target, c
     for name, policy in (("offloaded", NAMED), ("kept", KEPT)):
         step = autopar.parallelize(
             training_step(policy, scans=True), plan=recipes.data_parallel(), cluster=cluster(), cache_dir=None,
-            show_progress=False,
         )  # fmt: skip
         compiled = compile_for_target(step, target, *shapes)
         stats = compiled.memory_analysis()

@@ -66,9 +66,7 @@ def test_other_gathers_are_no_lookups():
 def test_sequence_parallelism_sends_no_table():
     case = transformer(layers=1, vocabulary=4096)
     recipe = recipes.combine(dp=2, tp=4, sequence_parallel=True, num_microbatches=2)
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.preset("dgx-h100"), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(case.step, plan=recipe, cluster=autopar.Cluster.preset("dgx-h100"), cache_dir=None)
     state = jax.jit(case.create)(jax.random.key(0))
     expected = jax.jit(case.step)(state, case.batch)
     assert_close(step(jax.tree.map(np.array, state), case.batch), expected)

@@ -181,7 +181,7 @@ def test_on_devices_that_split_the_batch(recipe):
     }
     step = autopar.parallelize(
         step_of(norm_loss), plan=plans[recipe], per_microbatch="BatchNorm", cluster=autopar.Cluster.local(4),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     )  # fmt: skip
     state, batch = state_of(), jax.tree.map(jnp.asarray, batch_of())
     verified = autopar.verify(step, state, batch)
@@ -191,7 +191,7 @@ def test_on_devices_that_split_the_batch(recipe):
     assert "from a plain loop over micro-batches" in str(verified)
     (note,) = [note for note in verified.plan.record.notes if "per micro-batch" in note]
     assert note.startswith("BatchNorm: taken per micro-batch, so that the results are those of gradient accumulation")
-    restored = autopar.parallelize(step_of(norm_loss), plan=verified.plan, cache_dir=None, show_progress=False)
+    restored = autopar.parallelize(step_of(norm_loss), plan=verified.plan, cache_dir=None)
     small_steps.assert_close(
         restored(jax.tree.map(jnp.copy, state), batch), accumulated(norm_loss, update, state, batch, 2)
     )
@@ -239,7 +239,7 @@ def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch():
 def test_a_pattern_without_a_module_is_an_error_where_nothing_mixes_too(num_microbatches):
     step = autopar.parallelize(
         small_steps.mlp_step, per_microbatch="BatchNorm", num_microbatches=num_microbatches,
-        cluster=small_steps.slow_cluster(2), cache_dir=None, show_progress=False,
+        cluster=small_steps.slow_cluster(2), cache_dir=None,
     )  # fmt: skip
     with pytest.raises(InvalidArgumentError, match=r"per_microbatch='BatchNorm'.*none of the 0 modules of mlp_step"):
         step.plan(small_steps.MLP_STATE, small_steps.MLP_BATCH)

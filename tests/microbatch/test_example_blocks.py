@@ -147,7 +147,7 @@ def test_products_run_for_each_micro_batch(loss, num_microbatches):
 @pytest.mark.parametrize("loss", [preferred, dropped_out, of_mixed_inputs])
 def test_two_stages(loss, recipe):
     step, args = step_of(loss), (state(), batch())
-    piped = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False)
+    piped = autopar.parallelize(step, plan=recipe, cache_dir=None)
     expected = jax.jit(step)(*args)
     assert_close(piped(*args), expected)
 
@@ -158,9 +158,7 @@ def test_joined_arrays_that_leave_the_step_are_made_of_the_whole_batch():
         both = jnp.tanh(jnp.concatenate([hidden, batch["b"] @ params["out"]]))
         return params, jnp.sum(joined @ params["out"]) + jnp.square(both).sum(), joined, both
 
-    piped = autopar.parallelize(
-        step, plan=recipes.data_parallel(), num_microbatches=2, cache_dir=None, show_progress=False
-    )
+    piped = autopar.parallelize(step, plan=recipes.data_parallel(), num_microbatches=2, cache_dir=None)
     args = state(), batch()
     expected = jax.jit(step)(*args)
     assert_close(piped(*args), expected)

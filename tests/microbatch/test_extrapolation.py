@@ -55,8 +55,6 @@ def test_a_program_that_needs_two_examples_is_refused():
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_micro_batches_of_one_example(name):
     case = CASES[name](batch=4)
-    step = autopar.parallelize(
-        case.step, plan=recipes.pipeline(2, num_microbatches=4), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(case.step, plan=recipes.pipeline(2, num_microbatches=4), cache_dir=None)
     made = autopar.verify(step, jax.jit(case.init)(jax.random.key(0)), case.batch(0))
     assert made.difference <= case.tolerance, made

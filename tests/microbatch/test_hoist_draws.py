@@ -192,7 +192,7 @@ def test_two_stages(body, num_microbatches):
     step, state, batch = step_of(body), state_of(), batch_of()
     piped = autopar.parallelize(
         step, plan=recipes.pipeline(2, num_microbatches=num_microbatches), cluster=autopar.Cluster.local(4),
-        cache_dir=None, show_progress=False,
+        cache_dir=None,
     )  # fmt: skip
     expected = jax.jit(step)(state, batch)
     small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
@@ -296,9 +296,7 @@ def test_keys_and_counts_of_each_layer_are_made_once(layers):
         params = {"layers": state_of()["layers"][:layers], "out": jnp.ones(WIDTH)}
         return {"params": params, "keys": jax.random.split(jax.random.key(5), layers), "counts": jnp.arange(layers)}
 
-    step = autopar.parallelize(
-        random_layers, plan=recipes.pipeline(2, num_microbatches=2), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(random_layers, plan=recipes.pipeline(2, num_microbatches=2), cache_dir=None)
     expected, got = state(), state()
     for _ in range(2):
         expected, loss = jax.jit(random_layers)(expected, batch_of())
@@ -325,9 +323,7 @@ def test_a_key_of_the_state_that_layers_hand_on():
         (loss, key), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "key": key}, loss
 
-    parallel = autopar.parallelize(
-        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None)
     expected, got = ({"params": state_of(), "key": jax.random.key(5)} for _ in range(2))
     for _ in range(2):
         expected, loss = jax.jit(step)(expected, batch_of())

@@ -72,7 +72,6 @@ def test_two_stages_are_a_loop_over_micro_batches():
         per_microbatch="quantized",
         cluster=autopar.Cluster.local(4, measured=False),
         cache_dir=None,
-        show_progress=False,
     )
     halves = [jax.tree.map(lambda x, i=i: jnp.split(x, 2)[i], batch) for i in range(2)]
     values, grads = zip(*(jax.jit(jax.value_and_grad(loss))(params, half) for half in halves), strict=True)

@@ -252,9 +252,7 @@ def test_on_devices(recipe):
     }
     step = chunked(carried, flat, jax.checkpoint(of_chunk))
     expected = jax.jit(step)(state(), batch())
-    parallel = autopar.parallelize(
-        step, plan=plans[recipe], cluster=autopar.Cluster.local(2), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, plan=plans[recipe], cluster=autopar.Cluster.local(2), cache_dir=None)
     assert_close(parallel(state(), batch()), expected)
 
 

@@ -245,7 +245,7 @@ def test_what_calls_a_function_of_jax_behind_the_layers_is_refused_by_its_line(f
 @pytest.mark.parametrize("form", ["scan", "scan remat"])
 def test_on_devices(form, body, recipe):
     step, args = trained(through_layers(body, form)), (params_of(), examples(16))
-    parallel = autopar.parallelize(step, plan=recipe, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, plan=recipe, cache_dir=None)
     assert_close(parallel(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
 
 

@@ -21,7 +21,7 @@ def main(task):
         ("ZeRO-3", autopar.recipes.zero(3)),
     ):
         create, function = training("fp16")
-        step = autopar.parallelize(function, plan=plan, cache_dir=None, show_progress=False)
+        step = autopar.parallelize(function, plan=plan, cache_dir=None)
         state, rows = step.init(create, jax.random.key(0)), []
         for batch in batches(task["steps"], overflows_at=task["overflows_at"]):
             before = parts_of(state["params"])

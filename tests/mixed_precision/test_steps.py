@@ -25,7 +25,7 @@ ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 
 def parallel(function, plan):
     cluster = slow_cluster() if plan is SEARCHED else None
-    return autopar.parallelize(function, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+    return autopar.parallelize(function, plan=plan, cluster=cluster, cache_dir=None)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,7 @@ NARROW_SUMS = "params=float32,compute=bfloat16,output=float32,reductions=bfloat1
 def test_parameters_are_cast_before_they_are_gathered_and_gradients_summed_in_the_type_of_reductions(name, share):
     def gathered_and_reduced(policy):
         create, function = training(policy)
-        step = autopar.parallelize(
-            function, plan=autopar.recipes.zero(3), cluster="dgx-h100x1", cache_dir=None, show_progress=False
-        )
+        step = autopar.parallelize(function, plan=autopar.recipes.zero(3), cluster="dgx-h100x1", cache_dir=None)
         plan = step.plan(jax.eval_shape(create, jax.random.key(0)), MLP_BATCH)
         kinds = ("all-gather",), ("all-reduce", "reduce-scatter")
         return [sum(c.sent_bytes for c in plan.predicted.collectives if c.kind in of) for of in kinds]

@@ -15,7 +15,7 @@ from autopar.monitoring.monitor import OtherProcess
 
 
 def monitor_of(**options):
-    parallel = autopar.parallelize(lambda state, batch: (state, batch.sum()), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(lambda state, batch: (state, batch.sum()), cache_dir=None)
     return autopar.Monitor(parallel, every=1, terminal=False, **options)
 
 

@@ -123,7 +123,7 @@ def test_scalars_of_metrics():
 
 
 def test_a_run_is_followed(tmp_path, caplog, capfd):
-    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, cache_dir=None)
     written = {}
     with caplog.at_level(logging.WARNING, "autopar"):
         monitor = autopar.Monitor(parallel, log=tmp_path, callback=written.__setitem__, every=4, tokens_per_step=640)
@@ -180,7 +180,7 @@ def test_metrics_that_are_state_are_left_out_once_they_are_gone():
     gone = jnp.float32(1.0) + 1
     gone.delete()
     assert numbers_of({"loss": jnp.float32(2.0), "count": gone}) == {"loss": 2.0}
-    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, cache_dir=None)
     monitor = autopar.Monitor(parallel, every=1, terminal=False)
     monitor(0, {"loss": jnp.float32(2.0), "count": gone})
     monitor.close()
@@ -189,7 +189,7 @@ def test_metrics_that_are_state_are_left_out_once_they_are_gone():
 
 @pytest.mark.parametrize("with_batches", [True, False])
 def test_devices_do_not_work_while_the_loop_sleeps(with_batches, caplog):
-    parallel = autopar.parallelize(step, cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, cache_dir=None)
     params, batch, sleep_s = jnp.ones((8, 8)), {"x": np.ones((64, 8), np.float32)}, 0.05
     with caplog.at_level(logging.WARNING, "autopar"), autopar.Monitor(parallel, every=5, terminal=False) as monitor:
         batches = [batch] * 6

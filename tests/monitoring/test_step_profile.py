@@ -42,7 +42,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def profiled(recipe):
-    step = autopar.parallelize(MLP.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(MLP.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     state, batch = step.init(MLP.init, jax.random.key(0)), MLP.batch(0)
     expected = step.plain(state, batch)
     return step, step.profile(state, batch), expected
@@ -95,9 +95,7 @@ def test_where_a_backend_asks_for_it_programs_with_other_options_are_recorded(mo
         Plan, "compiler_options_on", lambda *a, **k: compiled.append(options_on(*a, **k)) or compiled[-1]
     )
     monkeypatch.setattr("autopar.step.RECORDED_PROGRAM_OPTIONS", {"cpu": RECORDED_PROGRAM_OPTIONS["gpu"]})
-    step = autopar.parallelize(
-        MLP.step, plan=recipes.zero(1), cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(MLP.step, plan=recipes.zero(1), cluster=slow_cluster(4), cache_dir=None)
     state, _ = step(step.init(MLP.init, jax.random.key(0)), MLP.batch(0))
     expected = step.plain(state, MLP.batch(1))
     for _ in range(2):  # a second profile has its programs already

@@ -47,7 +47,6 @@ def test_every_second_layer_is_between_none_and_all():
             plan=recipes.combine(dp=4, num_microbatches=2, recompute=text),
             cluster=autopar.Cluster.local(4),
             cache_dir=None,
-            show_progress=False,
         )
         plans[text] = step.plan(case.shapes, case.batch).record
         if text == "input every 2":
@@ -75,7 +74,6 @@ def gated(text):
         plan=recipes.combine(pp=2, num_microbatches=MICROBATCHES, schedule="gpipe", recompute=text),
         cluster=autopar.Cluster.local(2),
         cache_dir=None,
-        show_progress=False,
     )
     found = autopar.verify(step, params, batch)
     assert found.difference is not None
@@ -119,7 +117,6 @@ def test_the_search_weighs_every_second_product():
             gated_step,
             cluster=autopar.Cluster.preset("dgx-h100").submesh(1, 2),
             cache_dir=None,
-            show_progress=False,
             num_microbatches=8,
             schedule="1f1b",
             memory_limit_bytes=limit_bytes,

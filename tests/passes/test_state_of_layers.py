@@ -124,7 +124,7 @@ UNREAD = {"unread": leaf_that_no_layer_reads}
 
 def check(kind, plan):
     plain, init = (KINDS | UNREAD)[kind]()
-    step = autopar.parallelize(plain, plan=plan, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(plain, plan=plan, cache_dir=None)
     state, expected = init(), init()
     for seed in range(2):
         state, loss = step(state, make_batch(seed))
@@ -171,7 +171,7 @@ def test_what_mixes_layers_is_computed_on_all_of_them():
     def more():
         return init() | {"seen": jnp.arange(LAYERS, dtype=jnp.float32)}
 
-    parallel = autopar.parallelize(step, plan=recipes.pipeline(2, num_microbatches=2), show_progress=False)
+    parallel = autopar.parallelize(step, plan=recipes.pipeline(2, num_microbatches=2))
     got, expected = parallel(more(), make_batch()), jax.jit(step)(more(), make_batch())
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, expected))
 
@@ -183,7 +183,7 @@ def test_a_run_under_a_schedule_with_several_stages_on_a_group_goes_on_under_oth
     for seed in range(2):
         expected, _ = jax.jit(plain)(expected, make_batch(seed))
     plans = recipes.pipeline(2, "zb-v", num_microbatches=4), recipes.data_parallel()
-    steps = [autopar.parallelize(plain, plan=plan, cache_dir=None, show_progress=False) for plan in plans]
+    steps = [autopar.parallelize(plain, plan=plan, cache_dir=None) for plan in plans]
     state, _ = steps[0](steps[0].init(init), make_batch(0))
     assert isinstance(state["w"], jax.Array)
     np.testing.assert_allclose(state["w"][1:3], jax.jit(plain)(init(), make_batch(0))[0]["w"][1:3], rtol=1e-5)

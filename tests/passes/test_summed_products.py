@@ -96,7 +96,7 @@ def test_sums_of_other_types_stay_as_they_are():
 def test_on_devices(recipe):
     plan = recipes.combine(num_microbatches=4, **recipe)
     cluster = autopar.Cluster.parse("dgx-h100")
-    planned = autopar.parallelize(step, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+    planned = autopar.parallelize(step, plan=plan, cluster=cluster, cache_dir=None)
     params, x = weights(), batch()
     got = planned(jax.tree.map(jnp.array, params), x)
     assert_close(jax.tree.map(np.asarray, got), jax.jit(step)(params, x), 2**-8)

@@ -55,7 +55,7 @@ def make_batch(seed=0, examples=EXAMPLES):
 def step_on(stages, num_devices=None, **options):
     plan = recipes.combine(pp=stages, num_microbatches=2, **options) if stages else recipes.data_parallel()
     cluster = slow_cluster(num_devices or 2 * stages)
-    return autopar.parallelize(train_step, plan=plan, cluster=cluster, cache_dir=None, show_progress=False)
+    return autopar.parallelize(train_step, plan=plan, cluster=cluster, cache_dir=None)
 
 
 def trained(step, state, seeds):
@@ -157,9 +157,7 @@ def test_a_saved_plan_and_a_short_batch_keep_the_stages(tmp_path, layers, stages
     plan = step.plan(make_state(layers), make_batch())
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    again = autopar.parallelize(
-        train_step, plan=loaded, cluster=slow_cluster(2 * stages), cache_dir=None, show_progress=False
-    )
+    again = autopar.parallelize(train_step, plan=loaded, cluster=slow_cluster(2 * stages), cache_dir=None)
     state, expected = make_state(layers), make_state(layers)
     for examples in (EXAMPLES, EXAMPLES // 2):
         state, loss = again(state, make_batch(examples=examples))

@@ -22,7 +22,7 @@ from tests.small_steps import mlp_batch, mlp_step, new_mlp_state, slow_cluster
 
 GPT_SIZES = {"layers": 4, "width": 1024, "heads": 16, "vocabulary": 8192, "length": 256, "batch": 64}
 GPT_3_SIZES = {"layers": 96, "width": 12_288, "heads": 96, "vocabulary": 51_200, "length": 2048, "batch": 1536}
-OPTIONS = {"cache_dir": None, "show_progress": False}
+OPTIONS = {"cache_dir": None}
 # The decision and the devices of GPT-3's paper do not matter here: a plan of 96 layers for 1,024 devices does.
 THOUSAND = recipes.combine(pp=16, tp=8, dp=8, zero=1, num_microbatches=48, recompute="input")
 

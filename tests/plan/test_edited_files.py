@@ -368,7 +368,7 @@ def assert_mismatch_has_a_place(error: errors.AutoparError) -> None:
 def run(plan: autopar.Plan, kind: str) -> str:
     """Refused, or run with the result of plain jit."""
     function, state, batch = called_with(kind)
-    step = autopar.parallelize(function, plan=plan, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(function, plan=plan, cache_dir=None)
     try:
         got = step(state, batch)
     except (errors.PlanMismatchError, errors.BatchMismatchError, errors.NotEnoughDevicesError) as error:
@@ -384,7 +384,7 @@ def small(request, tmp_path_factory) -> tuple[str, autopar.Plan, bytes]:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     recipe = autopar.recipes.pipeline(2, num_microbatches=2) if request.param == "pipeline" else None
     function, state, batch = called_with(request.param)
-    step = autopar.parallelize(function, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(function, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     plan = step.plan(state, batch)
     plan.save(path)
     return request.param, plan, path.read_bytes()
@@ -495,7 +495,7 @@ def test_the_place_of_an_edit_that_shows_beside_the_step_is_named(place, small, 
     (tmp_path / "plan.json").write_bytes(sealed(content))
     plan = autopar.Plan.load(tmp_path / "plan.json")
     function, state, batch = called_with(kind)
-    step = autopar.parallelize(function, plan=plan, cache_dir=None, show_progress=False)
+    step = autopar.parallelize(function, plan=plan, cache_dir=None)
     with pytest.raises(errors.PlanMismatchError, match=rf"plan of {function.__name__}, {place}: ") as caught:
         step(state, batch)
     assert message in str(caught.value)

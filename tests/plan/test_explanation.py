@@ -17,7 +17,7 @@ from autopar.plan.explanation import Piece, explanation, pieces_of
 from tests.plan.records import module, pipeline, program, value
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
-OPTIONS = dict(cluster=slow_cluster(), cache_dir=None, show_progress=False)
+OPTIONS = dict(cluster=slow_cluster(), cache_dir=None)
 
 
 def test_which_device_holds_what():

@@ -43,7 +43,7 @@ def test_what_is_saved_is_loaded(any_plan, tmp_path):
 def test_the_same_step_on_the_same_cluster_has_the_same_file(tmp_path):
     contents = set()
     for _ in range(2):
-        step = autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, show_progress=False)
+        step = autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None)
         step.plan(MLP_STATE, MLP_BATCH).save(tmp_path / "plan.json")
         contents.add((tmp_path / "plan.json").read_bytes())
     assert len(contents) == 1

@@ -23,7 +23,7 @@ PLANS = {"one program": None, "stages": autopar.recipes.pipeline(2, num_microbat
 @functools.cache
 def planned(name: str, how: str):
     case = CASES[name]()
-    step = autopar.parallelize(case.step, plan=PLANS[how], cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=PLANS[how], cluster=slow_cluster(4), cache_dir=None)
     args = jax.eval_shape(case.init, jax.random.key(0)), case.batch(0)
     return step, args, step.plan(*args)
 
@@ -103,7 +103,6 @@ def test_a_pin_by_a_printed_path_is_held():
         plan=autopar.constrain({"params['blocks'][*]['up']": P(None, "model")}),
         cluster=slow_cluster(4),
         cache_dir=None,
-        show_progress=False,
     )
     plan = step.plan(case.shapes, shapes(case.batch))
     axis = plan.record.axis_names.index("model")
@@ -114,7 +113,7 @@ def test_a_pin_by_a_printed_path_is_held():
 def test_operands_of_stages_on_one_device_are_shown():
     case = transformer()
     recipe = autopar.recipes.pipeline(4, num_microbatches=4)
-    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     text = step.plan(case.shapes, shapes(case.batch)).explain("layer0/mlp")
     assert "matrix product forward: [-, -, -] @ [-, -] -> [-, -, -]" in text
 
@@ -124,7 +123,7 @@ def test_operands_of_stages_on_one_device_are_shown():
 
 def groups(cluster: Cluster, **options) -> dict[str, list[list[int]]]:
     case = transformer()
-    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, show_progress=False, **options)
+    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, **options)
     return step.plan(case.shapes, shapes(case.batch)).groups()
 
 
@@ -149,7 +148,7 @@ def test_groups_of_stages_say_what_their_axes_do():
 )
 def test_roles_that_are_read_off_a_plan_are_those_of_the_recipe_that_made_it(name, recipe, roles):
     case = CASES[name]()
-    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     plan = step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
     assert {role for stage in plan.record.axis_roles for role in stage} == roles
 

@@ -39,7 +39,7 @@ def graph_of(function):
 
 
 def plan_of(function, **options):
-    return autopar.plan(function, PARAMS, BATCH, cluster="p3.16xlarge", cache_dir=None, show_progress=False, **options)
+    return autopar.plan(function, PARAMS, BATCH, cluster="p3.16xlarge", cache_dir=None, **options)
 
 
 def test_every_decided_operation_has_a_signature_of_its_own():

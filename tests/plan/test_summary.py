@@ -335,7 +335,7 @@ def test_the_longest_plan_fits_a_screen():
 
 def test_a_searched_plan_says_what_it_chose_and_what_it_loses():
     case = transformer()
-    step = autopar.parallelize(case.step, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, cluster=slow_cluster(4), cache_dir=None)
     plan = step.plan(case.shapes, shapes(case.batch))
     text = str(plan)
     assert_is_one_screen(text)

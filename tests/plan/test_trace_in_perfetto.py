@@ -31,7 +31,7 @@ COUNTERS = "select distinct name from counter_track order by name"
 
 def made(recipe):
     case = CASES["mlp"](layers=4, width=32, batch=16)
-    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     return step, step.init(case.init, jax.random.key(0)), case.batch(0)
 
 

@@ -16,7 +16,7 @@ from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
 from tests.small_steps import shapes, slow_cluster, transformer
 
-OPTIONS = dict(cache_dir=None, show_progress=False)
+OPTIONS = dict(cache_dir=None)
 
 
 def planned(**options) -> autopar.Plan:

@@ -15,7 +15,7 @@ from tests.small_steps import assert_close, slow_cluster, verified_step
 
 def same_as_jit(step, state, batch, devices=4, tolerance=1e-5, **options):
     """Two steps give what plain `jax.jit` gives. Returns the parallel step."""
-    parallel = autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, show_progress=False, **options)
+    parallel = autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **options)
     plain = jax.jit(step)
     expected, got = state, jax.tree.map(jnp.array, state)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_a_count_that_goes_up_before_the_micro_batches_is_there_for_them(options
         return {"w": state["w"] - 0.1 * grads, "i": state["i"] + 1}, ()
 
     parallel = autopar.parallelize(
-        step, cluster=slow_cluster(2), cache_dir=None, show_progress=False, **{"memory_limit_bytes": 600, **options}
+        step, cluster=slow_cluster(2), cache_dir=None, **{"memory_limit_bytes": 600, **options}
     )
     state = {"w": np.ones((2, 2, 4), np.float32), "i": np.int32(0)}
     with pytest.raises(MemoryLimitError):
@@ -145,7 +145,7 @@ def test_attention_that_cannot_be_shared_is_named_by_its_line():
 
     x = np.ones((8, 3, 2, 4), np.float32)
     ring = recipes.sequence_parallel("ring", size=2)
-    parallel = autopar.parallelize(step, plan=ring, cluster=slow_cluster(4), cache_dir=None, show_progress=False)
+    parallel = autopar.parallelize(step, plan=ring, cluster=slow_cluster(4), cache_dir=None)
     line = step.__code__.co_firstlineno
     with pytest.raises(UnsupportedError, match=rf"test_found_at_random\.py:({line + 1}|{line + 2}):.*3 positions"):
         parallel.plan(np.ones((4, 4), np.float32), x)

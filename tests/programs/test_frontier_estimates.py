@@ -24,9 +24,7 @@ V100 = Cluster.preset("p3.16xlarge")
 
 
 def traced(cluster: Cluster):
-    return problem_of(
-        parallelize(DEEP.build().step, cluster=cluster, cache_dir=None, show_progress=False), *DEEP.shapes()
-    )
+    return problem_of(parallelize(DEEP.build().step, cluster=cluster, cache_dir=None), *DEEP.shapes())
 
 
 def best_of_all(options: dict[str, int], cluster: Cluster) -> float:

@@ -31,7 +31,6 @@ CASES = [
 def parallel(dtype, name, devices):
     return autopar.parallelize(
         training_step(PRODUCTS[dtype]), plan=RECIPES[name], cluster=slow_cluster(devices), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_numbers_equal_those_of_one_device_where_all_that_can_be_is_split(name: 
 @pytest.mark.parametrize("name", ["mlp", "dropout"])
 def test_a_state_born_sharded_has_the_values_of_one_born_whole(name: str):
     case = CASES[name]()
-    step = autopar.parallelize(case.step, cluster=hosts_of_two(), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(case.step, cluster=hosts_of_two(), cache_dir=None)
     shapes = jax.eval_shape(case.init, jax.random.key(0))
     plan = step.plan(shapes, case.batch(0))
     state = step.init(case.init, jax.random.key(0))

@@ -132,7 +132,7 @@ def child(task: dict) -> None:
     from tests.small_steps import mlp_batch, mlp_state, mlp_step
 
     recipe = autopar.recipes.pipeline(2, "1f1b", num_microbatches=2) if task["stages"] == 2 else None
-    step = autopar.parallelize(mlp_step, plan=recipe, batch="local", cache_dir=None, show_progress=False)
+    step = autopar.parallelize(mlp_step, plan=recipe, batch="local", cache_dir=None)
     phase("makes the state")
     state = step.init(mlp_state, jax.random.key(0))
     for i in range(STEPS):

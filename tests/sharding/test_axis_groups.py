@@ -60,7 +60,7 @@ def verified_step(attention, kv_heads, recipe, devices):
     """(what `autopar.verify` found, plan); results equal plain jax.jit."""
     step, args = step_of(attention), arguments(kv_heads)
     made = autopar.parallelize(
-        step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, show_progress=False
+        step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None
     )  # fmt: skip
     found, plan = autopar.verify(made, *args), made.plan(*args)
     assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(step)(*args))
@@ -70,9 +70,7 @@ def verified_step(attention, kv_heads, recipe, devices):
 @pytest.mark.parametrize("attention", [grouped, repeated])
 def test_queries_are_split_by_heads_over_two_axes_and_keys_over_the_first(attention):
     step, args = step_of(attention), arguments()
-    made = autopar.parallelize(
-        step, plan=recipes.tensor_parallel(), cluster=slow_cluster(8), cache_dir=None, show_progress=False
-    )
+    made = autopar.parallelize(step, plan=recipes.tensor_parallel(), cluster=slow_cluster(8), cache_dir=None)
     expected = jax.jit(step)(*args)
     plan = made.plan(*args)
     assert plan.mesh.axis_sizes == (2, 4)
@@ -86,7 +84,6 @@ def test_queries_are_split_by_heads_over_two_axes_and_keys_over_the_first(attent
 def test_an_axis_that_heads_can_share_stays_one(size, axes):
     made = autopar.parallelize(
         step_of(grouped), plan=recipes.tensor_parallel(), cluster=slow_cluster(size), cache_dir=None,
-        show_progress=False,
     )  # fmt: skip
     assert made.plan(*arguments()).mesh.axis_sizes == axes
 
@@ -116,7 +113,7 @@ def test_ulysses_exchanges_queries_and_gathers_only_keys_of_long_sequences(kv_he
     state, batch = jax.tree.map(shape_of, state), {name: shape_of(a, B, 32_768, W) for name, a in batch.items()}
     made = autopar.parallelize(
         step_of(grouped), plan=recipes.sequence_parallel("ulysses"), cluster=slow_cluster(devices), cache_dir=None,
-        memory_limit_bytes=10**12, show_progress=False,
+        memory_limit_bytes=10**12,
     )  # fmt: skip
     plan = made.plan(state, batch)
     groups, ring = plan.mesh.axis_sizes

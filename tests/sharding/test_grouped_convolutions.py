@@ -116,15 +116,11 @@ PLANS = {
 @pytest.mark.parametrize("case", [(8, 8, 2, 1, 1), (4, 6, 2, 1, 1), (8, 8, 8, 1, 1), (4, 8, 1, 2, 1)], ids=str)
 def test_a_step_with_grouped_convolutions_equals_jit(case, plan):
     step, params, batch = training_step(case)
-    parallel = autopar.parallelize(
-        step, plan=PLANS[plan], cluster=slow_cluster(4), cache_dir=None, show_progress=False, donate_argnums=()
-    )
+    parallel = autopar.parallelize(step, plan=PLANS[plan], cluster=slow_cluster(4), cache_dir=None, donate_argnums=())
     assert_close(parallel(params, batch), jax.jit(step)(params, batch))
 
 
 def test_what_a_grouped_convolution_sends_is_predicted():
     step, params, batch = training_step((8, 16, 8, 1, 2))
-    parallel = autopar.parallelize(
-        step, plan=PLANS["grid"], cluster=slow_cluster(4), cache_dir=None, show_progress=False
-    )
+    parallel = autopar.parallelize(step, plan=PLANS["grid"], cluster=slow_cluster(4), cache_dir=None)
     verified_step(parallel, (params, batch), 1e-5)

@@ -59,9 +59,7 @@ COLUMNS = {"layers/*/in/kernel": P(None, "model")}
 
 
 def made_step(plan, cluster=None, **options):
-    return autopar.parallelize(
-        layers_step, plan=plan, cluster=cluster or slow_cluster(), cache_dir=None, show_progress=False, **options
-    )
+    return autopar.parallelize(layers_step, plan=plan, cluster=cluster or slow_cluster(), cache_dir=None, **options)
 
 
 def planned(pins, *, cluster=None, options=None, **wishes):
@@ -293,7 +291,7 @@ def test_pinned_attention_of_a_transformer_equals_plain_jit():
     pins = {"layer*/self_attention/*/kernel": P(None, "model"), "GPT/layer*": P("data")}
     for recipe in (None, recipes.pipeline(2), recipes.pipeline(2, "zb-h1")):
         plan = autopar.constrain(pins, axis_sizes={"model": 2}, recipe=recipe)
-        step = autopar.parallelize(case.step, plan=plan, cache_dir=None, show_progress=False)
+        step = autopar.parallelize(case.step, plan=plan, cache_dir=None)
         state = jax.jit(case.init)(jax.random.key(0))
         made = autopar.verify(step, state, case.batch(0))
         assert made.difference <= case.tolerance, made

@@ -39,9 +39,7 @@ def bandwidth_cluster(devices):
 
 def sent(recipe, devices, widths):
     """Bytes by kind that a chain of layers of these widths sends, as compiled."""
-    step = autopar.parallelize(
-        chain_step, plan=recipe, cluster=bandwidth_cluster(devices), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(chain_step, plan=recipe, cluster=bandwidth_cluster(devices), cache_dir=None)
     random = np.random.default_rng(0)
     params = [random.normal(size=shape).astype(np.float32) / 8 for shape in itertools.pairwise(widths)]
     batch = {
@@ -100,7 +98,6 @@ def test_larger_squares_and_cubes_are_planned_to_send_so_too(recipe, devices, fi
             cluster=bandwidth_cluster(devices),
             plan=recipe,
             cache_dir=None,
-            show_progress=False,
         )
         return sum(use.sent_bytes for use in plan.predicted.collectives if use.kind != "all-reduce")
 
@@ -147,9 +144,7 @@ OVER_FOUR_APART = [[0, 4], [1, 5], [2, 6], [3, 7]]
     ids=["2d", "2.5d", "3d"],
 )
 def test_models_on_eight_devices_equal_plain_jit(case, recipe, first_axis, parts):
-    step = autopar.parallelize(
-        case.step, plan=recipe, cluster=autopar.Cluster.local(8), cache_dir=None, show_progress=False
-    )
+    step = autopar.parallelize(case.step, plan=recipe, cluster=autopar.Cluster.local(8), cache_dir=None)
     args = jax.jit(case.init)(jax.random.key(0)), case.batch(0)
     made, plan = autopar.verify(step, *args), step.plan(*args)
     assert made.difference <= case.tolerance, made
@@ -178,7 +173,7 @@ def test_devices_that_make_no_square_or_cube(options, expected):
 
 
 def test_all_devices_must_make_the_square_where_no_size_is_given():
-    step = autopar.parallelize(chain_step, plan=SQUARE, cluster=slow_cluster(8), cache_dir=None, show_progress=False)
+    step = autopar.parallelize(chain_step, plan=SQUARE, cluster=slow_cluster(8), cache_dir=None)
     batch = {"x": np.ones((8, 8), np.float32), "y": np.ones((8, 8), np.float32)}
     with pytest.raises(InvalidArgumentError, match=r"equal size \(row, column\)"):
         step.plan([np.ones((8, 8), np.float32)], batch)
@@ -190,7 +185,6 @@ def test_a_mesh_has_no_axis_for_copies_of_a_cube():
         plan=recipes.tensor_parallel("3d", size=8),
         cluster=slow_cluster(16),
         cache_dir=None,
-        show_progress=False,
     )
     batch = {"x": np.ones((8, 8), np.float32), "y": np.ones((8, 8), np.float32)}
     with pytest.raises(InvalidArgumentError, match="at most 3 mesh axes"):

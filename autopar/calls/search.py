@@ -1,0 +1,182 @@
+"""`Search`: the wishes for a plan, and how far the search for it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.common.units import bytes_of_text
+from autopar.cost.compiler_options import requested_options
+from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive, expect_type
+from autopar.ir.traced_step import ShardingsInCode
+from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest, checked_effort, checked_remat, checked_time_limit_s
+from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+
+# Of `Search.num_microbatches` and `Search.schedule`: left to the search, also where another value names one.
+_AUTO = "auto"
+# Fields that a plan has decided which is given and run as it is.
+_OF_PLANS = ("num_microbatches", "schedule", "per_microbatch", "attention", "constraints", "remat", "compiler_options")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The wishes for a plan, and how far the search for it goes. A field that is left out leaves a choice to it.
+
+    Attributes:
+        num_microbatches: The number of equal parts of the batch, or "auto".
+        schedule: The order in which the stages of a pipeline run micro-batches: one of
+            `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
+        attention: The program of attention that is found in the step, however it is spelled. "kernel": that of the
+            device, which keeps no scores, where it has the form and type (cuDNN's on a GPU, jax's flash attention on a
+            TPU). "blockwise": the same, and blocks of queries elsewhere. "as written": the step's own operations, whose
+            scores go through memory. "auto", the default: the one by which the step is predicted to be fastest, and
+            that fits. The plan's notes name the choice, and what stands in the way of a kernel.
+        remat: What is computed again for the backward pass; by default what makes the step fastest, with
+            `jax.checkpoint` in the step as advice. Or the values named by `jax.ad_checkpoint.checkpoint_name` that its
+            regions save: "as written", those of their policies; "auto", those with which the plan is predicted to be
+            the fastest that fits in memory (several searches); or a list of names. What policies save by other rules
+            stays saved.
+        constraints: How layouts in the step's code (`with_sharding_constraint`, `reshard`, `out_sharding=`) are used:
+            "advice", the default: they make one more candidate, which is taken where it is faster than the search's
+            plan; "pins": they are kept; "ignore": they are dropped.
+        per_microbatch: Modules, by patterns as those of `autopar.constrain`, that may mix the examples of their
+            micro-batch: batch statistics, a router's loss and capacity, dynamic scales (`"BatchNorm"`, `"*/router"`).
+            Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
+        memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); by default
+            90 % of the device's memory.
+        compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
+            platform (`plan.compiler_options`), or in their place; None in place of a value leaves one to XLA.
+        effort: How far the search goes on: "default", until no plan can be faster by 0.005 %; "quick", by two percent,
+            on meshes of one axis or two, and with pipelines only where no program fits; "thorough", with every mesh and
+            with pipelines, whatever they can still gain. `plan.gap` is what another plan could save at most,
+            `step.replan()` searches on, and the plan's rejections list what was not tried.
+        time_limit_s: Seconds that planning may take, except for the pass in progress; then the best plan so far is
+            taken (with 0 the first one that fits), and its notes list the untried rest. By default searches end by
+            proof or by rounds.
+        show_progress: Whether a progress line is shown on a terminal, as it is by default; elsewhere the log has it now
+            and then.
+
+    Raises: InvalidArgumentError.
+    """
+
+    num_microbatches: int | str | None = None
+    schedule: str | None = None
+    attention: str | None = None
+    remat: str | Sequence[str] | None = None
+    constraints: str | None = None
+    per_microbatch: str | Sequence[str] | None = None
+    memory_limit_bytes: int | str | None = None
+    compiler_options: Mapping[str, Any] | None = None
+    effort: str | None = None
+    time_limit_s: float | None = None
+    show_progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches not in (None, _AUTO):
+            expect_positive(
+                "Search(num_microbatches=...)", self.num_microbatches, "a positive whole number, or 'auto'",
+                "1 cuts nothing, 'auto' leaves the number to the search",
+            )  # fmt: skip
+        if self.schedule not in (None, _AUTO):
+            expect_one_of(
+                "Search(schedule=...)", self.schedule, SCHEDULES, "1f1b is always possible",
+                f"one of {', '.join(SCHEDULES)}",
+            )  # fmt: skip
+        if self.attention is not None:
+            hint = "leave it out to have the faster of a kernel and the operations as written"
+            expect_one_of("Search(attention=...)", self.attention, Attention, hint)
+        if self.constraints is not None:
+            hint = "leave it out to have shardings in the code weighed beside the search's"
+            expect_one_of("Search(constraints=...)", self.constraints, ShardingsInCode, hint)
+        checked: dict[str, Any] = {
+            "remat": None if self.remat is None else checked_remat(self.remat),
+            "per_microbatch": None if self.per_microbatch is None else _patterns(self.per_microbatch),
+            "memory_limit_bytes": _limit(self.memory_limit_bytes),
+            "effort": None if self.effort is None else checked_effort("Search(effort=...)", self.effort),
+            "time_limit_s": checked_time_limit_s("Search(time_limit_s=...)", self.time_limit_s),
+        }
+        requested_options(self.compiler_options)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not left out, by name."""
+        return {name: x for name in FIELDS if (x := getattr(self, name)) is not None}
+
+    def updated(self, other: Search) -> Search:
+        """This search with the fields of another in place of its own, where that has them."""
+        return dataclasses.replace(self, **other.given())
+
+    def of_plans(self) -> dict[str, Any]:
+        """The fields given here that a plan decides: beside a given plan there is nothing left to wish."""
+        return {name: x for name, x in self.given().items() if name in _OF_PLANS and x not in (_AUTO, ())}
+
+    def without(self, *names: str) -> Search:
+        """This search with some fields left out."""
+        return dataclasses.replace(self, **dict.fromkeys(names))
+
+    def request(self, recipe: PlanRequest) -> PlanRequest:
+        """The request of a recipe with these wishes; the recipe's micro-batches are kept, its schedule is replaced.
+
+        Raises: InvalidArgumentError for two numbers of micro-batches.
+        """
+        fields = self.given()
+        fields.pop("show_progress", None)
+        for name in ("num_microbatches", "schedule"):
+            if fields.get(name) == _AUTO:
+                del fields[name]
+        number = fields.get("num_microbatches", recipe.num_microbatches)
+        if recipe.num_microbatches not in (None, number):
+            raise InvalidArgumentError(
+                where="parallelize(plan=..., search=Search(num_microbatches=...))",
+                expected=f"the recipe's {recipe.num_microbatches} micro-batches",
+                got=str(number),
+                hint="give the number once, to the recipe or to the search",
+            )
+        if "attention" in fields:
+            fields["attention"] = Attention(fields["attention"])
+        if "constraints" in fields:
+            fields["constraints"] = ShardingsInCode(fields["constraints"])
+        if "compiler_options" in fields:
+            fields["compiler_options"] = requested_options(fields["compiler_options"])
+        if fields.get("remat") == AS_WRITTEN:
+            fields["scan_recompute"] = ""
+        return dataclasses.replace(recipe, **fields)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Search))
+
+
+def checked_search(search: object) -> Search:
+    """Raises: InvalidArgumentError for another type."""
+    hint = "as search=autopar.Search(effort='quick')"
+    expect_type("parallelize(search=...)", search, Search, "an autopar.Search", hint)
+    assert isinstance(search, Search), "as it was checked"
+    return search
+
+
+def _limit(limit: int | str | None) -> int | None:
+    where, nbytes = "Search(memory_limit_bytes=...)", bytes_of_text(limit) if isinstance(limit, str) else limit
+    if isinstance(limit, str) and nbytes is None:
+        raise InvalidArgumentError(
+            where=where, expected="a size, such as 80GB, 16GiB or 1000000", got=repr(limit),
+            hint="kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024",
+        )  # fmt: skip
+    if nbytes is not None and (not isinstance(nbytes, int) or nbytes <= 0):
+        raise InvalidArgumentError(
+            where=where, expected="a positive number of bytes of one device, or text such as 80GB", got=repr(limit),
+            hint="leave it out to use the device's own memory",
+        )  # fmt: skip
+    return nbytes
+
+
+def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern.strip("/"):
+            raise InvalidArgumentError(
+                where="Search(per_microbatch=...)", expected="patterns of modules, such as 'BatchNorm'",
+                got=repr(pattern), hint="write the name that the error or the plan prints, or '**' for all",
+            )  # fmt: skip
+    return patterns
