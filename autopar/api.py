@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from autopar.calls.batch_mode import checked_mode
 from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE
+from autopar.calls.search import FIELDS as SEARCH_FIELDS
 from autopar.calls.search import Search, checked_search
 from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.errors import InvalidArgumentError
@@ -37,6 +39,7 @@ def parallelize(
     batch_axis: Any = None,
     batch: str | None = None,
     cache_dir: str | Path | None = DEFAULT_CACHE,
+    **unknown: Any,
 ) -> Any:
     """Makes a pure training step run on every device, in the layout that the search finds best.
 
@@ -68,6 +71,7 @@ def parallelize(
 
     Raises: InvalidArgumentError, UnsupportedError.
     """
+    _check_known(unknown)
     plan = as_recipe(plan) if isinstance(plan, str) else plan
     if isinstance(cluster, str):
         # Without a number of devices it is what None means: jax's devices are not asked for before the first call.
@@ -93,6 +97,21 @@ def parallelize(
     if fun is not None:
         return _make_step(fun, options)
     return lambda function: _make_step(function, dataclasses.replace(options, **_roles(roles, function)))
+
+
+def _check_known(unknown: Mapping[str, Any]) -> None:
+    """Raises: InvalidArgumentError for options that there are not, with the place of those that `Search` has."""
+    for name, value in unknown.items():
+        known = [p for p in inspect.signature(parallelize).parameters if p not in ("fun", "unknown")]
+        expected = "the options " + ", ".join(known)
+        if name in SEARCH_FIELDS:
+            expected = f"search=autopar.Search({name}={value!r:.40})"
+        elif name == "follow":
+            expected = f"plan={value!r:.40}: a step to follow, a recipe or a plan"
+        raise InvalidArgumentError(
+            where=f"parallelize({name}=...)", expected=expected, got=f"{name}={value!r:.40}",
+            hint="wishes for the search are one value, autopar.Search; recipes, plans and steps to follow are plan=",
+        )  # fmt: skip
 
 
 def _check_kinds(plan: object, cluster: object, cache_dir: object) -> None:
@@ -127,15 +146,16 @@ def _kinds_of_plan(plan: Plan | Recipe | Step | None) -> dict[str, Any]:
 
 def _check_beside_plan(plan: Plan, cluster: Cluster | None, search: Search) -> None:
     """Raises: InvalidArgumentError for wishes that a given plan has decided, and for another cluster than its own."""
-    wishes = {f"search=Search({name}=...)": value for name, value in search.of_plans().items()}
+    wishes = search.of_plans()
     if cluster is not None:
         own, given = ((c.num_devices, c.device.name) for c in (plan.cluster, cluster))
-        wishes |= {} if own == given else {"cluster=...": given}
+        wishes |= {} if own == given else {"cluster": given}
     for name, value in wishes.items():
+        option = f"{name}=..." if name == "cluster" else f"search=Search({name}=...)"
         raise InvalidArgumentError(
-            where=f"parallelize(plan=..., {name})",
+            where=f"parallelize(plan=..., {option})",
             expected="a plan, which is run as it is, or wishes for a new one",
-            got=f"a plan, and {value!r:.60}",
+            got=f"a plan, and {name}={value!r:.60}",
             hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew",
         )
 

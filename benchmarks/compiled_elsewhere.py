@@ -57,12 +57,13 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
 def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
     import jax.numpy as jnp
 
+    import autopar
     from benchmarks.zoo import CASES
 
     if "dtype" in sizes:
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
     case = CASES[name](**sizes)
-    return case.step, case.shapes(), {"attention": attention}
+    return case.step, case.shapes(), {"search": autopar.Search(attention=attention)}
 
 
 _LARGE = {"layers": 4, "width": 2048, "heads": 16, "vocabulary": 32_768, "length": 1024, "batch": 32}

@@ -225,7 +225,8 @@ def planned(model: str, recipe: str, cluster: Any, *, large: bool) -> tuple[Case
     name, small_sizes, large_sizes = MODELS[model]
     case = CASES[name](**(large_sizes if large else small_sizes))
     options = {
-        "plan": RECIPES[recipe], "num_microbatches": MICROBATCHES, "cluster": cluster, "cache_dir": None,
+        "plan": RECIPES[recipe], "search": autopar.Search(num_microbatches=MICROBATCHES),
+        "cluster": cluster, "cache_dir": None,
     }  # fmt: skip
     return case, options
 

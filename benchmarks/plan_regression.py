@@ -46,7 +46,7 @@ class Pair:
         cluster: As `benchmarks.auto_vs_manual.models.cluster_of` reads it.
         case: A case of the zoo with its sizes, or "" for the model of `benchmarks.auto_vs_manual` called `model`.
         plan: A recipe or pins as source text, "" for the free search.
-        options: Further keywords of `autopar.parallelize`.
+        options: Fields of `autopar.Search`.
     """
 
     name: str
@@ -180,7 +180,7 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
         plan=plan,
         cluster=cluster_of(pair.cluster),
         cache_dir=None,
-        **pair.options,
+        search=autopar.Search(**pair.options),
     )
     start_s = planning_processor_s()
     try:

@@ -92,7 +92,7 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
             plan=RECIPES[recipe],
             cluster=autopar.Cluster.local(devices, measured=False),
             cache_dir=None,
-            per_microbatch=PER_MICROBATCH[case.name] if recipe == STAGES_PER_MICROBATCH else (),
+            search=autopar.Search(per_microbatch=PER_MICROBATCH[case.name] if recipe == STAGES_PER_MICROBATCH else ()),
         )
         if recipe == STAGES_PER_MICROBATCH:
             expected_metrics, expected_state = in_loops(case, step, initial)

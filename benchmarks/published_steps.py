@@ -165,7 +165,7 @@ def planned(row: Row, constants: dict[str, float] | None = None) -> autopar.Plan
         plan=recipe_of(row),
         cluster=cluster_of(row, constants),
         cache_dir=None,
-        **options_of(row),
+        search=autopar.Search(**options_of(row)),
     )
 
 

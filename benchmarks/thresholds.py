@@ -81,20 +81,22 @@ def _steps() -> dict[str, Callable[[], Any]]:
     examples = jax.ShapeDtypeStruct((32_768, 16_384), f32)
     args = ([jax.ShapeDtypeStruct((16_384, 16_384), f32)] * 8, {"x": examples, "y": examples})
 
-    def zoo(name: str, on: Any, options: dict[str, Any], **sizes: Any) -> Callable[[], Any]:
+    def zoo(name: str, on: Any, search: autopar.Search | None, plan: Any = None, **sizes: Any) -> Callable[[], Any]:
         case = CASES[name](**sizes)
         given = (jax.eval_shape(case.init, jax.random.key(0)), case.batch(0))
-        return lambda: autopar.plan(case.step, *given, cluster=on, cache_dir=None, **options)
+        return lambda: autopar.plan(case.step, *given, cluster=on, cache_dir=None, search=search, plan=plan)
 
     four = autopar.Cluster.preset("dgx-h100").submesh(1, 4)
     small_gpt = dict(layers=2, width=128, heads=4, vocabulary=1024, length=64, batch=8)
     return {
         "two stages": lambda: autopar.plan(chain, *args, cluster=hosts, cache_dir=None),
-        "micro-batches in 3 MB": zoo("mlp", four, {"memory_limit_bytes": 3_000_000}, layers=2, width=512, batch=2048),
-        "gpt": zoo("gpt", "p3.16xlarge", {}, **small_gpt),
-        "gpt in 15 MB": zoo("gpt", four, {"memory_limit_bytes": 15_000_000}, **small_gpt),
-        "tensor parallel": zoo("gpt", four, {"plan": autopar.recipes.tensor_parallel()}, **small_gpt),
-        "moe": zoo("gshard_moe", "p3.16xlarge", {}),
+        "micro-batches in 3 MB": zoo(
+            "mlp", four, autopar.Search(memory_limit_bytes=3_000_000), layers=2, width=512, batch=2048
+        ),
+        "gpt": zoo("gpt", "p3.16xlarge", None, **small_gpt),
+        "gpt in 15 MB": zoo("gpt", four, autopar.Search(memory_limit_bytes=15_000_000), **small_gpt),
+        "tensor parallel": zoo("gpt", four, None, plan=autopar.recipes.tensor_parallel(), **small_gpt),
+        "moe": zoo("gshard_moe", "p3.16xlarge", None),
     }
 
 

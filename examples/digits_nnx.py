@@ -50,7 +50,7 @@ def train_step(network: Network, optimizer: nnx.Optimizer, batch: dict[str, jax.
     return {"loss": loss}
 
 
-@autopar.parallelize(follow=train_step)  # the network stays where training has it
+@autopar.parallelize(plan=train_step)  # the network stays where training has it
 def accuracy_of(network: Network, batch: dict[str, jax.Array]) -> jax.Array:
     logits = nnx.view(network, deterministic=True)(batch["images"])
     return jnp.mean(jnp.argmax(logits, axis=-1) == batch["labels"])

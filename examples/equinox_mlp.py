@@ -56,7 +56,7 @@ def train_step(state: tuple, batch: dict[str, jax.Array]) -> tuple[tuple, dict[s
     return (eqx.apply_updates(params, updates), opt_state), {"loss": loss}
 
 
-@autopar.parallelize(follow=train_step)  # the state stays where training has it
+@autopar.parallelize(plan=train_step)  # the state stays where training has it
 def accuracy_of(state: tuple, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean((logits_of(state[0], batch["inputs"]) > 0) == (batch["labels"] > 0))
 

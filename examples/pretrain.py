@@ -108,7 +108,7 @@ def main() -> None:
         loss, gradients = policy.value_and_grad(loss_of)(state.params, tokens)
         return state.apply_gradients(grads=gradients), {"loss": loss}
 
-    @autopar.parallelize(follow=train_step, donate_argnums=())
+    @autopar.parallelize(plan=train_step, donate_argnums=())
     def eval_step(state: TrainState, tokens: jax.Array) -> jax.Array:
         return policy.value_and_grad(loss_of)(state.params, tokens)[0]
 

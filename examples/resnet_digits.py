@@ -66,7 +66,7 @@ def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainSta
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss}
 
 
-@autopar.parallelize(follow=train_step)  # the state stays where training has it
+@autopar.parallelize(plan=train_step)  # the state stays where training has it
 def accuracy_of(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, batch["images"], train=False)

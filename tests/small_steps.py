@@ -34,6 +34,14 @@ def slow_cluster(num_devices: int = 8) -> autopar.Cluster:
     return autopar.Cluster.flat(num_devices, device=device, links=(presets.NVLINK2,))
 
 
+def grouped(**options: Any) -> dict[str, Any]:
+    """Options of `parallelize`, with the fields of `autopar.Search` among them in one value."""
+    names = {field.name for field in dataclasses.fields(autopar.Search)}
+    fields = {name: options.pop(name) for name in names.intersection(options)}
+    search = options.pop("search", autopar.Search()).updated(autopar.Search(**fields))
+    return options | {"search": search}
+
+
 def mlp_state(key: jax.Array) -> dict[str, jax.Array]:
     first, second = jax.random.split(key)
     return {

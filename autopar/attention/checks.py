@@ -76,7 +76,7 @@ def check_heads(graph: OpGraph, parts: int) -> None:
                 where=_place(op),
                 expected=f"heads that {parts} devices can share, apart from the examples",
                 got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
-                hint="plan the step with attention='blockwise', which takes heads to several devices, share sequences "
+                hint="plan the step with Search(attention='blockwise'), which takes heads to several devices, share sequences "
                 "among fewer devices (sp, size), or take another kind of sequence parallelism",
             )
 
@@ -89,7 +89,7 @@ def check_heads(graph: OpGraph, parts: int) -> None:
                 expected=f"a kernel with heads of keys that {parts} devices can share, apart from the examples",
                 got=f"heads: {sizes or 'none'}",
                 hint="share sequences among fewer devices (sp, size), or write attention in plain JAX and plan it with "
-                "attention='blockwise', which takes heads of keys to several devices",
+                "Search(attention='blockwise'), which takes heads of keys to several devices",
             )
 
 
@@ -102,7 +102,7 @@ def check_rings(graph: OpGraph, parts: int) -> None:
             where=_place(op),
             expected="attention whose positions a ring of devices can share",
             got=f"a kernel ({op.primitive}) that needs the positions of keys whole",
-            hint="write attention in plain JAX and plan it with attention='blockwise', or share heads: "
+            hint="write attention in plain JAX and plan it with Search(attention='blockwise'), or share heads: "
             "sequence_parallel('ulysses')",
         )
     for op in graph.ops():

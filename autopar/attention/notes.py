@@ -14,7 +14,7 @@ from autopar.ir.graph import Op, OpGraph
 
 # Rounding of weights in 16 bits: before or after they are divided by their sum (`autopar.attention.ring`).
 _ROUNDING = (
-    "in 16 bits weights are rounded before they are divided by their sum, not after it (attention='as written' keeps "
+    "in 16 bits weights are rounded before they are divided by their sum, not after it (Search(attention='as written') keeps "
     "the order)"
 )
 
@@ -50,7 +50,7 @@ def attention_as_written(graph: OpGraph, kernel: Kernel, part: float = 0.0) -> t
     if why:
         return (f"attention runs as it is written: {told}{takes}; {kernel.value} does not take {why}",)
     way = "blockwise" if kernel is Kernel.BLOCKS else "kernel"
-    return (f"attention runs as it is written: {told}{takes}; attention='{way}' keeps none ({kernel.value})",)
+    return (f"attention runs as it is written: {told}{takes}; Search(attention='{way}') keeps none ({kernel.value})",)
 
 
 def large_scores(graph: OpGraph) -> list[Op]:

@@ -165,7 +165,8 @@ def _limit(limit: int | str | None) -> int | None:
         )  # fmt: skip
     if nbytes is not None and (not isinstance(nbytes, int) or nbytes <= 0):
         raise InvalidArgumentError(
-            where=where, expected="a positive number of bytes of one device, or text such as 80GB", got=repr(limit),
+            where=where, expected="a positive number of bytes of one device, or text such as 80GB",
+            got=f"{limit!r}" if isinstance(limit, int) else f"{type(limit).__name__} ({limit!r:.40})",
             hint="leave it out to use the device's own memory",
         )  # fmt: skip
     return nbytes

@@ -18,6 +18,7 @@ import msgspec
 import autopar
 from autopar.api import as_step, planned_with, with_search
 from autopar.benching import named_ways
+from autopar.calls.search import Search
 from autopar.checkpoint.description import describe
 from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
@@ -50,7 +51,7 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
     step, arguments = shapes_only(parsed.function, parsed.arg)
-    planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes, parsed.recipe)
+    planned = _planned_for(step, cluster, _search_of(parsed), parsed.recipe)
     with _told_on_stderr(on_terminal=True):
         made = planned.plan(*arguments)
     if parsed.save:
@@ -75,7 +76,7 @@ def why_not(parsed: argparse.Namespace) -> Output:
     request = recipe.request
     if request.binding is not None and request.admits_one_program:
         request.binding.on(cluster.num_devices)  # sizes that are wrong are said before the step is planned
-    planned = _planned_for(step, cluster, parsed.effort, parsed.memory_limit_bytes).plan(*arguments)
+    planned = _planned_for(step, cluster, _search_of(parsed)).plan(*arguments)
     found = planned.why_not(recipe)
     return Output(found.text, found.to_dict())
 
@@ -106,7 +107,7 @@ def fit(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
-    step = with_search(as_step(step), effort=parsed.effort)
+    step = with_search(as_step(step), Search(effort=parsed.effort))
     clusters = parsed.cluster or ["local"]
     with _told_on_stderr():
         found = autopar.fit(step, *arguments, clusters=clusters, multiple=parsed.multiple, prices=prices)
@@ -123,7 +124,7 @@ def bench(parsed: argparse.Namespace) -> Output:
         Cluster.parse(cluster)
     recipes = None if parsed.recipes is None else named_ways(parsed.recipes)
     step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
-    step = with_search(as_step(step), effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
+    step = with_search(as_step(step), _search_of(parsed))
     with _told_on_stderr(on_terminal=True):
         found = autopar.bench(
             step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure, report=parsed.report
@@ -275,11 +276,14 @@ def load(path: str) -> Plan:
     return Plan.load(path)
 
 
+def _search_of(parsed: argparse.Namespace) -> Search:
+    return Search(effort=parsed.effort, memory_limit_bytes=parsed.memory_limit_bytes)
+
+
 def _planned_for(
     step: Callable[..., Any],
     cluster: Cluster,
-    effort: str | None = None,
-    memory_limit_bytes: str | None = None,
+    search: Search | None = None,
     recipe: str | None = None,
 ) -> autopar.Step:
     """A step on a cluster: what `parallelize` made with its own options, a plain function with the defaults; under the
@@ -287,7 +291,7 @@ def _planned_for(
     """
     own = as_step(step)
     placed = on_cluster(own, cluster) if recipe is None else planned_with(own, cluster=cluster, plan=recipe)
-    return with_search(placed, effort=effort, memory_limit_bytes=memory_limit_bytes)
+    return placed if search is None else with_search(placed, search)
 
 
 def _check_folder(where: str, path: str | None) -> None:

@@ -33,10 +33,10 @@ def with_pins_of_code(context: PlanningContext) -> PlanningContext:
     conflict = _conflict(request)
     if conflict:
         raise InvalidArgumentError(
-            where="parallelize(constraints='pins')",
+            where="Search(constraints='pins')",
             expected="one program, whose layouts only the code and autopar.constrain name",
             got=f"{conflict}, and {pins.in_code[0][1].pattern}",
-            hint="leave that out, or take constraints='advice' or 'ignore'",
+            hint="leave that out, or take Search(constraints='advice') or 'ignore'",
         )
     return dataclasses.replace(context, request=dataclasses.replace(request, pins=joined(request.pins, pins)))
 

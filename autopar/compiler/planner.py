@@ -362,7 +362,9 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     if best is not None and request.admits_one_program:
         quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
         if not context.may_gain or quick:
-            untried = "effort='quick' takes one program where one fits" if context.may_gain else context.why_no_gain
+            untried = (
+                "Search(effort='quick') takes one program where one fits" if context.may_gain else context.why_no_gain
+            )
             return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
     if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
@@ -565,13 +567,6 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
             expected="a number of stages, or none at all: under pins none is searched for",
             got=f"schedule {request.schedule} without a number of stages",
             hint="name the stages: constrain(pins, recipe=autopar.recipes.pipeline(2, ...))",
-        )
-    if request.pins is not None and (request.fixed or request.axis_sizes is not None):
-        raise InvalidArgumentError(
-            where="constrain",
-            expected="pins, or a step to follow",
-            got="both",
-            hint="leave out follow, and pin the state as that step has it: step.plan(...).record.arguments",
         )
     binding = request.binding
     offloads_by_recipe = binding is not None and (binding.offloads_optimizer or binding.offloads_activations)

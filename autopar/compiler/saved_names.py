@@ -1,4 +1,4 @@
-"""Which named values `jax.checkpoint` saves: the choice among the names of a step (`parallelize(remat="auto")`).
+"""Which named values `jax.checkpoint` saves: the choice among the names of a step (`Search(remat="auto")`).
 
 What is not saved is computed again in the backward pass. The seconds that a set of names spares, and the bytes that it
 keeps, follow from one graph, that of the step which saves none: the operations that its backward pass still needs when

@@ -15,7 +15,7 @@ from autopar.plan.schema import OptionValue
 
 # A value of an option; None: XLA's own.
 Requested = tuple[tuple[str, OptionValue | None], ...]
-_WHERE = "parallelize(compiler_options=...)"
+_WHERE = "Search(compiler_options=...)"
 # The options of these compilers have one table: each knows those of the other, and no more.
 _SHARING = (Platform.CPU, Platform.GPU)
 

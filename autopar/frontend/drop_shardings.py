@@ -65,7 +65,7 @@ def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
     else:
         text = (
             f"{what} are advice: the plan decides where values lie; "
-            "parallelize(constraints='pins') or pins of autopar.constrain have them kept"
+            "Search(constraints='pins') or pins of autopar.constrain have them kept"
         )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text

@@ -26,7 +26,7 @@ def checked_names(traced: TracedStep, names: Sequence[str]) -> tuple[str, ...]:
     known = names_of(traced)
     if unknown := [name for name in names if name not in known]:
         raise InvalidArgumentError(
-            where=f"parallelize(remat=...) of {traced.name}",
+            where=f"Search(remat=...) of {traced.name}",
             expected=f"names that jax.ad_checkpoint.checkpoint_name gives in the step: {', '.join(known) or 'none'}",
             got=", ".join(unknown),
             hint="leave them out, or name a value: x = checkpoint_name(x, 'name')",
@@ -42,10 +42,10 @@ def saving(traced: TracedStep, names: Collection[str]) -> TracedStep:
     saved = frozenset(names)
     if traced.trace_again is None or not traced.is_pure():
         raise UnsupportedError(
-            where=f"parallelize(remat=...) of {traced.name}",
+            where=f"Search(remat=...) of {traced.name}",
             expected="a function that is traced again with other saved names",
             got="one that gives another computation each time",
-            hint='make it pure, or leave the saved names as written: remat="as written"',
+            hint='make it pure, or leave the saved names as written: Search(remat="as written")',
         )
     with jax_remat.saved_names(saved):
         closed, removed = traced.trace_again(traced.in_avals)

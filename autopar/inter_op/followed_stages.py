@@ -76,8 +76,8 @@ def _stages_at(microbatched: MicrobatchedStep, followed: FollowedStages) -> dict
 def _out_of_order(microbatched: MicrobatchedStep, what: str, stage: int, reached: int) -> UnsupportedError:
     name = microbatched.step.traced.name
     return UnsupportedError(
-        where=f"{name}, follow",
+        where=f"{name}, plan",
         expected="layers that read the state in the order of the stages that it lies on",
         got=f"{what} on stage {stage}, read at stage {reached}",
-        hint=f"leave follow out: {name} then plans for itself, and its calls move the state",
+        hint=f"leave plan out: {name} then plans for itself, and its calls move the state",
     )

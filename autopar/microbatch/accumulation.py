@@ -1,6 +1,6 @@
 """Modules that are taken per micro-batch: the step's passes run on each micro-batch as on a batch of that size.
 
-Where the user allows it (`parallelize(per_microbatch=...)`), an operation may mix the examples of its micro-batch:
+Where the user allows it (`Search(per_microbatch=...)`), an operation may mix the examples of its micro-batch:
 batch statistics, a router's loss and capacity, scales of 8-bit products. The step is then that of gradient
 accumulation: each micro-batch runs the program that was traced on it, literals included, and what leaves the loop is
 joined over the micro-batches.
@@ -138,7 +138,7 @@ class AccumulatingFollower(Follower):
             raise UnsupportedError(
                 where=where, expected="results of modules taken per micro-batch whose size follows the examples",
                 got=f"one of shape {value.shape} for the whole batch, of which micro-batches have no parts",
-                hint="do not return it from the step, or use num_microbatches=1",
+                hint="do not return it from the step, or use Search(num_microbatches=1)",
             )  # fmt: skip
         is_mean = state.weight is None or math.isclose(state.weight * self.num_microbatches, 1.0, rel_tol=1e-5)
         if self.mixing and maker.role is Role.BACKWARD and state.form is Form.PARTIAL_SUM and not is_mean:
@@ -224,7 +224,7 @@ def check_patterns(traced: TracedStep, graph: OpGraph) -> None:
             ends = [m.rsplit("/", 1)[-1] for m in modules if m]
             close = ", ".join(dict.fromkeys(difflib.get_close_matches(pattern, ends, 3, 0.0)))
             raise InvalidArgumentError(
-                where=f"parallelize(per_microbatch={pattern!r})", expected="the path of a module, or its end",
+                where=f"Search(per_microbatch={pattern!r})", expected="the path of a module, or its end",
                 got=f"none of the {len(ends)} modules of {traced.name}",
                 hint=f"{f'names that are near: {close}; ' if close else ''}a module is a jax.named_scope, of Flax too",
             )  # fmt: skip

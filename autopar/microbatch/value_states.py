@@ -361,7 +361,7 @@ class _StateFinder:
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint=f"{_rule_of(cause.op)}use num_microbatches=1, or take what it needs of all examples from the "
+                hint=f"{_rule_of(cause.op)}use Search(num_microbatches=1), or take what it needs of all examples from the "
                 f"state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
@@ -401,7 +401,7 @@ def _permission(op: Op) -> str:
     gradients need this would be the mean of the micro-batches' means, which nobody means by a sum over a count.
     """
     module = without_scan_parts(op.module)
-    named = f"parallelize(..., per_microbatch=({shortest_name(module)!r},))" if module else (
-        "jax.named_scope('mixing') around it, and parallelize(..., per_microbatch=('mixing',))"
+    named = f"search=autopar.Search(per_microbatch=({shortest_name(module)!r},))" if module else (
+        "jax.named_scope('mixing') around it, and search=autopar.Search(per_microbatch=('mixing',))"
     )  # fmt: skip
     return f"; if statistics of each micro-batch are meant, which give other numbers than the whole batch's: {named}"

@@ -647,8 +647,8 @@ def _path(paths: Sequence[str], piece: LeafSlice, cut: StackParts | None) -> str
 
 def _no_scan(traced: TracedStep, leaf: int, parts: int) -> UnsupportedError:
     return UnsupportedError(
-        where=f"{traced.name}, follow",
+        where=f"{traced.name}, plan",
         expected=f"a scan over the layers of {traced.in_paths[leaf]}, which lies in slices on {parts} stages",
         got="none that does most of the step's work",
-        hint=f"leave follow out: {traced.name} then plans for itself, and its calls move the state",
+        hint=f"leave plan out: {traced.name} then plans for itself, and its calls move the state",
     )

@@ -71,7 +71,7 @@ def checked_remat(names: str | Sequence[str]) -> str | tuple[str, ...]:
         return names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InvalidArgumentError(
-            where="parallelize(remat=...)",
+            where="Search(remat=...)",
             expected=f"{AS_WRITTEN!r}, {AUTO!r}, or a list of names of jax.ad_checkpoint.checkpoint_name",
             got=repr(names),
             hint="leave it out to have the search decide",

@@ -34,7 +34,7 @@ def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | N
                 where=_where(written),
                 expected=f"one layout of a value, {other.text} of {_where(before)}",
                 got=pin.text,
-                hint="leave out one of both, or take constraints='advice'",
+                hint="leave out one of both, or take Search(constraints='advice')",
             )
     if not of_value:
         return None
@@ -90,7 +90,7 @@ def _check_sizes(sizes: dict[str, tuple[int, WrittenLayout]], num_devices: int) 
                 where=_where(written),
                 expected=f"mesh axes whose sizes multiply to a divisor of the plan's {num_devices} devices",
                 got=_axes_text(product, sizes),
-                hint="write the mesh for these devices, or take constraints='ignore'",
+                hint="write the mesh for these devices, or take Search(constraints='ignore')",
             )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -52,8 +53,8 @@ Row = dict[str, Any]
 
 def ways(num_devices: int) -> dict[str, dict[str, Any]]:
     """The options of each way by its name; the free search first."""
-    one = {FREE: {}, "four micro-batches": {"num_microbatches": 4}}
-    one |= {attention: {"attention": attention} for attention in ("as written", "kernel", "blockwise")}
+    one = {FREE: {}, "four micro-batches": {"search": autopar.Search(num_microbatches=4)}}
+    one |= {a: {"search": autopar.Search(attention=a)} for a in ("as written", "kernel", "blockwise")}
     if num_devices == 1:
         return one
     return one | {
@@ -71,7 +72,7 @@ def requests(num_devices: int) -> dict[str, dict[str, Any]]:
     """Requests within the freedoms of the search, by name: micro-batches, recipes, recomputation."""
     found: dict[str, dict[str, Any]] = {FREE: {}}
     for m in (1, 2, 4, 8, 16, 32):
-        found[f"num_microbatches={m}"] = {"num_microbatches": m}
+        found[f"num_microbatches={m}"] = {"search": autopar.Search(num_microbatches=m)}
     if num_devices > 1:
         found["dp, zero=1"] = {"plan": recipes.combine(dp=num_devices, zero=1)}
     for zero, m, recompute in itertools.product((0, 3), (1, 4, 8, 16, 32), ("nothing", "matmuls", "input")):
@@ -92,7 +93,9 @@ def ways_of(cluster: str, memory: bool) -> dict[str, dict[str, Any]]:
 def work() -> None:
     """Plans the jobs that this process is given: (draw or name of a step, cluster, of requests, way, memory)."""
     for number, cluster, memory, way, limit_bytes in jobs():
-        options = ways_of(cluster, memory)[way] | ({"memory_limit_bytes": limit_bytes} if limit_bytes else {})
+        options = ways_of(cluster, memory)[way]
+        search = options.get("search", autopar.Search())
+        options = options | {"search": dataclasses.replace(search, memory_limit_bytes=limit_bytes or None)}
         begun_s = time.process_time()
         try:
             found = planned(number, cluster, options)

@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor_parallel()": {"plan": recipes.tensor_parallel()},
     STAGES: {"plan": recipes.pipeline(2, num_microbatches=2)},
     STAGES_WHOLE: {"plan": recipes.pipeline(2, num_microbatches=1)},
-    MICROBATCHES: {"num_microbatches": 2},
+    MICROBATCHES: {"search": autopar.Search(num_microbatches=2)},
 }
 # `excused`: refused, where parts of the batch have another result. `slow`: equal, after more than `LIMIT_S`.
 EQUAL, PLANNED, EXCUSED, REFUSED, SLOW, WRONG, CRASH, HANG = KINDS = (

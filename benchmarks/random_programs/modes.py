@@ -287,8 +287,7 @@ class Bench:
             plan=plan,
             cluster=slow_cluster(mode.devices),
             cache_dir=None,
-            time_limit_s=TIME_LIMIT_S,
-            **options,
+            search=autopar.Search(time_limit_s=TIME_LIMIT_S, **options),
         )
         step._sources._rules = self.rules
         return step

@@ -1,4 +1,4 @@
-"""`parallelize(attention="blockwise")`: equal to plain `jax.jit` under every kind of plan, without scores in memory."""
+"""`Search(attention="blockwise")`: equal to plain `jax.jit` under every kind of plan, without scores in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,12 @@ def arguments():
 
 def parallel(recipe, devices, attention="blockwise"):
     return autopar.parallelize(
-        train_step, plan=recipe, attention=attention, cluster=autopar.Cluster.local(devices, measured=False),
+        train_step,
+        plan=recipe,
+        search=autopar.Search(attention=attention),
+        cluster=autopar.Cluster.local(devices, measured=False),
         cache_dir=None,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,8 +105,11 @@ def test_without_a_kernel_the_default_is_attention_as_it_is_written():
 
 def test_attention_that_is_not_found_is_named_and_computes_the_same():
     step = autopar.parallelize(
-        trained(dropped), attention="blockwise", cluster=autopar.Cluster.local(2, measured=False), cache_dir=None,
-    )  # fmt: skip
+        trained(dropped),
+        search=autopar.Search(attention="blockwise"),
+        cluster=autopar.Cluster.local(2, measured=False),
+        cache_dir=None,
+    )
     args = numbers()
     notes = step.plan(*args).record.notes
     (note,) = [note for note in notes if "scores" in note]
@@ -122,8 +128,11 @@ def test_attention_that_stays_beside_attention_that_is_found_is_named():
         return causal(q, dropped(q, k, v, batch), v, batch)
 
     step = autopar.parallelize(
-        trained(both), attention="blockwise", cluster=autopar.Cluster.local(2, measured=False), cache_dir=None,
-    )  # fmt: skip
+        trained(both),
+        search=autopar.Search(attention="blockwise"),
+        cluster=autopar.Cluster.local(2, measured=False),
+        cache_dir=None,
+    )
     assert BATCH
     assert any(n.startswith("1 product of scores stays as it is written") for n in step.plan(*numbers()).record.notes)
 
@@ -135,7 +144,7 @@ def test_other_words_for_attention_are_refused():
 
 def assert_blockwise_equals_jit(step, state, batch):
     blockwise = autopar.parallelize(
-        step, attention="blockwise", cluster=autopar.Cluster.local(2), cache_dir=None,
+        step, search=autopar.Search(attention="blockwise"), cluster=autopar.Cluster.local(2), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     expected = jax.jit(step)(state, batch)
@@ -238,7 +247,7 @@ def decoder_arguments(layers, examples, length, width):
 def test_many_layers_under_a_policy_are_planned(saved):
     args = jax.eval_shape(lambda: decoder_arguments(layers=8, examples=8, length=1024, width=256))
     step = decoder_step({"saved": saved, "dtype": jnp.bfloat16})
-    plan = autopar.plan(step, *args, cluster="dgx-h100", cache_dir=None, attention="blockwise")
+    plan = autopar.plan(step, *args, cluster="dgx-h100", cache_dir=None, search=autopar.Search(attention="blockwise"))
     assert plan.predicted.step_time_s < 1e-2
     assert not any("attention" in note for note in plan.record.notes)
 
@@ -268,7 +277,7 @@ def _attends(length: int) -> autopar.Plan:
 
     batch = {"x": jax.ShapeDtypeStruct((8, length, 16), jnp.float32)}
     state = jax.ShapeDtypeStruct((16, 2, 8), jnp.float32)
-    return autopar.plan(step, state, batch, cluster="dgx-h100", attention="as written")
+    return autopar.plan(step, state, batch, cluster="dgx-h100", search=autopar.Search(attention="as written"))
 
 
 def test_notes_name_scores_that_are_larger_than_queries_and_keys():
@@ -317,10 +326,16 @@ def cross_arguments(layers=2, text=6):
     ids=["search", "tensor", "zero 3", "stages", "heads"],
 )
 def test_fewer_keys_than_queries_compute_the_same_without_scores(recipe):
-    step, args = autopar.parallelize(
-        cross_step, plan=recipe, attention="blockwise", cluster=autopar.Cluster.local(4, measured=False),
-        cache_dir=None,
-    ), cross_arguments()  # fmt: skip
+    step, args = (
+        autopar.parallelize(
+            cross_step,
+            plan=recipe,
+            search=autopar.Search(attention="blockwise"),
+            cluster=autopar.Cluster.local(4, measured=False),
+            cache_dir=None,
+        ),
+        cross_arguments(),
+    )
     assert not [note for note in step.plan(*args).record.notes if "attention" in note]
     expected, got = jax.jit(cross_step)(*args), step(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

@@ -35,8 +35,12 @@ def compiled(attention, cluster, target, plan=None):
         {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)},
     )
     step = autopar.parallelize(
-        train_step, plan=plan or recipes.data_parallel(), attention=attention, cluster=cluster, cache_dir=None,
-    )  # fmt: skip
+        train_step,
+        plan=plan or recipes.data_parallel(),
+        search=autopar.Search(attention=attention),
+        cluster=cluster,
+        cache_dir=None,
+    )
     return step.plan(*args), compile_for_target(step, target, *args)
 
 
@@ -87,8 +91,12 @@ def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kerne
         },
     )
     step = autopar.parallelize(
-        cross_step, plan=recipes.data_parallel(), attention="blockwise", cluster=cluster, cache_dir=None,
-    )  # fmt: skip
+        cross_step,
+        plan=recipes.data_parallel(),
+        search=autopar.Search(attention="blockwise"),
+        cluster=cluster,
+        cache_dir=None,
+    )
     made, plan = compile_for_target(step, target, *args), step.plan(*args)
     assert kernels <= set(re.findall(r'target="([^"]*)"', made.as_text()))
     memory = made.memory_analysis()

@@ -13,13 +13,13 @@ from flax import nnx
 import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError
-from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
+from tests.small_steps import assert_close, grouped, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 OPTIONS = {"cluster": slow_cluster(4), "cache_dir": None}
 
 
 def made(function=mlp_step, **options):
-    return autopar.parallelize(function, **OPTIONS | options)
+    return autopar.parallelize(function, **grouped(**OPTIONS | options))
 
 
 def updated(state, batch, rate):

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.runtime.execution.dispatch import MOST_IN_FLIGHT, InFlight
 from tests import small_steps as steps
+from tests.small_steps import grouped
 
 RECIPES = {
     "one program": autopar.recipes.data_parallel(),
@@ -21,7 +22,9 @@ RECIPES = {
 
 
 def parallel(function, recipe=RECIPES["one program"], **options):
-    return autopar.parallelize(function, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None, **options)
+    return autopar.parallelize(
+        function, plan=recipe, cluster=steps.slow_cluster(), cache_dir=None, **grouped(**options)
+    )
 
 
 def assert_same(got, expected, tolerance: float = 1e-6) -> None:
@@ -64,7 +67,7 @@ def test_keys_are_drawn_from_as_the_configuration_has_it():
     """The jaxpr is the same, and the sharding rules are not."""
     noisy = lambda state, batch, key: (state + jax.random.normal(key, state.shape), jnp.sum(batch))
     options = dict(plan=autopar.recipes.zero(3), cache_dir=None, donate_argnums=())
-    step, plain = autopar.parallelize(noisy, **options), jax.jit(noisy)
+    step, plain = autopar.parallelize(noisy, **grouped(**options)), jax.jit(noisy)
     args = jnp.ones((16, 16)), jnp.ones((16, 16)), jax.random.key(5)
     for change in (contextlib.nullcontext, CONFIGURATIONS["random bits"]):
         with change():

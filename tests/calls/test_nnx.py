@@ -13,7 +13,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
 from autopar.tuning import tune
-from tests.small_steps import assert_close, mlp_batch, slow_cluster
+from tests.small_steps import assert_close, grouped, mlp_batch, slow_cluster
 
 
 class Net(nnx.Module):
@@ -46,7 +46,7 @@ def new_objects():
 
 
 def made(function=train, **options):
-    return autopar.parallelize(function, **{"cluster": slow_cluster(4), "cache_dir": None} | options)
+    return autopar.parallelize(function, **grouped(**{"cluster": slow_cluster(4), "cache_dir": None} | options))
 
 
 def arrays(*objects):
@@ -181,7 +181,7 @@ def test_an_evaluation_step_gives_nothing_back_and_follows(caplog):
     model, optimizer = new_objects()
     parallel = made()
     parallel(model, optimizer, mlp_batch())
-    follower = made(evaluate, follow=parallel, cluster=None)
+    follower = made(evaluate, plan=parallel, cluster=None)
     with caplog.at_level(logging.WARNING, "autopar"):
         before = model.layers[0].kernel[...]
         loss = follower(model, mlp_batch())

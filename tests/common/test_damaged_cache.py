@@ -20,6 +20,7 @@ from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_step,
     new_mlp_state,
@@ -42,7 +43,7 @@ def filled(tmp_path_factory) -> Path:
 
 def step_with(directory, function=mlp_step, **options):
     options = {"cluster": slow_cluster(2), "cache_dir": directory} | options
-    return autopar.parallelize(function, **options)
+    return autopar.parallelize(function, **grouped(**options))
 
 
 def searched(step) -> bool:

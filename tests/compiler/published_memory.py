@@ -87,7 +87,7 @@ def _planned(step: Callable[..., Any], state: Any, batch: Any, num_devices: int,
         batch,
         cluster=autopar.Cluster.flat(num_devices),
         plan=recipe,
-        memory_limit_bytes=NO_LIMIT_BYTES,
+        search=autopar.Search(memory_limit_bytes=NO_LIMIT_BYTES),
         cache_dir=None,
     )
 

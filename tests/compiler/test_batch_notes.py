@@ -6,6 +6,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from tests.small_steps import grouped
 
 WIDTH, STEPS = 64, 8
 
@@ -29,7 +30,7 @@ def along_steps(p, batch):
 
 def plan_of(loss, shape, **options):
     args = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return autopar.plan(trained(loss), *args, cluster="dgx-h100", cache_dir=None, **options)
+    return autopar.plan(trained(loss), *args, cluster="dgx-h100", cache_dir=None, **grouped(**options))
 
 
 @pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(1)])

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import MemoryLimitError
 from autopar.recipes import combine, cut, data_parallel, pipeline, zero
-from tests.small_steps import chain_step, slow_cluster
+from tests.small_steps import chain_step, grouped, slow_cluster
 
 STATE = [jax.ShapeDtypeStruct((64, 64), jnp.float32) for _ in range(4)]
 BATCH = {k: jax.ShapeDtypeStruct((16, 64), jnp.float32) for k in "xy"}
@@ -17,7 +17,7 @@ LIMIT_BYTES = 20_000
 
 def planned(**options):
     options = {"cluster": slow_cluster(4), "cache_dir": None, **options}
-    return autopar.plan(chain_step, STATE, BATCH, **options)
+    return autopar.plan(chain_step, STATE, BATCH, **grouped(**options))
 
 
 def needed(plan):
@@ -72,4 +72,6 @@ def test_a_step_that_follows_another_is_held_against_its_own_limit():
         return chain_step(params, batch)[1]
 
     with pytest.raises(MemoryLimitError, match="evaluate on mesh"):
-        autopar.parallelize(evaluate, follow=step, memory_limit_bytes=LIMIT_BYTES, cache_dir=None).plan(STATE, BATCH)
+        autopar.parallelize(
+            evaluate, plan=step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), cache_dir=None
+        ).plan(STATE, BATCH)

@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.compiler import memory_fallbacks, planner
 from autopar.errors import MemoryLimitError
-from tests.small_steps import assert_close, chain_loss, slow_cluster
+from tests.small_steps import assert_close, chain_loss, grouped, slow_cluster
 
 WIDTH, LAYERS, EXAMPLES = 128, 4, 32
 STATE_BYTES = 3 * 4 * LAYERS * WIDTH * WIDTH  # parameters and two moments
@@ -37,7 +37,7 @@ def new_batch():
 
 def step_within(limit_bytes, **options):
     defaults = {"cluster": slow_cluster(2), "cache_dir": None}
-    return autopar.parallelize(adam_step, memory_limit_bytes=limit_bytes, **(defaults | options))
+    return autopar.parallelize(adam_step, **grouped(memory_limit_bytes=limit_bytes, **(defaults | options)))
 
 
 def test_what_fits_is_not_offloaded():
@@ -118,7 +118,7 @@ def test_a_recipe_is_not_offloaded():
 def test_a_step_without_a_batch_that_does_not_fit_is_a_matter_of_memory():
     step = autopar.parallelize(
         lambda state: adam_step(state, new_batch()),
-        cluster=slow_cluster(2), memory_limit_bytes=STATE_BYTES // 3, cache_dir=None,
+        cluster=slow_cluster(2), search=autopar.Search(memory_limit_bytes=STATE_BYTES // 3), cache_dir=None,
     )  # fmt: skip
     with pytest.raises(MemoryLimitError):
         step.plan(new_state())

@@ -15,7 +15,7 @@ from autopar.hardware.cluster import Cluster, Link
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import PlanRecord
 from benchmarks.zoo import CASES
-from tests.small_steps import MLP_BATCH, MLP_STATE, chain_step, mlp_step, shapes, slow_cluster
+from tests.small_steps import MLP_BATCH, MLP_STATE, chain_step, grouped, mlp_step, shapes, slow_cluster
 
 ROUNDING = 1 + 1e-9
 
@@ -49,7 +49,7 @@ def zoo(name, **sizes):
 
 def planned(step, on, **options):
     function, args = step
-    return autopar.parallelize(function, cluster=on, cache_dir=None, **options).plan(*args)
+    return autopar.parallelize(function, cluster=on, cache_dir=None, **grouped(**options)).plan(*args)
 
 
 # Requests for what the search chose

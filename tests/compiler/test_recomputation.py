@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from tests.small_steps import grouped
 
 WIDTH, INNER, ROWS, LAYERS = 2048, 8192, 32768, 4
 
@@ -34,7 +35,7 @@ def plan(checkpoint: bool, scanned: bool = False, recipe="data_parallel()", **op
     else:
         state = [[jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]] * LAYERS
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
-    step = autopar.parallelize(step, plan=recipe, cache_dir=None, **options)
+    step = autopar.parallelize(step, plan=recipe, cache_dir=None, **grouped(**options))
     return autopar.plan(step, state, batch, cluster="dgx-h100")
 
 
@@ -98,7 +99,9 @@ def test_attention_in_blocks_is_not_computed_again_without_it():
 
             return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
 
-        step = autopar.parallelize(step, plan="data_parallel()", attention="blockwise", cache_dir=None)
+        step = autopar.parallelize(
+            step, plan="data_parallel()", search=autopar.Search(attention="blockwise"), cache_dir=None
+        )
         state = [jax.ShapeDtypeStruct((128, 3, 128), "bfloat16")] * 2
         return autopar.plan(step, state, jax.ShapeDtypeStruct((32, 4096, 128), "bfloat16"), cluster="dgx-h100:1")
 

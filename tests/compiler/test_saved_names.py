@@ -15,7 +15,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.saved_names import names_of, saving
 from autopar.frontend.tracing import trace
 from autopar.sharding.rules import RuleBook
-from tests.small_steps import slow_cluster
+from tests.small_steps import grouped, slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 16384, 64, 256, 4
 NAMES = ("act", "mid", "up")
@@ -55,9 +55,12 @@ def arguments(examples=EXAMPLES):
 
 def parallel(remat, step=None, recipe=None, cluster=None, **options):
     return autopar.parallelize(
-        step or training_step(), plan=recipe or recipes.data_parallel(), cluster=cluster or slow_cluster(2),
-        remat=remat, cache_dir=None, **options,
-    )  # fmt: skip
+        step or training_step(),
+        plan=recipe or recipes.data_parallel(),
+        cluster=cluster or slow_cluster(2),
+        cache_dir=None,
+        **grouped(remat=remat, **options),
+    )
 
 
 def planned(remat, **options):

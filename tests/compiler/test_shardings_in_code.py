@@ -22,7 +22,7 @@ from autopar.frontend.tracing import trace
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
-from tests.small_steps import assert_close, slow_cluster, verified_step
+from tests.small_steps import assert_close, grouped, slow_cluster, verified_step
 
 JAXLIB = tuple(map(int, metadata.version("jaxlib").split(".")[:2]))
 
@@ -59,7 +59,7 @@ def laid(on, *spec):
 
 
 def parallel(step, devices, **options):
-    return autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **options)
+    return autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **grouped(**options))
 
 
 def note(plan):
@@ -252,7 +252,9 @@ def test_logical_constraints_of_flax_are_pins_too():
 def test_the_cache_tells_layouts_apart(tmp_path):
     def pinned(*spec):
         step = mlp(laid(mesh(2, 2), *spec))
-        made = autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=tmp_path, constraints="pins")
+        made = autopar.parallelize(
+            step, cluster=slow_cluster(4), cache_dir=tmp_path, search=autopar.Search(constraints="pins")
+        )
         return [pin.spec for pin in made.plan(*arguments()).record.pinned.pins]
 
     assert pinned("data") == pinned("data") == ["P('data', None)"]
@@ -261,4 +263,4 @@ def test_the_cache_tells_layouts_apart(tmp_path):
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"'advice' or 'pins' or 'ignore', got 'hints'"):
-        autopar.parallelize(mlp(lambda x: x), constraints="hints")
+        autopar.parallelize(mlp(lambda x: x), search=autopar.Search(constraints="hints"))

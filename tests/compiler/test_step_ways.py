@@ -15,7 +15,7 @@ from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.schema import MeshTrial
-from tests.small_steps import assert_close, slow_cluster
+from tests.small_steps import assert_close, grouped, slow_cluster
 
 LAYERS, LENGTH, HEADS, HEAD = 3, 256, 4, 64
 WIDTH = HEADS * HEAD
@@ -63,7 +63,7 @@ def arguments(examples=16):
 
 
 def planned(step, cluster="dgx-h100:1", **options):
-    return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, **options)
+    return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, **grouped(**options))
 
 
 @pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
@@ -122,10 +122,10 @@ def numbers(examples=256):
 def test_scans_compute_again_what_does_not_fit(devices, share):
     state, batch = numbers()
     options = dict(cluster=slow_cluster(devices), cache_dir=None)
-    free = autopar.plan(scanned, state, batch, **options)
+    free = autopar.plan(scanned, state, batch, **grouped(**options))
     assert free.record.scan_recompute == ""
     limit_bytes = int(share * max(free.predicted.peak_bytes))
-    step = autopar.parallelize(scanned, memory_limit_bytes=limit_bytes, **options)
+    step = autopar.parallelize(scanned, **grouped(memory_limit_bytes=limit_bytes, **options))
     plan = step.plan(state, batch)
     assert plan.record.scan_recompute
     assert max(plan.predicted.peak_bytes) <= limit_bytes

@@ -114,8 +114,13 @@ def test_plans_hold_no_scores_where_a_kernel_takes_them():
     peaks, seconds = [], []
     for attention in ("as written", "blockwise"):
         plan = autopar.plan(
-            step, *args, cluster="dgx-h100", plan=recipes.data_parallel(), attention=attention, cache_dir=None,
-        )  # fmt: skip
+            step,
+            *args,
+            cluster="dgx-h100",
+            plan=recipes.data_parallel(),
+            search=autopar.Search(attention=attention),
+            cache_dir=None,
+        )
         peaks.append(max(plan.predicted.peak_bytes))
         seconds.append(plan.predicted.step_time_s)
     assert peaks[0] > SCORES * (4 + 2)  # scores in 32 bits, and weights

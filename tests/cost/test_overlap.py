@@ -29,7 +29,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.plan_timeline import timeline_of
 from autopar.sharding.rules import RuleBook
-from tests.small_steps import chain_step
+from tests.small_steps import chain_step, grouped
 
 MEGABYTE = 1 << 20
 
@@ -294,7 +294,7 @@ def arguments(width=WIDTH):
 
 
 def plan(cluster, function=chain_step, args=None, **options):
-    made = autopar.parallelize(function, cluster=cluster, cache_dir=None, **options)
+    made = autopar.parallelize(function, cluster=cluster, cache_dir=None, **grouped(**options))
     return made.plan(*(args or arguments()))
 
 
@@ -441,7 +441,7 @@ def test_no_kind_of_data_parallelism_is_faster_where_what_it_sends_hides(width, 
     def step_time_s(recipe):
         cluster = Cluster.preset("p3.16xlarge", hosts=1)
         options = {"cluster": cluster, "plan": recipe, "cache_dir": None}
-        return autopar.plan(chain_step, matrices, batch, **options).predicted.step_time_s
+        return autopar.plan(chain_step, matrices, batch, **grouped(**options)).predicted.step_time_s
 
     by_hand = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))]
     assert step_time_s(None) <= min(map(step_time_s, by_hand))

@@ -376,7 +376,9 @@ COMPILED = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_models_need_what_was_predicted(name):
     case = CASES[name](**COMPILED[name])
-    step = autopar.parallelize(case.step, cluster=autopar.Cluster.local(1), num_microbatches=1, cache_dir=None)
+    step = autopar.parallelize(
+        case.step, cluster=autopar.Cluster.local(1), search=autopar.Search(num_microbatches=1), cache_dir=None
+    )
     predicted, stats = step.plan(*case.shapes()).predicted, step.compile(*case.shapes()).memory_analysis()
     assert predicted.peak_bytes[0] == pytest.approx(peak_memory.allocated_bytes(stats), rel=0.15)
 

@@ -52,7 +52,7 @@ def trained(request):
 
 def test_the_state_stays_where_it_is(trained, tmp_path):
     step, state = trained
-    follower = autopar.parallelize(evaluate, follow=step, donate_argnums=(), cache_dir=None)
+    follower = autopar.parallelize(evaluate, plan=step, donate_argnums=(), cache_dir=None)
     plan, compiled = follower.plan(state, batch_of(1)), follower.compile(state, batch_of(1))
     assert plan.record.pipeline.schedule in ("inference", "inference-v")
     of_step, of_plan = ([s.first_device for s in p.record.pipeline.stages] for p in (step.latest_plan, plan))
@@ -74,7 +74,7 @@ def test_debug_callbacks_are_called_when_the_step_has_run(trained, capfd):
         return loss
 
     step, state = trained
-    follower = autopar.parallelize(printing, follow=step, donate_argnums=(), cache_dir=None)
+    follower = autopar.parallelize(printing, plan=step, donate_argnums=(), cache_dir=None)
     loss = follower(state, batch_of(1))
     assert capfd.readouterr().out == f"loss {loss:.6f}\n"
 
@@ -85,7 +85,7 @@ def test_a_step_with_gradients_of_its_own_follows_too(trained):
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
 
     step, state = trained
-    follower = autopar.parallelize(gradient_norm, follow=step, donate_argnums=(), cache_dir=None)
+    follower = autopar.parallelize(gradient_norm, plan=step, donate_argnums=(), cache_dir=None)
     assert follower.plan(state, batch_of(1)).record.pipeline.schedule == step.latest_plan.record.pipeline.schedule
     np.testing.assert_allclose(follower(state, batch_of(1)), follower.plain(state, batch_of(1)), rtol=1e-5)
 
@@ -97,7 +97,7 @@ def test_layers_in_another_order_are_refused():
     recipe = autopar.recipes.pipeline(2, num_microbatches=4)
     step, shapes = autopar.parallelize(train, plan=recipe, **OPTIONS), jax.eval_shape(init, jax.random.key(0))
     step.plan(shapes, batch_of(0))
-    follower = autopar.parallelize(backwards, follow=step, donate_argnums=(), cache_dir=None)
+    follower = autopar.parallelize(backwards, plan=step, donate_argnums=(), cache_dir=None)
     with pytest.raises(UnsupportedError, match=r"in the order of the stages.*params.* on stage 1, read at stage 0"):
         follower.plan(shapes, batch_of(0))
 
@@ -142,7 +142,7 @@ def test_slices_of_a_scan_stay_where_they_are(layers, stages, tmp_path):
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
 
     for function in (evaluate, gradient_norm):
-        follower = autopar.parallelize(function, follow=step, donate_argnums=(), cache_dir=None)
+        follower = autopar.parallelize(function, plan=step, donate_argnums=(), cache_dir=None)
         plan, whole = follower.plan(state, batch_of(1)), jax.tree.map(np.asarray, state)
         assert plan.record.sliced == step.latest_plan.record.sliced
         assert bool(plan.record.sliced) == (layers % 2 == 0)
@@ -162,6 +162,6 @@ def test_slices_without_a_scan_over_them_are_refused():
     step = autopar.parallelize(train_scanned, plan=autopar.recipes.pipeline(2, num_microbatches=4), **OPTIONS)
     shapes = jax.eval_shape(init_scanned(4), jax.random.key(0))
     step.plan(shapes, batch_of(0))
-    follower = autopar.parallelize(first_layer, follow=step, donate_argnums=(), **OPTIONS)
+    follower = autopar.parallelize(first_layer, plan=step, donate_argnums=(), **OPTIONS)
     with pytest.raises(UnsupportedError, match=r"a scan over the layers of .*layers.* in slices on 2 stages"):
         follower.plan(shapes, batch_of(0))

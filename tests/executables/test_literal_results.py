@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from tests.small_steps import assert_close
+from tests.small_steps import assert_close, grouped
 
 BATCH = np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8)
 
@@ -40,7 +40,7 @@ def step(state, batch):
     ids=["free", "micro-batches", "stages", "little memory"],
 )
 def test_state_that_is_set_to_a_literal(options):
-    parallel = autopar.parallelize(step, cache_dir=None, **options)
+    parallel = autopar.parallelize(step, cache_dir=None, **grouped(**options))
     expected, seen = (state(), None), (state(), None)
     for _ in range(3):
         expected, seen = jax.jit(step)(expected[0], BATCH), parallel(seen[0], BATCH)

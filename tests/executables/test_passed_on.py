@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from tests.small_steps import assert_close
+from tests.small_steps import assert_close, grouped
 
 FORMS = {
     "micro-batches": {"num_microbatches": 2},
@@ -17,7 +17,7 @@ OF_ALL_FORMS = pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 
 
 def parallel(function, options, **more):
-    return autopar.parallelize(function, cache_dir=None, **options, **more)
+    return autopar.parallelize(function, cache_dir=None, **grouped(**options, **more))
 
 
 def new_state():
@@ -62,7 +62,9 @@ def test_results_that_are_state_outlive_it(options):
         return {"n": state["n"], "a": state["a"], "mean": jnp.mean(batch["x"] @ state["b"])}
 
     train = parallel(updated, options)
-    evaluation = autopar.parallelize(evaluate, num_microbatches=2, donate_argnums=(), cache_dir=None)
+    evaluation = autopar.parallelize(
+        evaluate, search=autopar.Search(num_microbatches=2), donate_argnums=(), cache_dir=None
+    )
     state, _ = train(new_state(), new_batch())
     seen = []
     for _ in range(3):

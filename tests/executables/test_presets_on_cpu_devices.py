@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
-from tests.small_steps import assert_close, transformer
+from tests.small_steps import assert_close, grouped, transformer
 
 CLUSTERS = ("dgx-h100", "tpu-v5e:2x4")
 CHUNKED = ("interleaved", "zb-v")
@@ -21,7 +21,7 @@ def run_and_compare(cluster: str, **options) -> autopar.Plan:
     case = transformer()
     state = jax.jit(case.create)(jax.random.key(0))
     expected = jax.jit(case.step)(state, case.batch)
-    step = autopar.parallelize(case.step, cluster=autopar.Cluster.parse(cluster), cache_dir=None, **options)
+    step = autopar.parallelize(case.step, cluster=autopar.Cluster.parse(cluster), cache_dir=None, **grouped(**options))
     assert_close(step(jax.tree.map(np.array, state), case.batch), expected)
     return step.plan(case.shapes, case.batch)
 

@@ -120,8 +120,12 @@ def test_results_of_each_example_of_a_short_batch_in_stages():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, errors)
 
     piped = autopar.parallelize(
-        step, plan=autopar.recipes.combine(pp=2, num_microbatches=2), cluster=autopar.Cluster.local(4), cache_dir=None, donate_argnums=(),
-    )  # fmt: skip
+        step,
+        plan=autopar.recipes.combine(pp=2, num_microbatches=2),
+        cluster=autopar.Cluster.local(4),
+        cache_dir=None,
+        donate_argnums=(),
+    )
     random = np.random.default_rng(0)
     params = [random.normal(size=(8, 8)).astype(np.float32) for _ in range(2)]
     for n in (8, 6):

@@ -19,7 +19,7 @@ from autopar.xla import collectives
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference
 from tests.beside_jit import check_in_stages, hosts_of_two
-from tests.small_steps import assert_close, shapes, slow_cluster
+from tests.small_steps import assert_close, grouped, shapes, slow_cluster
 
 OPTIONS = {"cluster": hosts_of_two(), "cache_dir": None}
 SMALL = CASES["mlp"](layers=3, batch=16)
@@ -32,7 +32,7 @@ def recipe(stages=2, schedule="1f1b", m=4, **options):
 
 
 def staged(case=SMALL, plan=None, **options):
-    return autopar.parallelize(case.step, plan=plan or recipe(), **(OPTIONS | options))
+    return autopar.parallelize(case.step, plan=plan or recipe(), **grouped(**(OPTIONS | options)))
 
 
 def new_state(case=SMALL):
@@ -102,7 +102,7 @@ def test_an_evaluation_step_in_stages():
 
 
 def test_gradient_accumulation_alone():
-    step = autopar.parallelize(SMALL.step, num_microbatches=4, **OPTIONS)
+    step = autopar.parallelize(SMALL.step, search=autopar.Search(num_microbatches=4), **OPTIONS)
     state = new_state()
     for seed in range(2):
         state, metrics = step(state, SMALL.batch(seed))
@@ -121,7 +121,7 @@ def test_a_skipped_update_and_state_on_other_stages():
 
 def test_groups_of_unequal_size():
     # The search puts the heavier layers on more devices: replicated values cross to a mesh of another size.
-    step = autopar.parallelize(SMALL.step, num_microbatches=4, schedule="zb-h1", **OPTIONS)
+    step = autopar.parallelize(SMALL.step, search=autopar.Search(num_microbatches=4, schedule="zb-h1"), **OPTIONS)
     state, metrics = step(new_state(), SMALL.batch(0))
     assert_equal(SMALL, (state, metrics), steps=1)
 
@@ -298,8 +298,14 @@ def test_pipelines_that_cannot_be(plan, error, expected):
         (lambda: autopar.recipes.pipeline(0), ("stages", "0")),
         (lambda: autopar.recipes.pipeline(2, num_microbatches=0), ("num_microbatches", "0")),
         (lambda: autopar.recipes.pipeline(2, "interleaved", chunks=0), ("chunks", "0")),
-        (lambda: autopar.parallelize(SMALL.step, schedule="zb-h3"), ("schedule", "zb-h2", "'zb-h3'")),
-        (lambda: autopar.parallelize(SMALL.step, num_microbatches=-1), ("num_microbatches", "-1")),
+        (
+            lambda: autopar.parallelize(SMALL.step, search=autopar.Search(schedule="zb-h3")),
+            ("schedule", "zb-h2", "'zb-h3'"),
+        ),
+        (
+            lambda: autopar.parallelize(SMALL.step, search=autopar.Search(num_microbatches=-1)),
+            ("num_microbatches", "-1"),
+        ),
     ],
 )
 def test_options_that_are_misspelt(make, expected):
@@ -308,7 +314,7 @@ def test_options_that_are_misspelt(make, expected):
 
 
 def test_a_schedule_that_the_search_does_not_know():
-    step = autopar.parallelize(SMALL.step, schedule="zb-v", num_microbatches=4, **OPTIONS)
+    step = autopar.parallelize(SMALL.step, search=autopar.Search(schedule="zb-v", num_microbatches=4), **OPTIONS)
     with pytest.raises(InvalidArgumentError, match=words("'zb-v'", "without a number of stages", "recipes.pipeline")):
         step.plan(jax.eval_shape(SMALL.init, jax.random.key(0)), SMALL.batch(0))
 
@@ -470,11 +476,11 @@ def halved_arguments(batch=8):
 def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_otherwise():
     on = dataclasses.replace(autopar.Cluster.preset("p3.16xlarge"), devices_per_host=2)
     options = {"cluster": on, "cache_dir": None, "plan": recipe(2, m=4)}
-    roomy = autopar.plan(halved_step, *halved_arguments(256), **options)
+    roomy = autopar.plan(halved_step, *halved_arguments(256), **grouped(**options))
     assert roomy.record.pipeline.keeps_copies
     less_bytes = 128 * 128 * 2  # of three copies that a device keeps, one
     limit_bytes = max(roomy.predicted.peak_bytes) - less_bytes
-    tight = autopar.plan(halved_step, *halved_arguments(256), **options, memory_limit_bytes=limit_bytes)
+    tight = autopar.plan(halved_step, *halved_arguments(256), **grouped(**options, memory_limit_bytes=limit_bytes))
     assert not tight.record.pipeline.keeps_copies
     assert "copies of the state made in each anew" in tight.table()
     assert max(tight.predicted.peak_bytes) <= limit_bytes
@@ -484,7 +490,7 @@ def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_
 def test_a_step_that_makes_copies_of_the_state_anew_is_that_of_plain_jit(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(PipelineCandidate, "fits", lambda found, _: not found.hoist_casts)
     arguments = halved_arguments()
-    made = autopar.parallelize(halved_step, **asked, **OPTIONS).plan(*arguments)
+    made = autopar.parallelize(halved_step, **grouped(**asked, **OPTIONS)).plan(*arguments)
     assert not made.record.pipeline.keeps_copies
     made.save(tmp_path / "plan.json")
     loaded = autopar.parallelize(halved_step, plan=autopar.Plan.load(tmp_path / "plan.json"), **OPTIONS)

@@ -18,6 +18,7 @@ from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_loss,
     mlp_state,
@@ -31,12 +32,12 @@ REPLANNED = "planning again"
 
 def split_mlp(**options):
     """The MLP's step on a cluster that makes the search split it."""
-    return autopar.parallelize(mlp_step, **{"cluster": slow_cluster(), **options})
+    return autopar.parallelize(mlp_step, **grouped(**{"cluster": slow_cluster(), **options}))
 
 
 def split(step, **options):
     """A step like the MLP's, on that cluster."""
-    return autopar.parallelize(step, cluster=slow_cluster(), **options)
+    return autopar.parallelize(step, cluster=slow_cluster(), **grouped(**options))
 
 
 def held_bytes(array: jax.Array) -> int:

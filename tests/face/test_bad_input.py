@@ -1,5 +1,6 @@
 """What users get wrong: the message says what, and the step can be called rightly afterwards."""
 
+import inspect
 import logging
 import re
 
@@ -15,6 +16,7 @@ from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_state,
     mlp_step,
@@ -25,7 +27,7 @@ from tests.small_steps import (
 
 
 def small(function=mlp_step, **options):
-    return autopar.parallelize(function, **{"cluster": slow_cluster(2), **options})
+    return autopar.parallelize(function, **grouped(**{"cluster": slow_cluster(2), **options}))
 
 
 def assert_works(step, *more) -> None:
@@ -339,21 +341,21 @@ def test_one_array_in_two_places_of_the_state(twin):
 def test_micro_batches_and_schedules_that_are_none(options):
     ((name, value),) = options.items()
     with pytest.raises(errors.InvalidArgumentError, match=name) as caught:
-        autopar.parallelize(mlp_step, **options)
+        autopar.parallelize(mlp_step, **grouped(**options))
     assert repr(value) in str(caught.value)
 
 
 def test_two_numbers_of_micro_batches():
     recipe = autopar.recipes.pipeline(2, num_microbatches=8)
-    autopar.parallelize(mlp_step, plan=recipe, num_microbatches=8)
+    autopar.parallelize(mlp_step, plan=recipe, search=autopar.Search(num_microbatches=8))
     with pytest.raises(errors.InvalidArgumentError, match="the recipe's 8 micro-batches, got 4"):
-        autopar.parallelize(mlp_step, plan=recipe, num_microbatches=4)
+        autopar.parallelize(mlp_step, plan=recipe, search=autopar.Search(num_microbatches=4))
 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_memory_limit_that_is_none(limit):
     with pytest.raises(errors.InvalidArgumentError, match=rf"memory_limit_bytes.*positive number.*got {limit}"):
-        autopar.parallelize(mlp_step, memory_limit_bytes=limit)
+        autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=limit))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ def test_a_memory_limit_that_is_none(limit):
         {"memory_limit_bytes": 8e9},
         {"cluster": 8},
         {"cache_dir": 3},
-        {"follow": mlp_step},
+        {"search": "quick"},
         {"plan": "plan.json"},
     ],
     ids=lambda options: next(iter(options)),
@@ -370,7 +372,29 @@ def test_a_memory_limit_that_is_none(limit):
 def test_an_option_of_the_wrong_type_is_named(options):
     ((name, value),) = options.items()
     with pytest.raises(errors.InvalidArgumentError, match=f"{name}.*{type(value).__name__}"):
-        autopar.parallelize(mlp_step, **options).plan(MLP_STATE, MLP_BATCH)
+        made = {"search": autopar.Search(**options)} if name == "memory_limit_bytes" else options
+        autopar.parallelize(mlp_step, **made).plan(MLP_STATE, MLP_BATCH)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"effort": "quick"}, r"expected search=autopar\.Search\(effort='quick'\), got effort='quick'"),
+        ({"follow": mlp_step}, "expected plan=<function mlp_step"),
+        ({"devices": 8}, "expected the options plan, cluster, search, batch_argnums, .*cache_dir, got devices=8"),
+    ],
+    ids=["of the search", "a step to follow", "unknown"],
+)
+def test_an_option_that_there_is_not_is_named_with_its_place(option, says):
+    with pytest.raises(errors.InvalidArgumentError, match=says):
+        autopar.parallelize(mlp_step, **option)
+    with pytest.raises(errors.InvalidArgumentError, match=says):
+        autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", **option)
+
+
+def test_parallelize_has_at_most_twelve_options():
+    options = [p for p in inspect.signature(autopar.parallelize).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert len(options) <= 12
 
 
 def test_one_device_that_is_too_small_is_said_to_be():
@@ -381,7 +405,14 @@ def test_one_device_that_is_too_small_is_said_to_be():
 
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     with pytest.raises(errors.MemoryLimitError, match=r"expected at most 1 kB per device"):
-        autopar.plan(step, shape, shape, cluster=autopar.Cluster.local(1), memory_limit_bytes=1000, cache_dir=None)
+        autopar.plan(
+            step,
+            shape,
+            shape,
+            cluster=autopar.Cluster.local(1),
+            search=autopar.Search(memory_limit_bytes=1000),
+            cache_dir=None,
+        )
 
 
 def test_a_memory_limit_that_nothing_satisfies(tmp_path):
@@ -430,9 +461,7 @@ def test_more_local_devices_than_there_are():
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), True, "3"])
 def test_a_time_limit_that_is_none_is_refused(seconds):
-    with pytest.raises(
-        errors.InvalidArgumentError, match=r"parallelize\(time_limit_s=...\): expected seconds, 0 or more"
-    ):
+    with pytest.raises(errors.InvalidArgumentError, match=r"Search\(time_limit_s=...\): expected seconds, 0 or more"):
         small(time_limit_s=seconds)
     parallel = small()
     with pytest.raises(errors.InvalidArgumentError, match=r"replan\(time_limit_s=...\): expected seconds, 0 or more"):

@@ -15,6 +15,7 @@ from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_step,
     new_mlp_state,
@@ -23,7 +24,7 @@ from tests.small_steps import (
 
 
 def small(function=mlp_step, **options):
-    return autopar.parallelize(function, **{"cluster": slow_cluster(2), **options})
+    return autopar.parallelize(function, **grouped(**{"cluster": slow_cluster(2), **options}))
 
 
 def assert_works(step, *more) -> None:
@@ -74,7 +75,7 @@ def test_a_plan_of_another_step(plan):
 def test_wishes_beside_a_plan_are_refused(plan, wishes):
     (name,) = wishes
     with pytest.raises(errors.InvalidArgumentError, match=f"{name}=.*run as it is.*got a plan, and {name}="):
-        autopar.parallelize(mlp_step, plan=plan, **wishes)
+        autopar.parallelize(mlp_step, plan=plan, **grouped(**wishes))
 
 
 def test_a_plan_for_other_shapes(plan):

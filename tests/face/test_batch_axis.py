@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
-from tests.small_steps import assert_close
+from tests.small_steps import assert_close, grouped
 
 STEPS, EXAMPLES, LENGTH, WIDTH = 3, 4, 5, 6
 CLUSTER = autopar.Cluster.local(2)
@@ -71,7 +71,7 @@ def mixing_times(p, batch):
 def run(step, batch, **options):
     """The step on two devices, once it is known to give what plain jax.jit gives."""
     expected = jax.jit(step)(state(), batch)
-    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, **options)
+    parallel = autopar.parallelize(step, cluster=CLUSTER, cache_dir=None, **grouped(**options))
     plan = parallel.plan(state(), batch)
     assert_close(parallel(state(), batch), expected)
     return plan
@@ -139,8 +139,13 @@ def test_axes_of_several_arguments():
     args = state(), array(LENGTH, EXAMPLES, WIDTH), array(LENGTH)
     expected = jax.jit(step)(*args)
     parallel = autopar.parallelize(
-        step, batch_argnums=(1, 2), batch_axis=(1, None), num_microbatches=2, cluster=CLUSTER, cache_dir=None,
-    )  # fmt: skip
+        step,
+        batch_argnums=(1, 2),
+        batch_axis=(1, None),
+        search=autopar.Search(num_microbatches=2),
+        cluster=CLUSTER,
+        cache_dir=None,
+    )
     assert_close(parallel(*args), expected)
 
 
@@ -160,7 +165,10 @@ def test_a_step_planned_anew_keeps_its_axis():
 def test_fit_varies_the_dimension_that_is_named():
     batch = {"x": jax.ShapeDtypeStruct((LENGTH, EXAMPLES, WIDTH), jnp.float32), "times": array(LENGTH)}
     step = autopar.parallelize(
-        mixing_times, batch_axis={"x": 1, "times": None}, memory_limit_bytes=2**20, cache_dir=None
+        mixing_times,
+        batch_axis={"x": 1, "times": None},
+        search=autopar.Search(memory_limit_bytes=2**20),
+        cache_dir=None,
     )
     found = autopar.fit(step, state(), batch, clusters=[CLUSTER], multiple=64)
     assert found.largest(CLUSTER.name) > EXAMPLES

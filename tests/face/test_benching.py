@@ -123,7 +123,7 @@ def test_the_page_has_the_shares_as_numbers(wide, tmp_path):
 
 
 def test_what_does_not_fit_says_by_how_much_and_is_not_compared():
-    step = autopar.parallelize(wide_step, memory_limit_bytes=200_000_000, **OPTIONS)
+    step = autopar.parallelize(wide_step, search=autopar.Search(memory_limit_bytes=200_000_000), **OPTIONS)
     found = autopar.bench(step, *WIDE, clusters="dgx-h100x2", recipes=["dp", "fsdp"])
     (row,) = (row for row in found.rows if row.name == "data parallel")
     assert not row.fits
@@ -198,7 +198,9 @@ def test_every_alias_of_a_recipe_names_a_way(alias):
 
 def test_state_that_exceeds_the_memory_alone_is_told_without_an_estimate():
     """Matrices of 268 MB that every device holds, of which two gradients at least come on top in any plan."""
-    step = autopar.parallelize(wide_step, memory_limit_bytes=200_000_000, cluster="dgx-h100x2", **OPTIONS)
+    step = autopar.parallelize(
+        wide_step, search=autopar.Search(memory_limit_bytes=200_000_000), cluster="dgx-h100x2", **OPTIONS
+    )
     made = made_of(problem_of(step, *WIDE), WAYS["data parallel"](problem_of(step, *WIDE)))
     assert (made.attempts, made.plan) == (1, None)
     assert made.outcome == Outcome(

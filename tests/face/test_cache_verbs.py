@@ -17,7 +17,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     """One plan, the rules that it was made with, a file named like a measurement, and one that is not autopar's."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(folder))
-    autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", effort="quick")
+    autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", search=autopar.Search(effort="quick"))
     (folder / "measured-cpu-2cores-1x8-jax1.json").write_text("{}")
     (folder / "notes.json").write_text("not autopar's")
     return folder

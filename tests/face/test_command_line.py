@@ -24,7 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
 from autopar.manual.making import made_of
 from autopar.recipes.parse import recipe_of
-from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, mlp_step, start_python
+from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, grouped, mlp_step, start_python
 
 JOB = """
 import jax
@@ -252,10 +252,12 @@ def test_sizes_are_taken_as_people_write_them(job, capsys):
 
 def test_sizes_and_clusters_are_text_in_python_too():
     options = {"cache_dir": None}
-    plan = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", memory_limit_bytes="16GiB", **options)
+    plan = autopar.plan(
+        mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100x2", **grouped(memory_limit_bytes="16GiB", **options)
+    )
     assert plan.cluster == Cluster.preset("dgx-h100", hosts=2)
     assert plan.record.memory_limit_bytes == 16 * 2**30
-    step = autopar.parallelize(mlp_step, cluster="tpu-v5e:2x4", **options)
+    step = autopar.parallelize(mlp_step, cluster="tpu-v5e:2x4", **grouped(**options))
     assert step.plan(MLP_STATE, MLP_BATCH).cluster == Cluster.preset("tpu-v5e", topology="2x4")
     with pytest.raises(InvalidArgumentError, match=r"cluster: expected local, a \.json file"):
         autopar.parallelize(mlp_step, cluster="dgx-1")
@@ -457,7 +459,7 @@ def limited_job(job) -> str:
     """With little memory, so that batches are small."""
     path = job.parent / "limited.py"
     text = JOB.replace("from sizes import WIDTH  # a neighbour of this file", "WIDTH = 64")
-    limited = "autopar.parallelize(train_step, memory_limit_bytes=100_000)"
+    limited = "autopar.parallelize(train_step, search=autopar.Search(memory_limit_bytes=100_000))"
     path.write_text("import autopar\n" + text.replace("return train_step,", f"return {limited},"))
     return f"{path}:job"
 

@@ -18,14 +18,14 @@ from autopar.verification import compile_for_target
 from autopar.xla import aot, aot_gpu
 from autopar.xla.collectives import collectives
 from benchmarks.zoo import CASES
-from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
+from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_batch, mlp_step, new_mlp_state
 
 H100S = autopar.Cluster.preset("dgx-h100")
 THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def planned(cluster=None, **options):
-    step = autopar.parallelize(mlp_step, cluster=cluster, cache_dir=None, **options)
+    step = autopar.parallelize(mlp_step, cluster=cluster, cache_dir=None, **grouped(**options))
     return step.plan(MLP_STATE, MLP_BATCH)
 
 
@@ -99,7 +99,7 @@ def test_another_plan_of_the_step_has_them():
 @pytest.mark.parametrize("recipe", [None, recipes.combine(pp=2, num_microbatches=2)], ids=["one program", "stages"])
 def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     options = {"xla_cpu_enable_fast_math": False}
-    step = autopar.parallelize(mlp_step, plan=recipe, compiler_options=options, cache_dir=None)
+    step = autopar.parallelize(mlp_step, plan=recipe, search=autopar.Search(compiler_options=options), cache_dir=None)
     plan = step.plan(MLP_STATE, MLP_BATCH)
     assert plan.exchange_options == {}  # thresholds are of GPUs
     compiled_with.clear()
@@ -135,12 +135,14 @@ def test_what_xla_refuses_is_refused_when_planning(options, message):
 @pytest.mark.parametrize("options", [["xla_a"], {"xla_a": [1]}, {1: True}, "xla_a=true"])
 def test_what_are_no_options(options):
     with pytest.raises(InvalidArgumentError, match=r"compiler_options=\.\.\."):
-        autopar.parallelize(mlp_step, compiler_options=options)
+        autopar.parallelize(mlp_step, search=autopar.Search(compiler_options=options))
 
 
 def test_a_plan_keeps_its_own():
     with pytest.raises(InvalidArgumentError, match="a plan, and compiler_options"):
-        autopar.parallelize(mlp_step, plan=planned(), compiler_options={"xla_cpu_enable_fast_math": True})
+        autopar.parallelize(
+            mlp_step, plan=planned(), search=autopar.Search(compiler_options={"xla_cpu_enable_fast_math": True})
+        )
 
 
 @pytest.mark.slow
@@ -152,8 +154,12 @@ def test_gpu_compiler_combines_as_the_options_say():
     for threshold in (None, 0):
         options = {} if threshold is None else {THRESHOLD: threshold}
         step = autopar.parallelize(
-            case.step, plan=recipes.data_parallel(), cluster=H100S, compiler_options=options, cache_dir=None,
-        )  # fmt: skip
+            case.step,
+            plan=recipes.data_parallel(),
+            cluster=H100S,
+            search=autopar.Search(compiler_options=options),
+            cache_dir=None,
+        )
         text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
         numbers[threshold] = sum(c.kind.value == "all-reduce" for c in collectives(text))
     assert numbers[0] > numbers[None]
@@ -192,7 +198,7 @@ def test_tpu_compiler_takes_the_options():
     assert "all-gather" in compiled.as_text()
     wrong = autopar.parallelize(
         mlp_step, plan=recipes.zero(3), cluster=autopar.Cluster.preset("tpu-v5e", topology="2x2"),
-        compiler_options={"xla_tpu_no_such_option": True}, cache_dir=None,
+        search=autopar.Search(compiler_options={"xla_tpu_no_such_option": True}), cache_dir=None,
     )  # fmt: skip
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_no_such_option"):
         compile_for_target(wrong, "tpu:v5e:2x2", MLP_STATE, MLP_BATCH)

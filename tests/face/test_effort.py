@@ -10,7 +10,7 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.intra_op.baselines import SOURCE as BASELINES
-from tests.small_steps import assert_close, chain_step, mlp_batch, mlp_step, new_mlp_state, slow_cluster
+from tests.small_steps import assert_close, chain_step, grouped, mlp_batch, mlp_step, new_mlp_state, slow_cluster
 
 PARAMS = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8
 EXAMPLES = jax.ShapeDtypeStruct((32_768, 16_384), jnp.float32)
@@ -27,7 +27,7 @@ HOSTS = Cluster(
 
 
 def planned(cluster=HOSTS, step=chain_step, args=CHAIN, **options):
-    return autopar.parallelize(step, cluster=cluster, cache_dir=None, **options).plan(*args)
+    return autopar.parallelize(step, cluster=cluster, cache_dir=None, **grouped(**options)).plan(*args)
 
 
 def untried(plan, source):
@@ -75,7 +75,7 @@ def test_where_nothing_can_be_gained_nothing_more_is_tried():
 
 
 def test_a_step_planned_again_takes_the_faster_plan_and_moves_the_state():
-    step = autopar.parallelize(mlp_step, cluster=slow_cluster(4), cache_dir=None, effort="quick")
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(4), cache_dir=None, search=autopar.Search(effort="quick"))
     expected = state = new_mlp_state()
     state, _ = step(state, mlp_batch())
     expected, _ = mlp_step(expected, mlp_batch())
@@ -87,7 +87,7 @@ def test_a_step_planned_again_takes_the_faster_plan_and_moves_the_state():
 
 
 def test_a_faster_plan_comes_in_place_of_the_old_one():
-    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, effort="quick")
+    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, search=autopar.Search(effort="quick"))
     before = step.plan(*CHAIN)
     found = step.replan(*CHAIN, effort="default")
     assert before.record.pipeline is None
@@ -97,7 +97,7 @@ def test_a_faster_plan_comes_in_place_of_the_old_one():
 
 
 def test_a_short_batch_follows_the_plan_of_the_longer_one():
-    step = autopar.parallelize(mlp_step, cluster=slow_cluster(2), cache_dir=None, effort="quick")
+    step = autopar.parallelize(mlp_step, cluster=slow_cluster(2), cache_dir=None, search=autopar.Search(effort="quick"))
     state, _ = step(new_mlp_state(), mlp_batch())
     short = jax.tree.map(lambda x: x[: x.shape[0] // 2], mlp_batch())
     state, _ = step(state, short)
@@ -106,7 +106,7 @@ def test_a_short_batch_follows_the_plan_of_the_longer_one():
 
 
 def test_keys_that_share_a_plan_get_the_new_one():
-    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, effort="quick")
+    step = autopar.parallelize(chain_step, cluster=HOSTS, cache_dir=None, search=autopar.Search(effort="quick"))
     other = [jax.ShapeDtypeStruct(p.shape, p.dtype, weak_type=True) for p in PARAMS], CHAIN[1]
     assert step.plan(*CHAIN).record is step.plan(*other).record
     found = step.replan(*CHAIN, effort="default")

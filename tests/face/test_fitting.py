@@ -15,7 +15,7 @@ from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest, unit_of
 from autopar.plan.report.fit_data import fit_data
 from autopar.step_views import peak_on_more_examples, peak_on_other_batch
-from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
+from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None)
 LIMIT_BYTES = 100_000
@@ -111,14 +111,14 @@ def batch_of(examples: int):
     "cluster", ["local:4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dgx-h100", "tpu-v5e:2x4"))]
 )
 def test_the_largest_batch_fits_and_one_more_does_not(cluster):
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[cluster])
     size, multiple = found.largest(), found.multiples[cluster]
     assert size > multiple
 
     def plan(examples):
         options = OPTIONS | {"memory_limit_bytes": LIMIT_BYTES, "num_microbatches": 1}
-        made = autopar.parallelize(mlp_step, cluster=cluster, **options)
+        made = autopar.parallelize(mlp_step, cluster=cluster, **grouped(**options))
         return made.plan(MLP_STATE, batch_of(examples))
 
     own = plan(size)
@@ -138,17 +138,17 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
 def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
     options = OPTIONS | {"cluster": slow_cluster(4), "plan": recipe}
     args = (MLP_STATE, batch_of(64))
-    own = autopar.parallelize(mlp_step, **options).plan(MLP_STATE, batch_of(examples))
-    step = autopar.parallelize(mlp_step, **options)
+    own = autopar.parallelize(mlp_step, **grouped(**options)).plan(MLP_STATE, batch_of(examples))
+    step = autopar.parallelize(mlp_step, **grouped(**options))
     assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(examples))) == max(own.predicted.peak_bytes)
-    few = autopar.parallelize(mlp_step, **options), (MLP_STATE, batch_of(32))
+    few = autopar.parallelize(mlp_step, **grouped(**options)), (MLP_STATE, batch_of(32))
     assert peak_on_more_examples(step, args, few, (examples, 32, 64)) == max(own.predicted.peak_bytes)
     other = {name: jax.ShapeDtypeStruct((64, 2, leaf.shape[1]), leaf.dtype) for name, leaf in batch_of(64).items()}
     assert peak_on_other_batch(step, args, (MLP_STATE, other)) is None
 
 
 def test_each_size_is_logged(caplog):
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     with caplog.at_level(logging.INFO, "autopar"):
         found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=slow_cluster(2), multiple=64)  # one may stand alone
     told = [record.message for record in caplog.records if "planned in" in record.message]
@@ -158,7 +158,7 @@ def test_each_size_is_logged(caplog):
 
 
 def test_several_clusters_with_prices():
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     clusters = [slow_cluster(2), slow_cluster(4)]
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=clusters, multiple=32, prices={"flat-2": 7.2})
     assert set(found.multiples.values()) == {32}
@@ -174,21 +174,23 @@ def test_several_clusters_with_prices():
 
 def test_micro_batches_that_are_named_are_kept():
     def most(**options):
-        step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS, **options)
+        step = autopar.parallelize(mlp_step, **grouped(memory_limit_bytes=LIMIT_BYTES, **OPTIONS, **options))
         return autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)], multiple=64).largest()
 
     assert most(num_microbatches=8) > most() > 0
 
 
 def test_batches_are_multiples_of_the_micro_batches_that_are_named():
-    step = autopar.parallelize(mlp_step, num_microbatches=6, memory_limit_bytes=LIMIT_BYTES // 2, **OPTIONS)
+    step = autopar.parallelize(
+        mlp_step, search=autopar.Search(num_microbatches=6, memory_limit_bytes=LIMIT_BYTES // 2), **OPTIONS
+    )
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(4)])
     assert found.largest() > 0
     assert all(row.batch % 12 == 0 for row in found.rows)
 
 
 def test_nothing_fits_where_the_state_alone_is_too_large():
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=1000, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=1000), **OPTIONS)
     found = autopar.fit(step, MLP_STATE, MLP_BATCH, clusters=[slow_cluster(2)])
     assert (found.largest(), found.plans) == (0, {})
     assert "flat-2: no batch fits" in str(found)
@@ -199,7 +201,9 @@ def test_other_arguments_may_hold_the_examples():
         new, metrics = mlp_step(state, batch)
         return jax.tree.map(lambda p: p * scale, new), metrics
 
-    step = autopar.parallelize(loss_step, memory_limit_bytes=LIMIT_BYTES, batch_argnums=2, **OPTIONS)
+    step = autopar.parallelize(
+        loss_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), batch_argnums=2, **OPTIONS
+    )
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     assert autopar.fit(step, MLP_STATE, scale, MLP_BATCH, clusters=[slow_cluster(2)]).largest() > 2
 
@@ -212,9 +216,9 @@ def test_a_batch_may_be_a_function_of_its_size():
         batch = batch_of(examples)
         return {"x": jnp.zeros(batch["x"].shape[::-1]), "y": batch["y"]}
 
-    step = autopar.parallelize(transposed_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(transposed_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     of_function = autopar.fit(step, MLP_STATE, transposed, clusters=[slow_cluster(2)], multiple=64)
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     assert (
         of_function.largest()
         >= autopar.fit(step, MLP_STATE, batch_of, clusters=[slow_cluster(2)], multiple=64).largest() / 2
@@ -254,7 +258,7 @@ def test_symbolic_dimensions_have_one_variable_and_keep_its_constraints():
 def test_a_batch_with_symbolic_dimensions_fits_as_a_batch_of_its_size_does():
     (examples, _, _) = jax.export.symbolic_shape("b, 32, 16")
     batch = {name: jax.ShapeDtypeStruct((examples, leaf.shape[1]), leaf.dtype) for name, leaf in MLP_BATCH.items()}
-    step = autopar.parallelize(mlp_step, memory_limit_bytes=LIMIT_BYTES, **OPTIONS)
+    step = autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=LIMIT_BYTES), **OPTIONS)
     options = {"clusters": [slow_cluster(2)], "multiple": 256}
     found = autopar.fit(step, MLP_STATE, batch, **options)
     assert found.rows == autopar.fit(step, MLP_STATE, MLP_BATCH, **options).rows

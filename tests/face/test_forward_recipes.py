@@ -10,7 +10,7 @@ from autopar import recipes
 from benchmarks.zoo.data import next_token_batch
 from benchmarks.zoo.gpt import GPT
 from benchmarks.zoo.training import cross_entropy
-from tests.small_steps import verified_step
+from tests.small_steps import grouped, verified_step
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 2, 64, 4, 64, 32, 16
 TOLERANCE = 1e-5
@@ -30,7 +30,7 @@ def parameters():
 
 def verified(recipe, devices=8, function=evaluate, args=None, **options):
     options = {"donate_argnums": (), "cache_dir": None, **options}
-    step = autopar.parallelize(function, plan=recipe, cluster=autopar.Cluster.local(devices), **options)
+    step = autopar.parallelize(function, plan=recipe, cluster=autopar.Cluster.local(devices), **grouped(**options))
     args = args or (jax.jit(parameters)(), TOKENS)
     made = verified_step(step, args, TOLERANCE)
     return {c.name: c.compiled for c in made.collectives}, step.plan(*args)

@@ -10,6 +10,7 @@ from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_loss,
     mlp_state,
@@ -21,7 +22,7 @@ from tests.small_steps import (
 
 def split_mlp(**options):
     """The MLP's step on a cluster that makes the search split it."""
-    return autopar.parallelize(mlp_step, **{"cluster": slow_cluster(), **options})
+    return autopar.parallelize(mlp_step, **grouped(**{"cluster": slow_cluster(), **options}))
 
 
 def traffic(compiled):
@@ -37,7 +38,7 @@ def eval_step(state, batch):
 
 def test_follow_takes_over_the_layout_of_the_state():
     train = split_mlp()
-    evaluate = autopar.parallelize(eval_step, follow=train, cluster=slow_cluster())
+    evaluate = autopar.parallelize(eval_step, plan=train, cluster=slow_cluster())
     state, _ = train(new_mlp_state(), mlp_batch())
     expected = mlp_loss(state, mlp_batch(8))
     plan = evaluate.plan(state, mlp_batch(8))
@@ -50,7 +51,7 @@ def test_follow_takes_over_the_layout_of_the_state():
 
 def test_follow_uses_the_cluster_of_the_step_it_follows():
     train = split_mlp(cluster=slow_cluster(4))
-    evaluate = autopar.parallelize(eval_step, follow=train)
+    evaluate = autopar.parallelize(eval_step, plan=train)
     state, _ = train(new_mlp_state(), mlp_batch())
     plan = evaluate.plan(state, mlp_batch())
     assert plan.cluster.num_devices == 4
@@ -58,17 +59,9 @@ def test_follow_uses_the_cluster_of_the_step_it_follows():
 
 
 def test_follow_before_there_is_a_plan_says_what_to_do():
-    evaluate = autopar.parallelize(eval_step, follow=split_mlp())
+    evaluate = autopar.parallelize(eval_step, plan=split_mlp())
     with pytest.raises(autopar.errors.InvalidArgumentError, match=r"mlp_step to have a plan.*none yet"):
         evaluate(new_mlp_state(), mlp_batch())
-
-
-@pytest.mark.parametrize("plan", ["plan", "recipe"])
-def test_follow_and_a_plan_are_refused_together(plan):
-    train = split_mlp()
-    given = train.plan(MLP_STATE, MLP_BATCH) if plan == "plan" else autopar.recipes.data_parallel()
-    with pytest.raises(autopar.errors.InvalidArgumentError, match=f"got a {plan}, and follow="):
-        autopar.parallelize(eval_step, follow=train, plan=given)
 
 
 # Plans given and plans used by hand
@@ -174,14 +167,25 @@ def test_a_loaded_plan_has_its_shardings_by_path(tmp_path):
 def test_a_step_is_planned_with_its_own_options(own, named, expected):
     quiet = {"cache_dir": None}
     found = autopar.plan(
-        autopar.parallelize(mlp_step, **own, **quiet), MLP_STATE, MLP_BATCH, cluster="dgx-h100", **named
+        autopar.parallelize(mlp_step, **grouped(**own, **quiet)),
+        MLP_STATE,
+        MLP_BATCH,
+        cluster="dgx-h100",
+        **grouped(**named),
     )
-    wanted = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", **expected, **quiet)
+    wanted = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", **grouped(**expected, **quiet))
     assert found.record.decisions == wanted.record.decisions
     assert found.record.axis_names == wanted.record.axis_names
 
 
-def test_wishes_for_a_step_with_a_recipe_name_the_recipe():
+def test_wishes_are_added_to_a_step_with_a_recipe():
     made = autopar.parallelize(mlp_step, plan=autopar.recipes.zero(3))
-    with pytest.raises(autopar.errors.InvalidArgumentError, match="plan= beside"):
-        autopar.plan(made, MLP_STATE, MLP_BATCH, cluster="dgx-h100", num_microbatches=2)
+    found = autopar.plan(made, MLP_STATE, MLP_BATCH, cluster="dgx-h100", search=autopar.Search(num_microbatches=2))
+    assert found.record.pipeline.num_microbatches == 2
+    assert found.record.recipe == "zero(3)"
+
+
+def test_a_number_of_microbatches_beside_that_of_a_recipe_is_refused():
+    made = autopar.parallelize(mlp_step, plan=autopar.recipes.pipeline(2, num_microbatches=4))
+    with pytest.raises(autopar.errors.InvalidArgumentError, match="the recipe's 4 micro-batches, got 2"):
+        autopar.plan(made, MLP_STATE, MLP_BATCH, cluster="dgx-h100", search=autopar.Search(num_microbatches=2))

@@ -274,7 +274,9 @@ def test_zero_2_keeps_parts_of_the_sums_over_micro_batches():
 
 
 def test_micro_batches_asked_for_beside_a_recipe_are_bound_by_it():
-    step = autopar.parallelize(MLP.step, plan=recipes.zero(3), num_microbatches=2, cache_dir=None)
+    step = autopar.parallelize(
+        MLP.step, plan=recipes.zero(3), search=autopar.Search(num_microbatches=2), cache_dir=None
+    )
     plan = step.plan(jax.eval_shape(MLP.init, jax.random.key(0)), MLP.batch(0))
     assert plan.record.pipeline.num_microbatches == 2
     assert plan.groups() == {"data": [list(range(8))]}

@@ -12,6 +12,7 @@ from autopar import recipes
 from autopar.checkpoint import Checkpointer
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.static_leaves import RawLeaves, StaticLeaf, set_apart
+from tests.small_steps import grouped
 
 OPTIMIZER = optax.adam(1e-2)
 
@@ -54,7 +55,7 @@ def arrays_of(tree):
 
 
 def small(function=train_step, **options):
-    return autopar.parallelize(function, cache_dir=None, **options)
+    return autopar.parallelize(function, cache_dir=None, **grouped(**options))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.small_steps import (
     MLP_STATE,
     assert_close,
     chain_step,
+    grouped,
     mlp_batch,
     mlp_loss,
     mlp_step,
@@ -35,7 +36,7 @@ ZERO = {"zero(1)": autopar.recipes.zero(1), "zero(2)": autopar.recipes.zero(2)}
 
 
 def mlp(**options):
-    return autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, **options)
+    return autopar.parallelize(mlp_step, cluster=slow_cluster(), cache_dir=None, **grouped(**options))
 
 
 def piped(**options):
@@ -43,9 +44,8 @@ def piped(**options):
     step = autopar.parallelize(
         chain_step,
         cluster=Cluster.local(4, measured=False),
-        num_microbatches=4,
         cache_dir=None,
-        **options,
+        **grouped(num_microbatches=4, **options),
     )
     random = np.random.default_rng(0)
     params = [jnp.asarray(random.normal(size=(64, 64)) / 8, jnp.float32) for _ in range(4)]
@@ -446,7 +446,7 @@ def test_mistakes_of_ours_are_not_hidden():
             "expected a step whose plan is searched for, got one with a recipe",
         ),
         (lambda: mlp(plan=mlp().plan(MLP_STATE, MLP_BATCH)), "got one with a plan"),
-        (lambda: mlp(follow=mlp()), "got one with follow"),
+        (lambda: mlp(plan=mlp()), "got one with a step to follow"),
     ],
 )
 def test_what_does_not_search_is_refused(made, expected):

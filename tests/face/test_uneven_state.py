@@ -8,12 +8,13 @@ import autopar
 from autopar import recipes
 from autopar.checkpoint import Checkpointer
 from tests.face.uneven_model import batch_of, device_share, init, loss, step
+from tests.small_steps import grouped
 
 COPY = lambda tree: jax.tree.map(lambda x: x.copy(), tree)
 
 
 def parallel(recipe, function=step, **options):
-    return autopar.parallelize(function, plan=recipe, cache_dir=None, **options)
+    return autopar.parallelize(function, plan=recipe, cache_dir=None, **grouped(**options))
 
 
 def assert_equal(tree, expected):
@@ -67,7 +68,7 @@ def test_the_state_goes_through_checkpoints_and_to_other_steps(tmp_path, trained
         plain = saves.restore(like=jax.eval_shape(init))
     assert device_share(again["params"]) <= 1.01 / 2
     assert_equal(plain, state)
-    evaluate = parallel(None, lambda state, batch: loss(state["params"], batch), follow=zero, donate_argnums=())
+    evaluate = parallel(zero, lambda state, batch: loss(state["params"], batch), donate_argnums=())
     np.testing.assert_allclose(evaluate(again, batch_of(1)), jax.jit(loss)(plain["params"], batch_of(1)), rtol=1e-5)
     assert_equal(copies(COPY(again), batch_of(1)), trained)
     assert_equal(zero(again, batch_of(1)), trained)

@@ -10,7 +10,7 @@ import autopar
 from autopar import Cluster, recipes
 from autopar.common import jax_compat
 from autopar.frontend.batched_gathers import with_own_rows
-from tests.small_steps import slow_cluster, verified_step
+from tests.small_steps import grouped, slow_cluster, verified_step
 
 ROWS, COLUMNS, WIDTH = 8, 5, 4
 
@@ -168,7 +168,7 @@ def q_learning_arguments(examples=32, width=16, actions=6):
     ids=["free", "micro-batches", "one example each", "data parallelism"],
 )
 def test_the_taken_action_is_read_where_its_example_lies(options):
-    step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, **options)
+    step = autopar.parallelize(q_learning, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
     verified_step(step, q_learning_arguments(), 1e-5)
 
 
@@ -199,7 +199,7 @@ def test_labels_are_read_in_chunks_where_their_examples_lie(options):
     batch = {"seen": random.normal(size=(8, 6, 16)), "labels": random.integers(0, 10, (8, 6))}
     batch["seen"] = batch["seen"].astype(np.float32)
     params = {"out": random.normal(size=(16, 10)).astype(np.float32)}
-    step = autopar.parallelize(chunked_loss, cluster=slow_cluster(4), cache_dir=None, **options)
+    step = autopar.parallelize(chunked_loss, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
     verified_step(step, (params, batch), 1e-5)
 
 

@@ -8,7 +8,7 @@ from jax.experimental import io_callback
 
 import autopar
 from autopar.errors import UnsupportedError
-from tests.small_steps import assert_close, slow_cluster, verified_step
+from tests.small_steps import assert_close, grouped, slow_cluster, verified_step
 
 WIDTH = 32
 SEEN: list[tuple[str, tuple[int, ...], float]] = []
@@ -118,7 +118,7 @@ def arguments():
 
 def parallel(step, **options):
     options = {"cluster": slow_cluster(4), "cache_dir": None, "donate_argnums": (), **options}
-    return autopar.parallelize(step, **options)
+    return autopar.parallelize(step, **grouped(**options))
 
 
 def seen_by(step, args):

@@ -9,7 +9,7 @@ import pytest
 from flax.core import freeze
 
 import autopar
-from tests.small_steps import assert_close, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
+from tests.small_steps import assert_close, grouped, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 
 def only_the_loss(state, batch):
@@ -53,7 +53,7 @@ SAID = {
 
 
 def made(function, **options):
-    return autopar.parallelize(function, cluster=slow_cluster(4), cache_dir=None, **options)
+    return autopar.parallelize(function, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
 
 
 @pytest.mark.parametrize("function", SAID, ids=lambda f: f.__name__)

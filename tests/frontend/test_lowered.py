@@ -12,6 +12,7 @@ from autopar.common import jax_compat, jax_remat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.saved_names import names_of, saving
 from autopar.frontend.tracing import trace
+from tests.small_steps import grouped
 
 WIDTH = 8
 STATE = [{"up": jnp.full((WIDTH, 2 * WIDTH), 0.1), "down": jnp.full((2 * WIDTH, WIDTH), 0.05)} for _ in range(2)]
@@ -62,7 +63,7 @@ def flags(request):
 
 
 def small(function, **options):
-    return autopar.parallelize(function, cache_dir=None, **options)
+    return autopar.parallelize(function, cache_dir=None, **grouped(**options))
 
 
 def assert_equals_jit(function, state, batch, rtol=1e-5, **options):

@@ -18,7 +18,7 @@ from autopar.ir.graph import OpKind, walk
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Trees
 from autopar.sharding.rules import RuleBook
-from tests.small_steps import assert_close, shapes, slow_cluster
+from tests.small_steps import assert_close, grouped, shapes, slow_cluster
 
 LAYERS, WIDTH, HIDDEN = 4, 16, 48
 
@@ -233,7 +233,7 @@ def test_results_are_those_of_jit(form, policy, devices, options):
 def test_a_policy_of_a_recipe_holds_in_scans(recipe, policy):
     state, batch = arguments()
     options = dict(cluster=slow_cluster(2), cache_dir=None)
-    step = autopar.parallelize(stepped(plain), plan=recipe, **options)
+    step = autopar.parallelize(stepped(plain), plan=recipe, **grouped(**options))
     assert step.plan(state, batch).record.scan_recompute == policy
     expected = jax.jit(stepped(plain))(state, batch)
     assert_close(jax.tree.map(np.asarray, step(jax.tree.map(jnp.copy, state), batch)), expected)

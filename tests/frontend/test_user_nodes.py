@@ -11,7 +11,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
 from autopar.tuning import tune
-from tests.small_steps import assert_close, mlp_batch, mlp_loss, new_mlp_state, python, slow_cluster
+from tests.small_steps import assert_close, grouped, mlp_batch, mlp_loss, new_mlp_state, python, slow_cluster
 
 
 @jax.tree_util.register_pytree_node_class
@@ -64,7 +64,7 @@ PLANS = {
 
 
 def made(**options):
-    return autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=None, **options)
+    return autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
 
 
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)

@@ -12,7 +12,7 @@ from autopar.common.deadline import LEAST_SOLVE_S, Deadline
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.inter_op.stage_problems import why_no_pipeline
 from autopar.solver import NoStages
-from tests.small_steps import chain_step, slow_cluster
+from tests.small_steps import chain_step, grouped, slow_cluster
 
 STATE = [jax.ShapeDtypeStruct((64, 64), jnp.float32) for _ in range(4)]
 BATCH = {k: jax.ShapeDtypeStruct((16, 64), jnp.float32) for k in "xy"}
@@ -20,7 +20,7 @@ BATCH = {k: jax.ShapeDtypeStruct((16, 64), jnp.float32) for k in "xy"}
 
 def planned(**options):
     options = {"cluster": slow_cluster(8), "cache_dir": None, **options}
-    return autopar.plan(chain_step, STATE, BATCH, **options)
+    return autopar.plan(chain_step, STATE, BATCH, **grouped(**options))
 
 
 def test_a_deadline_is_shared_by_what_is_left(monkeypatch):
@@ -71,4 +71,4 @@ def test_reasons_that_differ_in_their_numbers_alone_are_said_once():
 @pytest.mark.parametrize("limit", [-1, float("nan"), True, "5"])
 def test_a_limit_that_is_none(limit):
     with pytest.raises(InvalidArgumentError, match="time_limit_s"):
-        autopar.parallelize(chain_step, time_limit_s=limit)
+        autopar.parallelize(chain_step, search=autopar.Search(time_limit_s=limit))

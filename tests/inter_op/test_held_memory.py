@@ -70,7 +70,7 @@ def test_no_table_is_made_where_nothing_can_fit(monkeypatch):
     monkeypatch.setattr(search, "PosedProblems", None)
     step = autopar.parallelize(
         chain_step, cluster=Cluster.preset("dgx-a100-40g").submesh(1, 2),
-        memory_limit_bytes=int(0.6 * LAYERS * WEIGHT_BYTES), num_microbatches=4, cache_dir=None,
+        search=autopar.Search(memory_limit_bytes=int(0.6 * LAYERS * WEIGHT_BYTES), num_microbatches=4), cache_dir=None,
     )  # fmt: skip
     examples = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), "float32")
     with pytest.raises(AutoparError, match="the state and the sums of 4 micro-batches, split over all devices, take"):

@@ -15,7 +15,7 @@ from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from benchmarks.decoder_grid.model import drawn
-from tests.small_steps import chain_step
+from tests.small_steps import chain_step, grouped
 
 
 def chain(width, batch, layers=8):
@@ -35,7 +35,7 @@ def hosts(bytes_per_s, each=2, num_hosts=2):
 
 
 def planned(cluster, arguments, **options):
-    step = autopar.parallelize(chain_step, cluster=cluster, cache_dir=None, **options)
+    step = autopar.parallelize(chain_step, cluster=cluster, cache_dir=None, **grouped(**options))
     return step.plan(*arguments)
 
 
@@ -71,7 +71,7 @@ def test_a_pipeline_is_found_where_a_program_loses_a_quarter_of_its_time():
     state = jax.eval_shape(decoder.init, jax.random.key(0))
     options = {"cluster": cluster, "cache_dir": None}
     free, asked = (
-        autopar.plan(decoder.step, state, decoder.batch_of(0), **options, **request)
+        autopar.plan(decoder.step, state, decoder.batch_of(0), **grouped(**options, **request))
         for request in ({}, {"num_microbatches": 4})
     )
     assert free.predicted.step_time_s <= asked.predicted.step_time_s

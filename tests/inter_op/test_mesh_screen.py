@@ -101,7 +101,10 @@ def test_a_thorough_search_leaves_no_mesh_out(monkeypatch):
     for effort, screens in (("default", 1), ("thorough", 0)):
         made.clear()
         autopar.plan(
-            chain_step, *arguments(4, 64, 32), cluster=Cluster.flat(4), num_microbatches=4, effort=effort,
+            chain_step,
+            *arguments(4, 64, 32),
+            cluster=Cluster.flat(4),
+            search=autopar.Search(num_microbatches=4, effort=effort),
             cache_dir=None,
-        )  # fmt: skip
+        )
         assert (len(made) > 0) == screens

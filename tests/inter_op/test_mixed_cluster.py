@@ -15,7 +15,7 @@ from autopar.inter_op.device_parts import orders
 from autopar.inter_op.submeshes import Submesh, link_between, place
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.file import first_fault
-from tests.small_steps import chain_step
+from tests.small_steps import chain_step, grouped
 
 NETWORK = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
 BETWEEN = Link(latency_s=2e-5, bytes_per_s=2.5e9, source="made up: 20 Gb/s")
@@ -53,7 +53,7 @@ def arguments(layers=12, width=16_384, batch=32_768):
 
 
 def step(on, **options):
-    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **options)
+    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **grouped(**options))
 
 
 def test_a_file_whose_stage_lies_on_two_kinds_is_refused(mixed):

@@ -29,7 +29,7 @@ from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from autopar.solver import Schedule, StageOption, StageProblem, best_stages
 from benchmarks.everyday import STEPS
-from tests.small_steps import chain_step, slow_cluster
+from tests.small_steps import chain_step, grouped, slow_cluster
 
 ON = slow_cluster(4)
 ROW, GRID = LogicalMesh(axis_sizes=(4,)), LogicalMesh(axis_sizes=(2, 2))
@@ -87,7 +87,7 @@ def planned(**options):
     shapes = {"in": (width, 8 * width), "out": (8 * width, width)}
     params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}] * 4
     on = Cluster.preset("dgx-h100").submesh(1, 4)
-    step = autopar.parallelize(wide_step, cluster=on, cache_dir=None, **options)
+    step = autopar.parallelize(wide_step, cluster=on, cache_dir=None, **grouped(**options))
     return step.plan(params, {"x": examples, "y": examples})
 
 
@@ -161,8 +161,12 @@ def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit
     def step_time_s(**options):
         try:
             plan = autopar.plan(
-                blocks_step, *args, cluster="dgx-h100:1", memory_limit_bytes=limit_bytes, cache_dir=None, **options,
-            )  # fmt: skip
+                blocks_step,
+                *args,
+                cluster="dgx-h100:1",
+                cache_dir=None,
+                **grouped(memory_limit_bytes=limit_bytes, **options),
+            )
         except MemoryLimitError:
             return float("inf")
         assert max(plan.predicted.peak_bytes) <= limit_bytes
@@ -184,8 +188,10 @@ def test_recomputation_that_fits_where_the_tables_say_that_none_does_is_found(re
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.batch(0))
     options = {"cluster": "dgx-h100:1", "cache_dir": None}
     recipe = recipes.combine(dp=1, num_microbatches=4, recompute="input")
-    asked = autopar.plan(case.step, state, batch, plan=recipe, **options).predicted
+    asked = autopar.plan(case.step, state, batch, plan=recipe, **grouped(**options)).predicted
     limit_bytes = max(asked.peak_bytes)
-    found = autopar.plan(case.step, state, batch, memory_limit_bytes=limit_bytes, **options, **request_).predicted
+    found = autopar.plan(
+        case.step, state, batch, **grouped(memory_limit_bytes=limit_bytes, **options, **request_)
+    ).predicted
     assert max(found.peak_bytes) <= limit_bytes
     assert found.step_time_s <= asked.step_time_s

@@ -29,7 +29,7 @@ from autopar.intra_op import spmd_search
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
-from tests.small_steps import chain_step
+from tests.small_steps import chain_step, grouped
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
 
@@ -52,7 +52,7 @@ def cluster(hosts=2, each=2, between=SLOW, memory_bytes=80 * 10**9):
 
 
 def plan(on, *args, **options):
-    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **options).plan(*args)
+    return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **grouped(**options)).plan(*args)
 
 
 def test_inside_of_a_host_with_fast_links_the_step_is_one_program():
@@ -143,7 +143,7 @@ def test_a_step_that_mixes_its_examples_is_recomputed_where_it_does_not_fit():
     examples = jax.ShapeDtypeStruct((65_536, 512), jnp.float32)
     args = [jax.ShapeDtypeStruct((512, 2048), jnp.float32)] * 4, {"x": examples, "y": examples}
     on = cluster(hosts=1, each=2)
-    planned = lambda **options: autopar.plan(mixing_step, *args, cluster=on, cache_dir=None, **options)
+    planned = lambda **options: autopar.plan(mixing_step, *args, cluster=on, cache_dir=None, **grouped(**options))
     free = planned()
     assert free.record.pipeline is None
     limit_bytes = int(0.8 * max(free.predicted.peak_bytes))

@@ -32,6 +32,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo.moe import experts_layer
+from tests.small_steps import grouped
 
 LINK = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
 SLOW_LINK = dataclasses.replace(LINK, bytes_per_s=1e8)
@@ -65,7 +66,7 @@ def gathered(nbytes, n=N):
 
 def plan(step, state, batch, *, device=SLOW, num_devices=N, **options):
     cluster = Cluster.flat(num_devices, device=device, links=(LINK,))
-    return autopar.plan(step, state, batch, cluster=cluster, cache_dir=None, **options)
+    return autopar.plan(step, state, batch, cluster=cluster, cache_dir=None, **grouped(**options))
 
 
 def layouts(found):

@@ -23,7 +23,7 @@ from autopar.plan.context import Rejection
 from autopar.plan.options import NEARLY_EQUAL, PlanRequest
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
-from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
+from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster
 
 
 def context_on(cluster):
@@ -181,9 +181,9 @@ def test_manual_plans_are_weighed_whatever_the_search_finds():
 def test_no_manual_plan_is_faster_than_the_search():
     """Whose best program sends nothing here, so that the objective says little of what hides."""
     step, args, fixed = mlp_step, (MLP_STATE, MLP_BATCH), {"cluster": "dgx-h100", "cache_dir": None}
-    plan = autopar.plan(step, *args, **fixed)
+    plan = autopar.plan(step, *args, **grouped(**fixed))
     priced = {r.text for r in plan.record.rejected if r.source == "baselines" and r.why.startswith("slower")}
     assert {"data parallelism", "ZeRO-1", "ZeRO-3"} <= {text.rpartition(", ")[2] for text in priced}
     for recipe in (autopar.recipes.data_parallel(), autopar.recipes.zero(1), autopar.recipes.zero(3)):
-        manual = autopar.plan(step, *args, **fixed, plan=recipe)
+        manual = autopar.plan(step, *args, plan=recipe, **grouped(**fixed))
         assert manual.predicted.step_time_s >= plan.predicted.step_time_s

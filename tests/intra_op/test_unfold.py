@@ -70,7 +70,9 @@ def test_a_folded_plan_computes_what_jit_does():
     params = [random.normal(size=(64, 64)).astype(np.float32) / 8 for _ in range(40)]
     batch = {name: random.normal(size=(16, 64)).astype(np.float32) for name in ("x", "y")}
     expected = jax.jit(chain_step)(params, batch)
-    step = autopar.parallelize(chain_step, cluster=slow_cluster(4), num_microbatches=1, cache_dir=None)
+    step = autopar.parallelize(
+        chain_step, cluster=slow_cluster(4), search=autopar.Search(num_microbatches=1), cache_dir=None
+    )
     plan = step.plan(params, batch)
     assert plan.record.solver.nodes < 100
     found = step(params, batch)

@@ -80,7 +80,7 @@ def test_a_pallas_call_that_mixes_examples_is_said_to_need_a_rule():
         loss, grads = jax.value_and_grad(lambda w: jnp.mean((call(batch) * w) ** 2))(state)
         return state - grads, loss
 
-    made = autopar.parallelize(step, cluster="local:2", cache_dir=None, num_microbatches=2)
+    made = autopar.parallelize(step, cluster="local:2", cache_dir=None, search=autopar.Search(num_microbatches=2))
     with pytest.raises(MixedExamplesError, match=re.escape("autopar.kernel(fun,")):
         made.plan(jnp.ones(8), X)
 

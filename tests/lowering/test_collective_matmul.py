@@ -16,7 +16,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.verification import lower_for_target, peak_bytes
 from tests.sections import BOOK
-from tests.small_steps import assert_close, slow_cluster
+from tests.small_steps import assert_close, grouped, slow_cluster
 
 B, L, W, F = 2, 16, 8, 32
 _STARTS = re.compile(r"%?([\w.\-]+) = .*? collective-permute-start\(")
@@ -57,7 +57,7 @@ def arguments():
 
 
 def made(recipe, devices, **options):
-    return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, **options)
+    return autopar.parallelize(step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, **grouped(**options))
 
 
 def sent(plan):

@@ -22,7 +22,7 @@ from autopar.plan.memory_use import MemoryKind
 from autopar.verification import compile_for_target
 from autopar.xla import aot_gpu
 from benchmarks.zoo import CASES
-from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, mlp_step, slow_cluster, verified
+from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, grouped, mlp_step, slow_cluster, verified
 
 GPT = CASES["gpt_adamw"](layers=1, batch=16)
 MOE = CASES["moe"](layers=1, batch=16)
@@ -50,7 +50,9 @@ def new_batch(width: int = WIDTH):
 
 
 def step_under(recipe, function=adam_step, cluster=None, **options):
-    return autopar.parallelize(function, plan=recipe, cluster=cluster or slow_cluster(), cache_dir=None, **options)
+    return autopar.parallelize(
+        function, plan=recipe, cluster=cluster or slow_cluster(), cache_dir=None, **grouped(**options)
+    )
 
 
 def memories(tree):
@@ -169,7 +171,7 @@ def test_an_evaluation_step_leaves_moments_where_they_are():
             x = jnp.tanh(x @ w)
         return jnp.mean((x - batch["y"]) ** 2)
 
-    follower = step_under(None, evaluate, follow=step)
+    follower = step_under(step, evaluate)
     plan = follower.plan(state, batch)
     assert {v.path for v in plan.record.arguments if v.in_host} == {f"state{path}" for path in MOMENTS}
     assert plan.predicted.host_copied_bytes == 0

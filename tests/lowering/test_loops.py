@@ -48,7 +48,7 @@ def test_such_a_loop_in_micro_batches():
         return weights - 0.1 * gradient, (value, made)
 
     step_on_devices = autopar.parallelize(
-        step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None,
+        step, search=autopar.Search(num_microbatches=2), cluster=autopar.Cluster.local(2), cache_dir=None,
         donate_argnums=(),
     )  # fmt: skip
     arguments = jax.random.normal(jax.random.key(0), (2, 4)), jnp.arange(16.0).reshape(8, 2)

@@ -180,9 +180,12 @@ def test_on_devices_that_split_the_batch(recipe):
         "data parallel": recipes.cut(recipes.data_parallel(), num_microbatches=2),
     }
     step = autopar.parallelize(
-        step_of(norm_loss), plan=plans[recipe], per_microbatch="BatchNorm", cluster=autopar.Cluster.local(4),
+        step_of(norm_loss),
+        plan=plans[recipe],
+        search=autopar.Search(per_microbatch="BatchNorm"),
+        cluster=autopar.Cluster.local(4),
         cache_dir=None,
-    )  # fmt: skip
+    )
     state, batch = state_of(), jax.tree.map(jnp.asarray, batch_of())
     verified = autopar.verify(step, state, batch)
     assert verified.per_microbatch == ("BatchNorm",)
@@ -238,7 +241,7 @@ def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch():
 @pytest.mark.parametrize("num_microbatches", [1, 4, "auto"])
 def test_a_pattern_without_a_module_is_an_error_where_nothing_mixes_too(num_microbatches):
     step = autopar.parallelize(
-        small_steps.mlp_step, per_microbatch="BatchNorm", num_microbatches=num_microbatches,
+        small_steps.mlp_step, search=autopar.Search(per_microbatch="BatchNorm", num_microbatches=num_microbatches),
         cluster=small_steps.slow_cluster(2), cache_dir=None,
     )  # fmt: skip
     with pytest.raises(InvalidArgumentError, match=r"per_microbatch='BatchNorm'.*none of the 0 modules of mlp_step"):
@@ -247,7 +250,7 @@ def test_a_pattern_without_a_module_is_an_error_where_nothing_mixes_too(num_micr
 
 def test_patterns_that_are_none():
     with pytest.raises(InvalidArgumentError, match="patterns of modules"):
-        autopar.parallelize(step_of(norm_loss), per_microbatch=(3,))
+        autopar.parallelize(step_of(norm_loss), search=autopar.Search(per_microbatch=(3,)))
 
 
 def test_names_of_modules():

@@ -158,7 +158,9 @@ def test_joined_arrays_that_leave_the_step_are_made_of_the_whole_batch():
         both = jnp.tanh(jnp.concatenate([hidden, batch["b"] @ params["out"]]))
         return params, jnp.sum(joined @ params["out"]) + jnp.square(both).sum(), joined, both
 
-    piped = autopar.parallelize(step, plan=recipes.data_parallel(), num_microbatches=2, cache_dir=None)
+    piped = autopar.parallelize(
+        step, plan=recipes.data_parallel(), search=autopar.Search(num_microbatches=2), cache_dir=None
+    )
     args = state(), batch()
     expected = jax.jit(step)(*args)
     assert_close(piped(*args), expected)

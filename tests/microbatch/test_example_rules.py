@@ -326,7 +326,9 @@ def test_accuracy_among_the_largest_scores_is_a_mean_over_the_examples():
 
     graph = check(step, state(), batch(), 2)
     assert "top_k" in primitives(graph, Section.FORWARD)
-    on_devices = autopar.parallelize(step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None)
+    on_devices = autopar.parallelize(
+        step, search=autopar.Search(num_microbatches=2), cluster=autopar.Cluster.local(2), cache_dir=None
+    )
     expected = jax.jit(step)(state(), batch())
     assert 0.0 < expected[1][1] < 1.0
     assert_close(on_devices(state(), batch()), expected)

@@ -323,7 +323,9 @@ def test_a_key_of_the_state_that_layers_hand_on():
         (loss, key), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "key": key}, loss
 
-    parallel = autopar.parallelize(step, num_microbatches=2, cluster=autopar.Cluster.local(2), cache_dir=None)
+    parallel = autopar.parallelize(
+        step, search=autopar.Search(num_microbatches=2), cluster=autopar.Cluster.local(2), cache_dir=None
+    )
     expected, got = ({"params": state_of(), "key": jax.random.key(5)} for _ in range(2))
     for _ in range(2):
         expected, loss = jax.jit(step)(expected, batch_of())

@@ -69,7 +69,7 @@ def test_two_stages_are_a_loop_over_micro_batches():
     parallel = autopar.parallelize(
         step,
         plan=recipes.pipeline(2, num_microbatches=2),
-        per_microbatch="quantized",
+        search=autopar.Search(per_microbatch="quantized"),
         cluster=autopar.Cluster.local(4, measured=False),
         cache_dir=None,
     )

@@ -121,7 +121,7 @@ def test_half_precision_keeps_its_type():
         return jnp.square(h.astype(jnp.float32)).mean() + 0.1 * s.sum().astype(jnp.float32), s
 
     p, b = layers(), examples(12)
-    step = autopar.parallelize(trained(loss), cache_dir=None, num_microbatches=2)
+    step = autopar.parallelize(trained(loss), cache_dir=None, search=autopar.Search(num_microbatches=2))
     new, metrics = step(jnp.array(p), b)
     expected_new, expected = jax.jit(trained(loss))(p, b)
     assert metrics["out"].dtype == jnp.bfloat16

@@ -84,7 +84,7 @@ def test_the_search_does_not_cut_a_batch_that_is_addressed_by_position():
     )
     expected = jax.jit(step)(*args)
     for limit in (2**16, 2**14):
-        parallel = autopar.parallelize(step, memory_limit_bytes=limit, cache_dir=None)
+        parallel = autopar.parallelize(step, search=autopar.Search(memory_limit_bytes=limit), cache_dir=None)
         try:
             assert_close(parallel(*jax.tree.map(jnp.array, args)), expected)
         except MemoryLimitError:
@@ -131,7 +131,7 @@ def test_a_penalty_that_grows_with_the_steps_under_a_tight_limit(limit):
     weights = {"a": jnp.ones((WIDTH, 32)) / 8, "b": jnp.ones((32, WIDTH)) / 8}
     args = {"p": weights, "steps": jnp.int32(3)}, batch(16)
     expected = jax.jit(step)(*args)
-    parallel = autopar.parallelize(step, memory_limit_bytes=limit, cache_dir=None)
+    parallel = autopar.parallelize(step, search=autopar.Search(memory_limit_bytes=limit), cache_dir=None)
     try:
         assert_close(parallel(*args), expected)
     except MemoryLimitError:

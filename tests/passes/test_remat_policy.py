@@ -117,9 +117,7 @@ def test_the_search_weighs_every_second_product():
             gated_step,
             cluster=autopar.Cluster.preset("dgx-h100").submesh(1, 2),
             cache_dir=None,
-            num_microbatches=8,
-            schedule="1f1b",
-            memory_limit_bytes=limit_bytes,
+            search=autopar.Search(num_microbatches=8, schedule="1f1b", memory_limit_bytes=limit_bytes),
         )
         return step.plan(wide, batch).record
 

@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.recipes import data_parallel, tensor_parallel, zero
+from tests.small_steps import grouped
 
 WIDTH = 16
 
@@ -172,7 +173,7 @@ def test_the_search_takes_the_faster_of_equal_and_unequal_parts() -> None:
 
     def plan(positions: int, examples: int, **options: Any) -> autopar.Plan:
         leaf = jax.ShapeDtypeStruct((examples, positions, 8192), jnp.float32)
-        step = autopar.parallelize(_step_of(_mean), donate_argnums=0, cluster=cluster, **options)
+        step = autopar.parallelize(_step_of(_mean), donate_argnums=0, cluster=cluster, **grouped(**options))
         return step.plan(params, {"x": leaf, "y": leaf})
 
     free, recipe = plan(2048, 12), plan(2048, 12, plan=data_parallel())

@@ -16,7 +16,7 @@ from autopar.ir.graph import OpKind, Role
 from autopar.passes.stack_updates import stack_updates
 from tests.passes.matrix_optimizers import muon, optax_muon, shampoo, soap
 from tests.sections import BOOK
-from tests.small_steps import slow_cluster
+from tests.small_steps import grouped, slow_cluster
 
 WIDTH = 16
 
@@ -69,7 +69,7 @@ def update_products(graph):
 
 def check_equal(step, state, *, num_devices, tolerance=1e-5, **options):
     """Two steps under autopar, and under plain jax.jit."""
-    split = autopar.parallelize(step, cluster=slow_cluster(num_devices), **options)
+    split = autopar.parallelize(step, cluster=slow_cluster(num_devices), **grouped(**options))
     expected, got = state, jax.tree.map(jnp.array, state)
     for seed in range(2):
         expected, _ = jax.jit(step)(expected, examples(seed))

@@ -29,7 +29,7 @@ THOUSAND = recipes.combine(pp=16, tp=8, dp=8, zero=1, num_microbatches=48, recom
 
 def planned(case: Any, cluster: str, plan: Any = None) -> autopar.Plan:
     args = jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0))
-    return autopar.plan(case.step, *args, cluster=cluster, plan=plan, effort="quick", **OPTIONS)
+    return autopar.plan(case.step, *args, cluster=cluster, plan=plan, search=autopar.Search(effort="quick"), **OPTIONS)
 
 
 def gpt() -> Any:

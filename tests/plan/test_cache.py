@@ -13,6 +13,7 @@ from tests.small_steps import (
     MLP_STATE,
     TIMEOUT_S,
     assert_close,
+    grouped,
     mlp_batch,
     mlp_step,
     new_mlp_state,
@@ -38,7 +39,7 @@ def cached(directory) -> list[str]:
 
 
 def step_with(directory, function=mlp_step, **options):
-    return autopar.parallelize(function, **{"cluster": slow_cluster(2), "cache_dir": directory, **options})
+    return autopar.parallelize(function, **grouped(**{"cluster": slow_cluster(2), "cache_dir": directory, **options}))
 
 
 def searched(step) -> bool:

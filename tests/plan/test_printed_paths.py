@@ -15,7 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan import collective_rows, render, render_summary, summary
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
-from tests.small_steps import shapes, slow_cluster, transformer
+from tests.small_steps import grouped, shapes, slow_cluster, transformer
 
 PLANS = {"one program": None, "stages": autopar.recipes.pipeline(2, num_microbatches=2)}
 
@@ -123,7 +123,7 @@ def test_operands_of_stages_on_one_device_are_shown():
 
 def groups(cluster: Cluster, **options) -> dict[str, list[list[int]]]:
     case = transformer()
-    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, **options)
+    step = autopar.parallelize(case.step, cluster=cluster, cache_dir=None, **grouped(**options))
     return step.plan(case.shapes, shapes(case.batch)).groups()
 
 

@@ -13,6 +13,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.plan.signatures import signature
 from autopar.sharding.rules import RuleBook
+from tests.small_steps import grouped
 
 PARAMS = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
@@ -39,7 +40,7 @@ def graph_of(function):
 
 
 def plan_of(function, **options):
-    return autopar.plan(function, PARAMS, BATCH, cluster="p3.16xlarge", cache_dir=None, **options)
+    return autopar.plan(function, PARAMS, BATCH, cluster="p3.16xlarge", cache_dir=None, **grouped(**options))
 
 
 def test_every_decided_operation_has_a_signature_of_its_own():

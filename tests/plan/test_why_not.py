@@ -14,14 +14,14 @@ from autopar.plan.device_limits import fullest
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
-from tests.small_steps import shapes, slow_cluster, transformer
+from tests.small_steps import grouped, shapes, slow_cluster, transformer
 
 OPTIONS = dict(cache_dir=None)
 
 
 def planned(**options) -> autopar.Plan:
     case = transformer()
-    step = autopar.parallelize(case.step, **({"cluster": slow_cluster(4)} | OPTIONS | options))
+    step = autopar.parallelize(case.step, **grouped(**({"cluster": slow_cluster(4)} | OPTIONS | options)))
     return step.plan(case.shapes, shapes(case.batch))
 
 

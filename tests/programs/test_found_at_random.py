@@ -10,12 +10,12 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import MemoryLimitError, UnsupportedError
-from tests.small_steps import assert_close, slow_cluster, verified_step
+from tests.small_steps import assert_close, grouped, slow_cluster, verified_step
 
 
 def same_as_jit(step, state, batch, devices=4, tolerance=1e-5, **options):
     """Two steps give what plain `jax.jit` gives. Returns the parallel step."""
-    parallel = autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **options)
+    parallel = autopar.parallelize(step, cluster=slow_cluster(devices), cache_dir=None, **grouped(**options))
     plain = jax.jit(step)
     expected, got = state, jax.tree.map(jnp.array, state)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_a_count_that_goes_up_before_the_micro_batches_is_there_for_them(options
         return {"w": state["w"] - 0.1 * grads, "i": state["i"] + 1}, ()
 
     parallel = autopar.parallelize(
-        step, cluster=slow_cluster(2), cache_dir=None, **{"memory_limit_bytes": 600, **options}
+        step, cluster=slow_cluster(2), cache_dir=None, **grouped(**{"memory_limit_bytes": 600, **options})
     )
     state = {"w": np.ones((2, 2, 4), np.float32), "i": np.int32(0)}
     with pytest.raises(MemoryLimitError):

@@ -22,7 +22,11 @@ def splash(query, key, value):
 def verified(case, recipe, devices, attention):
     """What `autopar.verify` found; the attention that was found in the graph."""
     step = autopar.parallelize(
-        case.step, plan=recipe, cluster=slow_cluster(devices), cache_dir=None, attention=attention
+        case.step,
+        plan=recipe,
+        cluster=slow_cluster(devices),
+        cache_dir=None,
+        search=autopar.Search(attention=attention),
     )
     found = autopar.verify(step, case.init(jax.random.key(0)), case.batch(0))
     assert not [n for n in found.plan.record.notes if n.startswith("attention") or "Pallas call" in n]

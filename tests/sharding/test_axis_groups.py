@@ -113,7 +113,7 @@ def test_ulysses_exchanges_queries_and_gathers_only_keys_of_long_sequences(kv_he
     state, batch = jax.tree.map(shape_of, state), {name: shape_of(a, B, 32_768, W) for name, a in batch.items()}
     made = autopar.parallelize(
         step_of(grouped), plan=recipes.sequence_parallel("ulysses"), cluster=slow_cluster(devices), cache_dir=None,
-        memory_limit_bytes=10**12,
+        search=autopar.Search(memory_limit_bytes=10**12),
     )  # fmt: skip
     plan = made.plan(state, batch)
     groups, ring = plan.mesh.axis_sizes

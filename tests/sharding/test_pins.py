@@ -15,7 +15,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
-from tests.small_steps import slow_cluster, verified_step
+from tests.small_steps import grouped, slow_cluster, verified_step
 
 WIDTH = 32
 
@@ -59,7 +59,9 @@ COLUMNS = {"layers/*/in/kernel": P(None, "model")}
 
 
 def made_step(plan, cluster=None, **options):
-    return autopar.parallelize(layers_step, plan=plan, cluster=cluster or slow_cluster(), cache_dir=None, **options)
+    return autopar.parallelize(
+        layers_step, plan=plan, cluster=cluster or slow_cluster(), cache_dir=None, **grouped(**options)
+    )
 
 
 def planned(pins, *, cluster=None, options=None, **wishes):
@@ -276,13 +278,6 @@ def test_one_device_leaves_nothing_to_split():
 def test_wrong_pins_are_named(make, says):
     with pytest.raises(InvalidArgumentError, match=says):
         make()
-
-
-def test_a_step_to_follow_and_pins_exclude_each_other():
-    step = made_step(None, slow_cluster(2))
-    step.plan(STATE, layers_batch())
-    with pytest.raises(InvalidArgumentError, match="or a step to follow"):
-        made_step(autopar.constrain(COLUMNS), slow_cluster(2), follow=step)
 
 
 @pytest.mark.slow
