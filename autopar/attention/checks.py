@@ -76,8 +76,8 @@ def check_heads(graph: OpGraph, parts: int) -> None:
                 where=_place(op),
                 expected=f"heads that {parts} devices can share, apart from the examples",
                 got=f"scores of shape {list(value.shape)}, heads: {heads or 'none'}",
-                hint="plan the step with Search(attention='blockwise'), which takes heads to several devices, share sequences "
-                "among fewer devices (sp, size), or take another kind of sequence parallelism",
+                hint="plan the step with Search(attention='blockwise'), which takes heads to several devices, share "
+                "sequences among fewer devices (sp, size), or take another kind of sequence parallelism",
             )
 
     for op, factors in attention_calls(graph):

@@ -14,8 +14,8 @@ from autopar.ir.graph import Op, OpGraph
 
 # Rounding of weights in 16 bits: before or after they are divided by their sum (`autopar.attention.ring`).
 _ROUNDING = (
-    "in 16 bits weights are rounded before they are divided by their sum, not after it (Search(attention='as written') keeps "
-    "the order)"
+    "in 16 bits weights are rounded before they are divided by their sum, not after it (Search(attention='as written') "
+    "keeps the order)"
 )
 
 

@@ -22,7 +22,8 @@ from tests.small_steps import mlp_batch, mlp_step, new_mlp_state
 
 
 def job():
-    return autopar.parallelize(mlp_step, search=autopar.Search(memory_limit_bytes=100_000)), new_mlp_state(), mlp_batch()
+    limited = autopar.Search(memory_limit_bytes=100_000)
+    return autopar.parallelize(mlp_step, search=limited), new_mlp_state(), mlp_batch()
 
 
 def plain():
