@@ -107,12 +107,16 @@ def work() -> None:
         answer(found | {"processor_s": time.process_time() - begun_s})
 
 
-def planned(number: int | str, cluster: str, options: dict[str, Any]) -> Row:
+def case_of(number: int | str) -> tuple[Any, Any, Any]:
+    """(step, shapes of its state, shapes of its batch) of a draw, or of a step by its name."""
     case = NAMED.get(number) or EVERYDAY[number](EVERYDAY_BATCH) if isinstance(number, str) else drawn(0, number)
     example = case.batch_of(0) if isinstance(case, Decoder) else case.batch(0)
     state = eqx.filter_eval_shape(case.init, jax.random.key(0))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
-    plan = autopar.plan(case.step, state, batch, cluster=cluster, cache_dir=None, **options)
+    return case.step, state, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), example)
+
+
+def planned(number: int | str, cluster: str, options: dict[str, Any]) -> Row:
+    plan = autopar.plan(*case_of(number), cluster=cluster, cache_dir=None, **options)
     pipeline = plan.record.pipeline
     parts = "" if pipeline is None else f", {len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches"
     return {
