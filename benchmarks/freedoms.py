@@ -3,8 +3,8 @@
     python -m benchmarks.freedoms                      every row that is not kept
     python -m benchmarks.freedoms 1.3B --again         rows whose names contain it, made again
 
-Steps of `benchmarks.decoder_grid` (draws of decoders too) and of `benchmarks.everyday` are planned in as much memory as the default plan takes
-where memory is ample, in half and in a quarter of it. No device is needed.
+Steps of `benchmarks.decoder_grid` (draws too) and of `benchmarks.everyday` are planned in as much memory as the default
+plan takes where memory is ample, in half and in a quarter of it. No device is needed.
 """
 
 from __future__ import annotations
