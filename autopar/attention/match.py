@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -615,12 +615,15 @@ def check_blockwise(graph: OpGraph) -> None:
 
 
 def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Block:
-    block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, block, sought, fresh, around))
-    ops: list[Op] = []
-    for op in block.ops:
-        inner = tuple(_rewritten(b, sought, fresh, around.inside(block, op)) for b in op.blocks)
-        ops.append(replaced(op, blocks=inner) if inner else op)
-    block = dataclasses.replace(block, ops=tuple(ops))
+    if any(op.blocks for op in block.ops):
+        seen = functools.cache(functools.partial(around.within, block))
+        block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, sought, fresh, seen))
+        seen = functools.cache(functools.partial(around.within, block))
+        ops: list[Op] = []
+        for op in block.ops:
+            inner = tuple(_rewritten(b, sought, fresh, seen().inside(op)) for b in op.blocks)
+            ops.append(replaced(op, blocks=inner) if inner else op)
+        block = dataclasses.replace(block, ops=tuple(ops))
     reader = Reader(block, sought, fresh, around)
     reader.run()
     if (unknown := reader.first_unknown) is not None:
@@ -630,10 +633,10 @@ def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Bl
 
 
 def _rewritten_pair(
-    block: Block, sought: Sought, fresh: Fresh, around: Around, first: Op, second: Op, joined: JoinedBodies
+    sought: Sought, fresh: Fresh, seen: Callable[[], Around], first: Op, second: Op, joined: JoinedBodies
 ) -> JoinedBodies | None:
-    """The bodies of two scans of a block with attention found as if they were one."""
-    reader = Reader(joined.block, sought, fresh, around.inside(block, first, second))
+    """The bodies of two scans with attention found as if they were one. `seen`: by blocks of operations beside them."""
+    reader = Reader(joined.block, sought, fresh, seen().inside(first, second))
     reader.run()
     writer = PassWriter(joined.block, reader, sought, fresh)
     found = writer.run()

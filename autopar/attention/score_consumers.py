@@ -88,12 +88,16 @@ class Around:
     outside: Mapping[int, int]
     equals: Equals = Equals({}, {})
 
-    def inside(self, block: Block, *ops: Op) -> Around:
+    def within(self, block: Block) -> Around:
+        """What the blocks of operations of a block see."""
+        makers = {**self.makers, **{v: made for made in block.ops for v in made.outputs}}
+        return Around(makers, self.outside, self.equals.within(block, self.outside))
+
+    def inside(self, *ops: Op) -> Around:
         """What the bodies of scans see: what does not change from one round to the next."""
         outside = dict(self.outside)
         for op in ops:
             if op.kind is OpKind.SCAN:
                 pairs = zip(op.inputs[: op.num_consts], op.blocks[0].inputs, strict=False)
                 outside.update({inner: outer for outer, inner in pairs if isinstance(outer, int)})
-        makers = {**self.makers, **{v: made for made in block.ops for v in made.outputs}}
-        return Around(makers, outside, self.equals.within(block, self.outside))
+        return Around(self.makers, outside, self.equals)

@@ -202,7 +202,7 @@ class _Search:
         traced, cluster = self.context.traced, self.context.cluster
         if is_long(traced):  # its tables are shared
             begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
-        step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS))
+        step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS) if cluster.num_devices > 1 else 1)
         check_parts(cluster, step)
         if not (cuts := self.cuts(step)):
             return (self.nothing("a bound says that none is faster"),), False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
@@ -30,19 +31,25 @@ def with_joined_scans(block: Block, fresh: Fresh, rewrite: Rewrite) -> Block:
     What the second body then reads of the first is stacked, and nothing else but what is read elsewhere.
     """
     ops = list(block.ops)
-    for behind, op in enumerate(ops):
-        if op.kind is not OpKind.SCAN:
-            continue
-        made_by = {
-            v: i for i, earlier in enumerate(ops[:behind]) if earlier.kind is OpKind.SCAN for v in earlier.outputs
-        }
+    scans = [i for i, op in enumerate(ops) if op.kind is OpKind.SCAN]
+    if len(scans) < 2:
+        return block
+    reads = [read_by(op) for op in ops]
+    readers = collections.Counter(v for read in reads for v in read)
+    readers.update(a for a in block.outputs if isinstance(a, int))
+    for behind in scans:
+        op = ops[behind]
+        made_by = {v: i for i in scans if i < behind for v in ops[i].outputs}
         sources = [made_by[v] for v in op.inputs if isinstance(v, int) and v in made_by]
         for first in dict.fromkeys(i for i in sources if ops[i].trips == op.trips):
-            elsewhere = {v for i, other in enumerate(ops) if i != behind for v in read_by(other)}
-            elsewhere |= {a for a in block.outputs if isinstance(a, int)}
-            pair = _Pair(ops[first], ops[behind], elsewhere)
+            readers.subtract(reads[behind])
+            pair = _Pair(ops[first], ops[behind], {v for v in ops[first].outputs if readers[v]})
             if (found := rewrite(ops[first], ops[behind], pair.joined)) is not None:
+                readers.subtract(reads[first])
                 ops[first], ops[behind] = pair.parted(found, fresh)
+                reads[first], reads[behind] = read_by(ops[first]), read_by(ops[behind])
+                readers.update(reads[first])
+            readers.update(reads[behind])
     return dataclasses.replace(block, ops=tuple(ops))
 
 
