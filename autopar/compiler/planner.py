@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -176,7 +177,8 @@ SMALLER_MICROBATCHES = 0.05
 
 
 def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans]) -> Plans:
-    """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
+    """The plans of a step in the first of `ways`, or in another that is faster as the memory is. Ways that need more
+    memory than is free come last: they are searched for in smaller micro-batches, which takes long.
 
     `plans_with` makes the plans of a request.
 
@@ -186,8 +188,12 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
     plans: Plans = ()
     taken: StepWay | None = None
     refused_bytes, is_quick = math.inf, request.effort is Effort.QUICK
-    for way in ways:
+    later: list[StepWay] = []
+    for way in itertools.chain(ways, later):
         if way.saved_bytes >= refused_bytes or (taken is not None and not _may_gain(way, taken, plans[0], is_quick)):
+            continue
+        if taken is not None and way not in later and _exceeds(way, taken, plans[0]):
+            later.append(way)
             continue
         is_first = not plans and refused is None
         if deadline.passed and not is_first:
@@ -213,13 +219,19 @@ def _may_gain(way: StepWay, taken: StepWay, plan: Plan, is_quick: bool) -> bool:
     """
     if way.least_s >= plan.predicted.step_time_s:
         return False
-    pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes
-    if way.saved_bytes <= taken.saved_bytes or limit_bytes is None:
+    if way.saved_bytes <= taken.saved_bytes or plan.record.memory_limit_bytes is None:
         return _costs_time(plan.record)
-    parts = plan.cluster.num_devices * (pipeline.num_microbatches if pipeline is not None else 1)
-    if max(plan.predicted.peak_bytes) + (way.saved_bytes - taken.saved_bytes) / parts <= limit_bytes:
+    if not _exceeds(way, taken, plan):
         return True
     return not is_quick and way.least_s < (1 - SMALLER_MICROBATCHES) * plan.predicted.step_time_s
+
+
+def _exceeds(way: StepWay, taken: StepWay, plan: Plan) -> bool:
+    """Whether a way needs more memory than is free under the plan found, as the step is cut there."""
+    pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes
+    parts = plan.cluster.num_devices * (pipeline.num_microbatches if pipeline is not None else 1)
+    needed_bytes = max(plan.predicted.peak_bytes) + (way.saved_bytes - taken.saved_bytes) / parts
+    return way.saved_bytes > taken.saved_bytes and limit_bytes is not None and needed_bytes > limit_bytes
 
 
 def _costs_time(record: PlanRecord) -> bool:
