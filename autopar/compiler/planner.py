@@ -235,10 +235,10 @@ def _exceeds(way: StepWay, taken: StepWay, plan: Plan) -> bool:
 
 
 def _costs_time(record: PlanRecord) -> bool:
-    """Whether the memory decides on a plan: it has micro-batches or recomputes, or other programs do not fit."""
-    peaks = (trial.peak_bytes for trial in record.tried)
-    over_limit = any(n is not None and n > (record.memory_limit_bytes or math.inf) for n in peaks)
-    return record.pipeline is not None or over_limit
+    """Whether the memory decides on a plan: it has micro-batches or recomputes, or a faster program does not fit."""
+    limit_bytes, step_s = record.memory_limit_bytes or math.inf, record.predicted.step_time_s
+    large = (trial for trial in record.tried if trial.peak_bytes is not None and trial.peak_bytes > limit_bytes)
+    return record.pipeline is not None or any(t.step_time_s is None or t.step_time_s < step_s for t in large)
 
 
 # The sources of candidates in order, and the requests and steps to which each applies.
