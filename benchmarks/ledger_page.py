@@ -32,6 +32,20 @@ COLUMNS = (
 CARD_COLUMNS = ("card", "kind", "", "rows", "median error", "within 10 %", "worst ratio", "median ratio")
 
 
+ABOUT = (
+    "A row is fitted where a constant of its card was fitted to it, or may have been; all others are held out. A ratio "
+    "is predicted over published time. Rows keep the day and the search version of their prediction. Published memory "
+    "of torchtitan is the memory that PyTorch's allocator had reserved, with logits in float32 for the loss (but for "
+    "the H200s, where it is compiled); predicted is the memory that lives at once. Rows may use the memory that the "
+    "driver, or the compiler, reports of their devices: the published runs fitted."
+)
+ABOUT_INTERVALS = (
+    f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "
+    "out: from the errors of its card and kind of step, or of that kind on all cards where there are fewer than "
+    f"{LEAST_ROWS}."
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """A row as it was predicted: seconds of a step, and bytes of the fullest device; no bytes of models of fewer
@@ -199,23 +213,16 @@ def page(kept: Mapping[str, Entry]) -> str:
     resolved = "none" if width is None else f"{math.exp(width) - 1:.0%}".replace("%", " %")
     sources = dict.fromkeys((ROWS[key].table, ROWS[key].source) for key in kept)
     notes = [f"- {key}: {ROWS[key].note}." for key in kept if ROWS[key].note]
-    missing = [key for key in ROWS if key not in kept]
+    missing = [f"- {key}: not predicted yet." for key in ROWS if key not in kept]
     parts = [
         "# Ledger of published step times",
         f"Written by `python -m benchmarks.ledger --keep`, search version {SEARCH_VERSION}: {description()}",
-        f"A row is fitted where a constant of its card was fitted to it, or may have been; all others are held out. Rows "
-        f"marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers. Rows keep the day and the search version "
-        "of their prediction. A ratio is predicted over published time. Published memory of torchtitan is the memory "
-        "that PyTorch's allocator had reserved, with logits in float32 for the loss (but for the H200s, where it is "
-        "compiled); predicted is the memory that lives at once. Rows may use the memory that the driver, or the "
-        "compiler, reports of their devices: the published runs fitted.",
+        f"{ABOUT} Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers.",
         "## By card and kind of step",
         markdown(CARD_COLUMNS, by_card(found)),
         "## Intervals",
-        f"Each row has the {LEVEL:.0%} interval of `plan.step_interval_s`, with its own error left out: from the errors of its card "
-        f"and kind of step, or of all cards where these are fewer than {LEAST_ROWS}. Two rows of one model, precision "
-        f"and card differ in their errors by less than {resolved} in {LEVEL:.0%} of pairs ({len(errors_of(found).ratios)} "
-        "pairs): `bench` calls ways within it equal.".replace("%", " %").replace("  %", " %"),
+        f"{ABOUT_INTERVALS} Two rows of one model, precision and card differ in their errors by less than {resolved} "
+        f"in nine of ten of {len(errors_of(found).ratios)} pairs: `bench` calls ways within it equal within the error.",
         markdown(("rows", "card", "inside", "share"), _coverage_lines(found)),
         "## Rows",
         markdown(COLUMNS, [cells(ROWS[key], entry, between.get(key)) for key, entry in kept.items()]),
@@ -224,6 +231,6 @@ def page(kept: Mapping[str, Entry]) -> str:
         "## Notes on rows",
         "\n".join(notes),
         "## Rows left out",
-        "\n".join([*(f"- {what}: {why}" for what, why in LEFT_OUT.items()), *(f"- {key}: not predicted yet." for key in missing)]),
+        "\n".join([*(f"- {name}: {why}" for name, why in LEFT_OUT.items()), *missing]),
     ]
     return "\n\n".join(parts) + "\n"

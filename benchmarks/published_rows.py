@@ -51,7 +51,8 @@ from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE
 SOURCES = {
     "megatron a100": "Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5",
     "megatron-core h100": "NVIDIA/Megatron-LM, README",
-    "torchtitan": "pytorch/torchtitan, benchmarks/llama3_h100_202412, asyncTP_llama3_h100_2025-06, llama3-8b_h200_202506",
+    "torchtitan": "pytorch/torchtitan, benchmarks/llama3_h100_202412, asyncTP_llama3_h100_2025-06 and "
+    "llama3-8b_h200_202506",
     "llama 3": "Grattafiori et al., 2024, table 4",
     "resnet-50": "NVIDIA/DeepLearningExamples, resnet50v1.5",
     "maxtext": "AI-Hypercomputer/maxtext, README",
@@ -412,7 +413,8 @@ def _bridge(
     return Row(
         table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
         model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
-        sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "", gather="after" if is_sharded else "ahead",
+        sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
+        gather="after" if is_sharded else "ahead",
         step_time_s=seconds, note=f"recomputed layers are not published: none{note}", **{"zero": 1} | how,
     )  # fmt: skip
 
@@ -455,8 +457,8 @@ def _trillium(size: str, chips: int, of_chip: int, seconds: float) -> Row:
     return Row(
         table="tpu-recipes", name=f"{size} on {chips} v6e", model=_llama(size, 8192), hardware="TPU v6e", gpus=chips,
         batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
-        note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay on "
-        "the device and the others are recomputed",
+        note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay "
+        "on the device and the others are recomputed",
     )  # fmt: skip
 
 
@@ -466,8 +468,8 @@ def _ironwood(chips: int, float8: bool, seconds: float) -> Row:
         table="tpu-recipes", name=f"70B on {chips} chips of TPU7x{' float8' if float8 else ''}",
         model=_llama("70B", 8192), hardware="TPU7x", gpus=2 * chips, batch=4 * chips, micro_batch=2, zero=3,
         recompute="input", float8=float8, step_time_s=seconds,
-        note="the run keeps queries, keys and values, here they are recomputed; the shape of the slice is not published: "
-        f"{'4x4x4' if chips == 64 else '4x8x8'}",
+        note="the run keeps queries, keys and values, here they are recomputed; the shape of the slice is not "
+        f"published: {'4x4x4' if chips == 64 else '4x8x8'}",
     )  # fmt: skip
 
 
