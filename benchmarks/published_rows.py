@@ -66,8 +66,8 @@ MAXTEXT_TABLES = ("maxtext", "tpu-recipes", "gpu-recipes")
 # Published rows that are not in a table -> the reason.
 LEFT_OUT = {
     "megatron-bridge 26.06: DeepSeek-V3 (2 rows)": "the zoo has no case with its multi-head latent attention.",
-    "megatron-bridge 26.06: Qwen3 30B-A3B and 235B-A22B (5 rows)": "the zoo's mixture routes to two experts of a "
-    "capacity, Qwen3 to eight without one.",
+    "megatron-bridge 26.06: Qwen3 30B-A3B and 235B-A22B (5 rows)": "the zoo's case is Tunix's, which computes all "
+    "experts for every token but on TPUs; the runs compute eight of 128.",
     "megatron-bridge 26.06: GPT-OSS 120B (2 rows)": "the zoo has no case with its windows, its sinks of attention and "
     "four experts of a token; one row has a regression that its source notes.",
     "megatron-bridge 26.06: Nemotron 3 Nano and Super (7 rows)": "the zoo has no mixture of experts with state-space "
@@ -439,8 +439,9 @@ def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Ro
         table="mlperf v5.0", name=f"405B on {gpus} {hardware} tp{tp} pp8 cp2", model=_llama("405B", 8192),
         hardware=hardware, gpus=gpus, batch=batch, micro_batch=1, tp=tp, pp=8, cp=2, chunks=8, zero=1, gather="ahead",
         sequence_parallel=True, pieces="in place", float8=True, step_time_s=seconds,
-        note="the precision of attention, recomputed layers, and the order of causal positions in rings are not in the "
-        "row: 16 bits, none, and in zigzags",
+        note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none), the "
+        "order of positions in rings (zigzag), and the scales of float8 (one of each whole operand, so that all devices "
+        "of a stage reduce them in each micro-batch)",
     )  # fmt: skip
 
 
