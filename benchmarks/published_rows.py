@@ -439,9 +439,9 @@ def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Ro
         table="mlperf v5.0", name=f"405B on {gpus} {hardware} tp{tp} pp8 cp2", model=_llama("405B", 8192),
         hardware=hardware, gpus=gpus, batch=batch, micro_batch=1, tp=tp, pp=8, cp=2, chunks=8, zero=1, gather="ahead",
         sequence_parallel=True, pieces="in place", float8=True, step_time_s=seconds,
-        note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none), the "
-        "order of positions in rings (zigzag), and the scales of float8 (one of each whole operand, so that all devices "
-        "of a stage reduce them in each micro-batch)",
+        note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none), "
+        "the order of positions in rings (zigzag), and the scales of float8 (one of each whole operand, so that all "
+        "devices of a stage reduce them in each micro-batch)",
     )  # fmt: skip
 
 
