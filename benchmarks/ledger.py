@@ -148,7 +148,7 @@ def options_of(row: Row) -> dict[str, Any]:
         options["memory_limit_bytes"] = TPU_MEMORY_BYTES[row.hardware]
     device = CLUSTERS[row.hardware][0](row.gpus).device
     for card in CARDS.values():
-        if card.kind == device:
+        if (card.kind.name, card.kind.memory_bytes) == (device.name, device.memory_bytes):  # GB200 is B200 at a Grace
             options["memory_limit_bytes"] = card.memory_bytes
     if row.float8 and row.num_microbatches > 1:
         options["per_microbatch"] = "*"

@@ -104,9 +104,14 @@ def told(kept: Mapping[str, Entry]) -> list[Told]:
     ]
 
 
+def _shared(one: Told) -> tuple[object, ...]:
+    """Two rows that share these differ as two plans of a step do."""
+    return one.device, one.row.table, one.row.model, one.row.float8
+
+
 def errors_of(found: Sequence[Told]) -> StepErrors:
-    """The errors by device and kind of step, and those of ratios: of two rows of one model, precision and device. Rows
-    of eager programs are left out: they are predicted as compiled.
+    """The errors by device and kind of step, and those of ratios: of two rows of one table, model, precision and
+    device, for two plans too run under one system. Rows of eager programs are left out: they are predicted as compiled.
     """
     compiled = [one for one in found if one.row.compiled]
     errors: dict[str, dict[str, list[float]]] = {}
@@ -115,7 +120,7 @@ def errors_of(found: Sequence[Told]) -> StepErrors:
     ratios = [
         round(abs(one.error - other.error), 4)
         for one, other in itertools.combinations(compiled, 2)
-        if (one.device, one.row.model, one.row.float8) == (other.device, other.row.model, other.row.float8)
+        if _shared(one) == _shared(other)
     ]
     return StepErrors(errors=errors, ratios=sorted(ratios))
 
@@ -221,8 +226,9 @@ def page(kept: Mapping[str, Entry]) -> str:
         "## By card and kind of step",
         markdown(CARD_COLUMNS, by_card(found)),
         "## Intervals",
-        f"{ABOUT_INTERVALS} Two rows of one model, precision and card differ in their errors by less than {resolved} "
-        f"in nine of ten of {len(errors_of(found).ratios)} pairs: `bench` calls ways within it equal within the error.",
+        f"{ABOUT_INTERVALS} Two rows of one source, model, precision and card differ in their errors by less than "
+        f"{resolved} in nine of ten of {len(errors_of(found).ratios)} pairs: `bench` calls ways within it equal within "
+        "the error.",
         markdown(("rows", "card", "inside", "share"), _coverage_lines(found)),
         "## Rows",
         markdown(COLUMNS, [cells(ROWS[key], entry, between.get(key)) for key, entry in kept.items()]),
