@@ -217,7 +217,7 @@ def page(kept: Mapping[str, Entry]) -> str:
     width = quantile(errors_of(found).ratios)
     resolved = "none" if width is None else f"{math.exp(width) - 1:.0%}".replace("%", " %")
     sources = dict.fromkeys((ROWS[key].table, ROWS[key].source) for key in kept)
-    notes = [f"- {key}: {ROWS[key].note}." for key in kept if ROWS[key].note]
+    notes = {ROWS[key].note: [k for k in kept if ROWS[k].note == ROWS[key].note] for key in kept if ROWS[key].note}
     missing = [f"- {key}: not predicted yet." for key in ROWS if key not in kept]
     parts = [
         "# Ledger of published step times",
@@ -235,7 +235,7 @@ def page(kept: Mapping[str, Entry]) -> str:
         "## Sources",
         "\n".join(f"- {table}: {source}." for table, source in sources),
         "## Notes on rows",
-        "\n".join(notes),
+        "\n".join(f"- {', '.join(keys)}: {note}." for note, keys in notes.items()),
         "## Rows left out",
         "\n".join([*(f"- {name}: {why}" for name, why in LEFT_OUT.items()), *missing]),
     ]

@@ -325,7 +325,8 @@ def _titan(
         micro_batch=max(1, local_batch // pp), tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
         sequence_parallel=tp > 1, recompute="input" if full else "input every 2", memory_gib=memory_gib,
         waits_for_tensor=tp > 1 and waits, pieces="beside" if tp > 1 and not waits else "",
-        step_time_s=batch * length / (tokens_per_s * gpus), fitted=how.get("compiled", True), **how,
+        step_time_s=batch * length / (tokens_per_s * gpus), fitted=how.get("compiled", True),
+        note="" if how.get("compiled", True) else "an eager run, predicted as compiled", **how,
     )  # fmt: skip
 
 
@@ -404,6 +405,10 @@ RESNET_50 = (
 )
 
 
+def _rack_note(hardware: str) -> str:
+    return "; the cards used of each rack are not published: 64" if hardware.startswith("GB") else ""
+
+
 def _bridge(
     release: str, size: str, hardware: str, gpus: int, batch: int, micro_batch: int, seconds: float, *,
     precision: str = "FP8", note: str = "", **how,
@@ -415,18 +420,20 @@ def _bridge(
         model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
         sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
         gather="after" if is_sharded else "ahead",
-        step_time_s=seconds, note=f"recomputed layers are not published: none{note}", **{"zero": 1} | how,
+        step_time_s=seconds, note=f"recomputed layers are not published: none{note}{_rack_note(hardware)}",
+        **{"zero": 1} | how,
     )  # fmt: skip
 
 
+_IN_HOST = "; the run keeps activations of {} layers in the host's memory, here all stay on the device"
 _BLOCK_SCALED = "; scales of blocks, here of whole operands"
 MEGATRON_BRIDGE = (
     _bridge("25.09", "8B", "H100", 8, 128, 1, 9.310, zero=3),
     _bridge("25.11", "8B", "H100", 8, 128, 1, 9.070, zero=3),
     _bridge("25.09", "70B", "H100", 64, 128, 1, 10.120, tp=4, pp=8, chunks=5),
     _bridge("25.11", "70B", "H100", 64, 128, 1, 10.227, tp=4, pp=8, chunks=5),
-    _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note="; activations of 40 layers in the host's memory"),
-    _bridge("25.11", "70B", "GB300", 64, 256, 2, 7.250, zero=3, note="; activations of 20 layers in the host's memory"),
+    _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note=_IN_HOST.format(40)),
+    _bridge("25.11", "70B", "GB300", 64, 256, 2, 7.250, zero=3, note=_IN_HOST.format(20)),
     _bridge("26.06", "405B", "GB200", 256, 1536, 1, 58.306, tp=4, pp=16, chunks=4),
     _bridge(
         "26.06", "405B", "GB200", 256, 1536, 1, 62.774, tp=4, pp=16, chunks=8, precision="MXFP8", note=_BLOCK_SCALED
@@ -441,7 +448,7 @@ def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Ro
         sequence_parallel=True, pieces="in place", float8=True, step_time_s=seconds,
         note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none), "
         "the order of positions in rings (zigzag), and the scales of float8 (one of each whole operand, so that all "
-        "devices of a stage reduce them in each micro-batch)",
+        f"devices of a stage reduce them in each micro-batch){_rack_note(hardware)}",
     )  # fmt: skip
 
 
