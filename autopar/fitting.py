@@ -21,7 +21,7 @@ from autopar.api import as_step
 from autopar.batch_sizes import Axes, check_batch, resized
 from autopar.calls import nnx_objects
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_interval_s, text_of_s
 from autopar.errors import (
     AutoparError,
     InvalidArgumentError,
@@ -30,6 +30,7 @@ from autopar.errors import (
     expect_one_of,
     expect_positive,
 )
+from autopar.hardware import step_errors
 from autopar.hardware.cluster import Cluster
 from autopar.plan.device_limits import fullest
 from autopar.plan.fit_row import FitRow
@@ -100,8 +101,12 @@ class Fitting:
             least = f"; an example takes the least time in a batch of {best}" if best != largest else ""
             console.line(f"{name}: {found} (of multiples of {multiple}){least}", style="bold")
         priced = any(row.price is not None for row in self.rows)
-        table = Table("cluster", "batch", "step", "an example", "", "peak", *(("a million",) if priced else ()))
-        bar_columns = PRICED_BAR_COLUMNS if priced else BAR_COLUMNS
+        has_intervals = any(row.step_interval_s is not None for row in self.rows)
+        between = (f"in {10 * step_errors.LEVEL:.0f} of 10",) if has_intervals else ()
+        table = Table(
+            "cluster", "batch", "step", *between, "an example", "", "peak", *(("a million",) if priced else ())
+        )
+        bar_columns = PRICED_BAR_COLUMNS if priced or has_intervals else BAR_COLUMNS
         longest_s = max((row.example_s or 0.0 for row in self.rows), default=0.0)
         for row in self.rows:
             peak = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
@@ -109,6 +114,8 @@ class Fitting:
             if row.step_time_s is not None and row.example_s is not None:
                 bar = "#" * max(1, round(bar_columns * row.example_s / longest_s)) if longest_s else ""
                 cells[2:5] = [text_of_s(row.step_time_s), text_of_s(row.example_s), f"[green]{bar}[/]"]
+            if has_intervals:
+                cells.insert(3, "" if row.step_interval_s is None else text_of_interval_s(row.step_interval_s))
             if priced:
                 cells.append("" if row.price is None else f"{row.price:.4g}")
             table.add_row(*cells)
@@ -326,6 +333,7 @@ def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Pl
         peak_bytes=full.peak_bytes,
         limit_bytes=full.limit_bytes or plan.cluster.device.memory_bytes,
         step_time_s=plan.predicted.step_time_s,
+        step_interval_s=plan.step_interval_s,
     )
     return row, plan
 

@@ -9,7 +9,7 @@ by, the logarithm of its time is linear in those of the constants: least squares
 published times then give the constants, and once more without each row, which tells what that row would be predicted
 as by the others. There must be two rows for each constant. Evaluations are kept in results/calibration.json; what is
 fitted is not written anywhere else: put it into `autopar.hardware.presets`, with these rows as its source, and run
-benchmarks.published_steps again.
+benchmarks.ledger again. Rows that are held out are never used.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import numpy as np
 from rich.console import Console
 
 from autopar.errors import AutoparError
+from benchmarks.ledger import cluster_of, options_of, predicted
 from benchmarks.machine import description, markdown
 from benchmarks.published_rows import CLUSTERS, ROWS, Row
-from benchmarks.published_steps import cluster_of, options_of, predicted
 
 RESULTS = Path(__file__).parent / "results" / "calibration.md"
 EVALUATED = RESULTS.with_suffix(".json")
@@ -39,8 +39,6 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "H100": ("sustained_share",),
     "H100 of 500 W": ("sustained_share", "flops_efficiency.float8"),
     "TPU": ("sustained_share",),
-    "V100": ("convolution_share",),
-    "A100 in TF32": ("convolution_share",),
 }
 ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
 
@@ -70,7 +68,7 @@ class TooFewRowsError(ValueError):
 
 
 def rows_of(kind: str) -> list[Row]:
-    return [row for row in ROWS.values() if CLUSTERS[row.hardware][1] == kind and row.compiled]
+    return [row for row in ROWS.values() if CLUSTERS[row.hardware][1] == kind and row.fitted]
 
 
 def constants_of(row: Row, names: Sequence[str]) -> dict[str, float]:
@@ -186,7 +184,7 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(CONSTANTS)}; all by default")
     parser.add_argument("--evaluate", action="store_true", help="plan the rows that are not kept")
     parser.add_argument("--rows", nargs="+", default=(), help="evaluate only those whose names contain one of these")
-    parser.add_argument("--short", action="store_true", help="as of benchmarks.published_steps")
+    parser.add_argument("--short", action="store_true", help="as of benchmarks.ledger")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.kinds) - set(CONSTANTS)):

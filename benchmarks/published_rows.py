@@ -30,6 +30,15 @@ Sources, by table:
         of whole attention, as it counts them, over the rate. What layers hand on lies split over the axis of tensor
         parallelism (activation_embed in MaxText/configs/base.yml), by width; here it is split by positions, which takes
         as much memory and sends as many bytes.
+    megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, by release; products of tensor
+        parallelism send in place and parameters are gathered ahead, as its recipes (scripts/performance) have it.
+        The page does not tell layers that are recomputed: none here.
+    mlperf v5.0: mlcommons/training_results_v5.0, configurations and the medians of logged step times of Llama 3.1 405B.
+        Of 128 places for layers in 64 chunks the first and the last are the embedding's and the loss's.
+    tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText.
+    gpu-recipes: AI-Hypercomputer/gpu-recipes, training/a4, runs of MaxText.
+
+`SOURCES` has these in short. `LEFT_OUT` names published rows that are not here, with the reason.
 """
 
 import dataclasses
@@ -37,6 +46,35 @@ from collections.abc import Callable
 
 import autopar
 from autopar.hardware import presets
+from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE
+
+SOURCES = {
+    "megatron a100": "Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5",
+    "megatron-core h100": "NVIDIA/Megatron-LM, README",
+    "torchtitan": "pytorch/torchtitan, benchmarks/llama3_h100_202412, asyncTP_llama3_h100_2025-06 and "
+    "llama3-8b_h200_202506",
+    "llama 3": "Grattafiori et al., 2024, table 4",
+    "resnet-50": "NVIDIA/DeepLearningExamples, resnet50v1.5",
+    "maxtext": "AI-Hypercomputer/maxtext, README",
+    "megatron-bridge": "NVIDIA-NeMo/Megatron-Bridge@067f987df0, docs/performance-summary-archive.md",
+    "mlperf v5.0": "mlcommons/training_results_v5.0@0fdc28f013, results of llama31_405b",
+    "tpu-recipes": "AI-Hypercomputer/tpu-recipes@c8cfe2f689, training",
+    "gpu-recipes": "AI-Hypercomputer/gpu-recipes@2e1fd5efbf, training/a4/llama3-1-70b",
+}
+# Tables of MaxText's runs, whose loss multiplies with labels of 0 and 1.
+MAXTEXT_TABLES = ("maxtext", "tpu-recipes", "gpu-recipes")
+# Published rows that are not in a table -> the reason.
+LEFT_OUT = {
+    "megatron-bridge 26.06: DeepSeek-V3 (2 rows)": "the zoo has no case with its multi-head latent attention.",
+    "megatron-bridge 26.06: Qwen3 30B-A3B and 235B-A22B (5 rows)": "the zoo's case is Tunix's, which computes all "
+    "experts for every token but on TPUs; the runs compute eight of 128.",
+    "megatron-bridge 26.06: GPT-OSS 120B (2 rows)": "the zoo has no case with its windows, its sinks of attention and "
+    "four experts of a token; one row has a regression that its source notes.",
+    "megatron-bridge 26.06: Nemotron 3 Nano and Super (7 rows)": "the zoo has no mixture of experts with state-space "
+    "layers.",
+    "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
+    "to all positions in each layer.",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +104,8 @@ class Row:
     tensor parallelism hold up computing; `waits_for_all`: all collectives do. `pieces`: where products of tensor
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `dropout`: the rate. `gather`: as of
-    `recipes.combine`.
+    `recipes.combine`. `fitted`: a constant was fitted to the row, or may have been; all others are held
+    out. `note`: how the run differs from the prediction, and the values that are not published.
     """
 
     table: str
@@ -94,10 +133,21 @@ class Row:
     waits_for_all: bool = False
     step_time_s: float
     memory_gib: float | None = None
+    fitted: bool = False
+    note: str = ""
 
     @property
     def key(self) -> str:
         return f"{self.table} {self.name}"
+
+    @property
+    def source(self) -> str:
+        return SOURCES[self.table]
+
+    @property
+    def kind(self) -> str:
+        """The kind of step, as of `hardware.step_errors`."""
+        return PIPELINE if self.pp > 1 else ONE_PROGRAM
 
     @property
     def dp(self) -> int:
@@ -141,6 +191,16 @@ def _gpus(name: str) -> Callable[[int], autopar.Cluster]:
     return of
 
 
+def _racks(name: str) -> Callable[[int], autopar.Cluster]:
+    """Of an NVL72 rack 16 hosts are used: no source names the number, and the runs' groups divide 64 cards."""
+
+    def of(gpus: int) -> autopar.Cluster:
+        hosts = gpus // 4
+        return dataclasses.replace(autopar.Cluster.preset(name), num_hosts=hosts, hosts_per_domain=min(16, hosts))
+
+    return of
+
+
 def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Cluster]:
     return lambda chips: autopar.Cluster.preset(name, topology=topologies[chips])
 
@@ -155,7 +215,11 @@ CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "H200": (_gpus("dgx-h200"), "H100"),
     "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
     "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
-    "TPU v6e": (_tpus("tpu-v6e", {256: "16x16"}), "TPU"),
+    "TPU v6e": (_tpus("tpu-v6e", {8: "2x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}), "TPU"),
+    "TPU7x": (_tpus("tpu7x", {128: "4x4x4", 512: "4x8x8"}), "TPU7x"),
+    "B200": (_gpus("dgx-b200"), "B200"),
+    "GB200": (_racks("gb200-nvl72"), "B200"),
+    "GB300": (_racks("gb300-nvl72"), "GB300"),
 }
 
 
@@ -187,7 +251,7 @@ def _megatron(name: str, model: Model, gpus: int, batch: int, micro_batch: int, 
     how = {"recompute": "input", "dtype": "float16", "flash": False, "dropout": 0.1, "waits_for_all": True, **how}
     return Row(
         table="megatron a100", name=name, model=model, hardware="A100", gpus=gpus, batch=batch,
-        micro_batch=micro_batch, step_time_s=seconds, **how,
+        micro_batch=micro_batch, step_time_s=seconds, fitted=True, **how,
     )  # fmt: skip
 
 
@@ -216,7 +280,7 @@ def _megatron_core(
         micro_batch=1 if pp > 1 else batch * tp // gpus,
         tp=tp, pp=pp, zero=1, gather="ahead", sequence_parallel=tp > 1, pieces="in place" if tp > 1 else "",
         chunks=1 if pp == 1 else next(n for n in range(least_chunks, of_group + 1) if of_group % n == 0),
-        step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus),
+        step_time_s=megatron_flops(model, batch) / (tflops * 1e12 * gpus), fitted=True,
     )  # fmt: skip
 
 
@@ -261,7 +325,8 @@ def _titan(
         micro_batch=max(1, local_batch // pp), tp=tp, pp=pp, cp=cp, zero=3 if pp == 1 else 1,
         sequence_parallel=tp > 1, recompute="input" if full else "input every 2", memory_gib=memory_gib,
         waits_for_tensor=tp > 1 and waits, pieces="beside" if tp > 1 and not waits else "",
-        step_time_s=batch * length / (tokens_per_s * gpus), **how,
+        step_time_s=batch * length / (tokens_per_s * gpus), fitted=how.get("compiled", True),
+        note="" if how.get("compiled", True) else "an eager run, predicted as compiled", **how,
     )  # fmt: skip
 
 
@@ -289,7 +354,7 @@ LLAMA3 = (
     Row(
         table="llama 3", name="405B on 8192 H100", model=_llama("405B", 8192), hardware="H100", gpus=8192, batch=2048,
         micro_batch=1, tp=8, pp=16, zero=1, gather="ahead", chunks=8, sequence_parallel=True,
-        step_time_s=llama_flops(_llama("405B", 8192), 2048) / (430e12 * 8192),
+        step_time_s=llama_flops(_llama("405B", 8192), 2048) / (430e12 * 8192), fitted=True,
     ),
 )  # fmt: skip
 
@@ -312,7 +377,7 @@ def _maxtext(size: str, kind: str, chips: int, of_chip: int, tflops: float, *, t
     return Row(
         table="maxtext", name=f"{size} on {chips} {kind}", model=model, hardware=f"TPU {kind}", gpus=chips, batch=batch,
         micro_batch=of_chip * tp, tp=tp, zero=3, sequence_parallel=tp > 1, recompute="input" if full else "matmuls",
-        step_time_s=llama_flops(model, batch) / (tflops * 1e12 * chips),
+        step_time_s=llama_flops(model, batch) / (tflops * 1e12 * chips), fitted=True,
     )  # fmt: skip
 
 
@@ -321,10 +386,6 @@ MAXTEXT = (
     _maxtext("128B", "v5p", 128, 1, 315.0, tp=8, full=False),
     _maxtext("16B", "v5e", 256, 6, 120.0, full=True),
     _maxtext("64B", "v5e", 256, 2, 118.0, full=True),
-    Row(
-        table="maxtext", name="Llama 8B on 256 v6e", model=_llama("8B", 8192), hardware="TPU v6e", gpus=256, batch=768,
-        micro_batch=3, zero=3, recompute="input", step_time_s=768 * 8192 / (7207.0 * 256),
-    ),
 )  # fmt: skip
 
 
@@ -343,4 +404,114 @@ RESNET_50 = (
     _resnet("A100 40 GB", 8, 256, 7000),
 )
 
-ROWS = {row.key: row for row in (*MEGATRON_A100, *MEGATRON_CORE_H100, *TORCHTITAN, *LLAMA3, *MAXTEXT, *RESNET_50)}
+
+def _rack_note(hardware: str) -> str:
+    return "; the cards used of each rack are not published: 64" if hardware.startswith("GB") else ""
+
+
+def _bridge(
+    release: str, size: str, hardware: str, gpus: int, batch: int, micro_batch: int, seconds: float, *,
+    precision: str = "FP8", note: str = "", **how,
+) -> Row:  # fmt: skip
+    parts = "".join(f" {what}{how[what]}" for what in ("tp", "pp") if what in how)
+    is_sharded = how.get("zero") == 3
+    return Row(
+        table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
+        model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
+        sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
+        gather="after" if is_sharded else "ahead",
+        step_time_s=seconds, note=f"recomputed layers are not published: none{note}{_rack_note(hardware)}",
+        **{"zero": 1} | how,
+    )  # fmt: skip
+
+
+_IN_HOST = "; the run keeps activations of {} layers in the host's memory, here all stay on the device"
+_BLOCK_SCALED = "; scales of blocks, here of whole operands"
+MEGATRON_BRIDGE = (
+    _bridge("25.09", "8B", "H100", 8, 128, 1, 9.310, zero=3),
+    _bridge("25.11", "8B", "H100", 8, 128, 1, 9.070, zero=3),
+    _bridge("25.09", "70B", "H100", 64, 128, 1, 10.120, tp=4, pp=8, chunks=5),
+    _bridge("25.11", "70B", "H100", 64, 128, 1, 10.227, tp=4, pp=8, chunks=5),
+    _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note=_IN_HOST.format(40)),
+    _bridge("25.11", "70B", "GB300", 64, 256, 2, 7.250, zero=3, note=_IN_HOST.format(20)),
+    _bridge("26.06", "405B", "GB200", 256, 1536, 1, 58.306, tp=4, pp=16, chunks=4),
+    _bridge(
+        "26.06", "405B", "GB200", 256, 1536, 1, 62.774, tp=4, pp=16, chunks=8, precision="MXFP8", note=_BLOCK_SCALED
+    ),
+)
+
+
+def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Row:
+    return Row(
+        table="mlperf v5.0", name=f"405B on {gpus} {hardware} tp{tp} pp8 cp2", model=_llama("405B", 8192),
+        hardware=hardware, gpus=gpus, batch=batch, micro_batch=1, tp=tp, pp=8, cp=2, chunks=8, zero=1, gather="ahead",
+        sequence_parallel=True, pieces="in place", float8=True, step_time_s=seconds,
+        note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none), "
+        "the order of positions in rings (zigzag), and the scales of float8 (one of each whole operand, so that all "
+        f"devices of a stage reduce them in each micro-batch){_rack_note(hardware)}",
+    )  # fmt: skip
+
+
+MLPERF = (
+    _mlperf("H100", 512, 1152, 55.102, 8),
+    _mlperf("H100", 2048, 1152, 14.207, 8),
+    _mlperf("H100", 8192, 1536, 5.182, 8),
+    _mlperf("GB200", 1024, 768, 8.448, 4),
+    _mlperf("GB200", 2048, 1280, 7.152, 4),
+)
+
+
+def _trillium(size: str, chips: int, of_chip: int, seconds: float) -> Row:
+    return Row(
+        table="tpu-recipes", name=f"{size} on {chips} v6e", model=_llama(size, 8192), hardware="TPU v6e", gpus=chips,
+        batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
+        note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay "
+        "on the device and the others are recomputed",
+    )  # fmt: skip
+
+
+def _ironwood(chips: int, float8: bool, seconds: float) -> Row:
+    """Batches are of chips, each of which is two devices."""
+    return Row(
+        table="tpu-recipes", name=f"70B on {chips} chips of TPU7x{' float8' if float8 else ''}",
+        model=_llama("70B", 8192), hardware="TPU7x", gpus=2 * chips, batch=4 * chips, micro_batch=2, zero=3,
+        recompute="input", float8=float8, step_time_s=seconds,
+        note="the run keeps queries, keys and values, here they are recomputed; the shape of the slice is not "
+        f"published: {'4x4x4' if chips == 64 else '4x8x8'}",
+    )  # fmt: skip
+
+
+TPU_RECIPES = (
+    _trillium("8B", 8, 3, 3.443),
+    _trillium("8B", 64, 5, 5.652),
+    _trillium("8B", 256, 4, 4.546),
+    _trillium("70B", 32, 2, 17.790),
+    _trillium("70B", 128, 4, 34.786),
+    _ironwood(64, False, 12.20),
+    _ironwood(64, True, 7.93),
+    _ironwood(256, False, 12.27),
+    _ironwood(256, True, 7.95),
+)
+GPU_RECIPES = (
+    Row(
+        table="gpu-recipes", name="70B on 256 B200 float8", model=_llama("70B", 8192), hardware="B200", gpus=256,
+        batch=2048, micro_batch=8, zero=3, recompute="input", float8=True, step_time_s=20.935,
+    ),
+)  # fmt: skip
+
+ROWS = {
+    row.key: row
+    for table in (
+        MEGATRON_A100,
+        MEGATRON_CORE_H100,
+        TORCHTITAN,
+        LLAMA3,
+        MAXTEXT,
+        RESNET_50,
+        MEGATRON_BRIDGE,
+        MLPERF,
+        TPU_RECIPES,
+        GPU_RECIPES,
+    )
+    for row in table
+}

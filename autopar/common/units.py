@@ -28,6 +28,12 @@ def text_of_s(seconds: float) -> str:
     return _scaled(seconds, _TIMES) if abs(seconds) >= LEAST_S else "0 s"
 
 
+def text_of_interval_s(ends_s: tuple[float, float]) -> str:
+    """`1.9 to 2.4 s`, `960 ms to 1.2 s`: two digits."""
+    low, high = (_scaled(float(f"{end:.2g}"), _TIMES) for end in ends_s)
+    return f"{low.removesuffix(f' {high.split()[1]}')} to {high}"
+
+
 def text_of_bytes(nbytes: float) -> str:
     """`3.2 GB`."""
     return _scaled(nbytes, _SIZES)

@@ -162,7 +162,7 @@ _H100_PRODUCTS = _Products(launch_us=3.7, half=0.80, single=0.625, fill_us=4.5, 
 _B200_PRODUCTS = _Products(launch_us=4.6, half=0.647, single=0.658, fill_us=3.1, small_kernel_us=_SMALL_KERNEL_US)
 
 
-# One share for all nine published iteration times of GPTs on A100s that `benchmarks.published_steps` lists (1.7B to
+# One share for all nine published iteration times of GPTs on A100s that `benchmarks.ledger` lists (1.7B to
 # 530B parameters; Narayanan et al., 2021, table 1; Korthikanti et al., 2022, table 5).
 _AMPERE = _Products(launch_us=7.0, half=0.68, single=0.68)
 
@@ -196,7 +196,7 @@ def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str)
 
 
 # Its convolutions are left at the rate of products: ResNet-50 in float32 under XLA runs at 412 images a second on one
-# card, 64 % of the peak (NVIDIA/DeepLearningExamples), and comes out at 304 here (`benchmarks.published_steps`).
+# card, 64 % of the peak (NVIDIA/DeepLearningExamples), and comes out at 304 here (`benchmarks.ledger`).
 V100 = _gpu(
     "V100-SXM2-16GB",
     _Peaks(half=125.0, single=15.7, double=7.8, bfloat16=False),

@@ -344,7 +344,7 @@ def summary_of(goodput: Goodput) -> str:
 # Steps that take longer than predicted: how much, and where the time goes.
 
 # From this ratio of measured to predicted on, a step is called slow: predictions hold within 10 % on calibrated devices
-# (benchmarks/results/published_steps.md), so that twice this is no error of the model's.
+# (benchmarks/results/ledger.md), so that twice this is no error of the model's.
 SLOW = 1.2
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_interval_s, text_of_s
+from autopar.hardware import step_errors
 from autopar.plan import rivals, summary
 from autopar.plan.report.drawing import link_loads
 from autopar.plan.schema import PlanRecord
@@ -73,6 +75,12 @@ class BenchRow:
         return None if self.record is None else self.record.predicted.step_time_s
 
     @property
+    def interval(self) -> str:
+        """The times between which the step lies in nine of ten runs; empty where that is not known."""
+        ends_s = None if self.record is None else self.record.step_interval_s
+        return "" if ends_s is None else text_of_interval_s(ends_s)
+
+    @property
     def excess_bytes(self) -> int:
         """Bytes of a device over the limit."""
         return max(0, (self.peak_bytes or 0) - (self.limit_bytes or 0)) if self.limit_bytes else 0
@@ -97,9 +105,19 @@ class BenchRow:
             return ""
         return WhyNot(plan=best.record, other=self.record).in_short
 
+    def is_equal_within_error(self, best: BenchRow) -> bool:
+        """Whether predictions do not rank it behind the best way: the ratio of the two times is below
+        `step_errors.resolution`. Their intervals overlap further, but two ways share most of their error, that of the
+        model on the card.
+        """
+        least, ratio = step_errors.resolution(), (self.step_time_s or 0.0) / (best.step_time_s or math.inf)
+        return bool(least and self.interval and best.interval and self is not best and 0 < ratio < least)
+
     def beside(self, best: BenchRow) -> str:
         """How it compares with the best way, and between which times half of its measured steps lie."""
         told = "the fastest" if self is best else self.loses(best)
+        if self.is_equal_within_error(best):
+            told += "; equal within the error"
         if self.quartiles_s is None:
             return told
         first, third = map(text_of_s, self.quartiles_s)
@@ -122,7 +140,12 @@ class BenchRow:
         values |= {"why": "" if self.fits else self.why_none, "step_time_s": self.step_time_s}
         values |= {"tokens_per_s" if self.tokens else "examples_per_s": self.per_s, "difference": self.difference}
         if self.record is not None:
-            values |= {"mfu": self.record.predicted.mfu, "parts_s": parts(self.record), "sent_bytes": sent(self.record)}
+            values |= {
+                "step_interval_s": self.record.step_interval_s,
+                "mfu": self.record.predicted.mfu,
+                "parts_s": parts(self.record),
+                "sent_bytes": sent(self.record),
+            }
         return values
 
 

@@ -9,12 +9,13 @@ from rich.table import Table
 
 from autopar.common.text_console import TextConsole
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
+from autopar.hardware import step_errors
 from autopar.plan import summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 
-BAR_COLUMNS, MEASURED_BAR_COLUMNS = 24, 16
+BAR_COLUMNS, MEASURED_BAR_COLUMNS, INTERVAL_COLUMNS = 24, 16, 12
 NAME_COLUMNS, MEASURED_NAME_COLUMNS = 28, 22  # of a way: recipes with many arguments take several lines
 MARKS = dict(zip(PARTS, "#=~.", strict=True))
 COLOURS = dict(zip(PARTS, ("green", "yellow", "red", "bright_black"), strict=True))
@@ -43,7 +44,7 @@ def write(console: TextConsole, step: str, rows: Sequence[BenchRow], best: Bench
         console.line(f"What limits {best.name}, the fastest, and what could be changed:")
         for text in (limits(best.record), *(f"{text}." for text in advice_and_notes(best.record))):
             console.line(f"- {text[:1].upper()}{text[1:]}")
-        console.line("Beside it (predictions do not rank ways that differ by a few percent):")
+        console.line(f"Beside it ({error_text(best)}):")
     for row in rows:
         setting = f", {row.setting}" if row.setting else ""
         told = row.why_none if best is None or not row.fits else row.beside(best)
@@ -59,6 +60,14 @@ def line_of(row: BenchRow) -> str:
     return f"{row.name}{setting} on {row.cluster}: {told}{planned}"
 
 
+def error_text(best: BenchRow) -> str:
+    """The least difference by which predictions rank ways."""
+    least = step_errors.resolution() if best.interval else None
+    if least is None:
+        return "predictions do not rank ways that differ by a few percent"
+    return f"nearer than {text_of_part(least - 1)} is equal within the error, that of ratios of published runs"
+
+
 def speed(row: BenchRow) -> str:
     """`326,000 tokens/s`."""
     return f"{text_of_count(row.per_s or 0.0)} {'tokens' if row.tokens else 'examples'}/s"
@@ -67,9 +76,17 @@ def speed(row: BenchRow) -> str:
 def _speeds(rows: Sequence[BenchRow], best: BenchRow) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     measured = any(row.measured_s is not None for row in rows)
-    columns = MEASURED_BAR_COLUMNS if measured else BAR_COLUMNS
+    has_intervals = any(row.interval for row in rows)
+    columns = (MEASURED_BAR_COLUMNS if measured else BAR_COLUMNS) - (INTERVAL_COLUMNS if has_intervals else 0)
     table.add_column("", overflow="fold", max_width=MEASURED_NAME_COLUMNS if measured else NAME_COLUMNS)
-    for name in ("step", *(("measured",) if measured else ()), "", f"{'tokens' if best.tokens else 'examples'}/s"):
+    between = (f"in {10 * step_errors.LEVEL:.0f} of 10",) if has_intervals else ()
+    for name in (
+        "step",
+        *between,
+        *(("measured",) if measured else ()),
+        "",
+        f"{'tokens' if best.tokens else 'examples'}/s",
+    ):
         table.add_column(name, no_wrap=True)
     table.add_column("MFU", justify="right")
     table.add_column("peak of a device", no_wrap=True)
@@ -78,6 +95,7 @@ def _speeds(rows: Sequence[BenchRow], best: BenchRow) -> Table:
         assert row.record is not None, "what fits has a plan"
         peak = f"{text_of_bytes(row.peak_bytes or 0)} of {text_of_bytes(row.limit_bytes or 0)}"
         cells = [escape(row.name), text_of_s(row.step_time_s or 0.0)]
+        cells += [row.interval] if has_intervals else []
         cells += ["" if row.measured_s is None else text_of_s(row.measured_s)] if measured else []
         cells += [
             _bar(row, longest_s, columns),

@@ -8,7 +8,7 @@ import dataclasses
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FitRow:
     """A batch size on a cluster. Where it does not fit it has no step time, and `peak_bytes` are those of the plan that
-    comes nearest. `price`: of a million examples, where the cluster has one.
+    comes nearest. `step_interval_s`: as of its plan. `price`: of a million examples, where the cluster has one.
     """
 
     cluster: str
@@ -17,6 +17,7 @@ class FitRow:
     peak_bytes: int
     limit_bytes: int
     step_time_s: float | None = None
+    step_interval_s: tuple[float, float] | None = None
     price: float | None = None
 
     @property

@@ -55,6 +55,7 @@ def dict_of(record: PlanRecord) -> dict[str, Any]:
             "sentence": summary.sentence(record),
             "devices": summary.num_devices(record),
             "step_time_s": record.predicted.step_time_s,
+            "step_interval_s": record.step_interval_s,
             "peak_bytes": fullest(record).peak_bytes,
             "memory_limit_bytes": record.memory_limit_bytes,
             "shares": _dicts(summary.shares(record)),
@@ -116,6 +117,14 @@ class Plan:
     @property
     def predicted(self) -> Predicted:
         return self.record.predicted
+
+    @property
+    def step_interval_s(self) -> tuple[float, float] | None:
+        """(least, most) seconds of the step: nine of ten runs lie between, by the errors of predictions of published
+        runs (`autopar.hardware.step_errors`). None on virtual devices of a CPU, and by measured constants: the errors
+        are those of the tables.
+        """
+        return self.record.step_interval_s
 
     @property
     def gap(self) -> float | None:

@@ -18,7 +18,15 @@ from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
 from autopar.plan.memory_use import MemoryKind
 from autopar.plan.schema import MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
-from autopar.plan.summary import common_name, flops_text, folded, group_names, stage_mesh, stage_share
+from autopar.plan.summary import (
+    common_name,
+    flops_text,
+    folded,
+    group_names,
+    interval_text,
+    stage_mesh,
+    stage_share,
+)
 
 WIDTH = 140  # columns of the printed plan
 LARGEST_SHOWN = 6
@@ -34,7 +42,8 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     else:
         out.long_line(_pipeline_line(record, record.pipeline))
     out.long_line(
-        f"step {text_of_s(predicted.step_time_s)} predicted: compute {text_of_s(predicted.compute_time_s)}, "
+        f"step {text_of_s(predicted.step_time_s)} predicted{interval_text(record)}: "
+        f"compute {text_of_s(predicted.compute_time_s)}, "
         f"collectives {text_of_s(predicted.collective_time_s)}"
         + (f", {text_of_s(predicted.hidden_time_s)} of it hidden" if predicted.hidden_time_s else "")
         + "; "

@@ -151,7 +151,8 @@ def _numbers(record: PlanRecord) -> str:
         of_limit = full.peak_bytes / full.limit_bytes
         memory += f", {of_limit:.0%} of the {text_of_bytes(full.limit_bytes)} available"
     host = f"; {text_of_bytes(max(predicted.host_bytes))} a device in host memory" if predicted.host_bytes else ""
-    return f"Step {text_of_s(predicted.step_time_s)} predicted; {memory}{host}; {summary.flops_text(predicted)}."
+    step = f"Step {text_of_s(predicted.step_time_s)} predicted{summary.interval_text(record)}"
+    return f"{step}; {memory}{host}; {summary.flops_text(predicted)}."
 
 
 def _advice(record: PlanRecord) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
 from autopar.plan.memory_use import MemoryUse
@@ -350,6 +351,14 @@ class PlanRecord:
     saved_names: tuple[str, ...] | None = None
     recipe: str = ""
     exchange_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
+
+    @property
+    def step_interval_s(self) -> tuple[float, float] | None:
+        """(least, most) seconds of the step, as of `Plan.step_interval_s`."""
+        if self.cluster.fits:
+            return None
+        kind = ONE_PROGRAM if self.pipeline is None else PIPELINE
+        return step_interval_s(self.predicted.step_time_s, self.cluster.device, kind)
 
     @property
     def leaves(self) -> dict[int, PlannedValue]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.common.paths import parts_of
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_s
+from autopar.common.units import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.device_limits import stage_devices
@@ -334,6 +334,12 @@ def flops_text(predicted: Predicted) -> str:
     """The model's operations, those that `jax.checkpoint` has done again, and the utilisation."""
     again = f" and {text_of_flops(predicted.recomputed_flops)} recomputed" if predicted.recomputed_flops else ""
     return f"{text_of_flops(predicted.model_flops)}{again}, MFU {predicted.mfu:.1%}"
+
+
+def interval_text(record: PlanRecord) -> str:
+    """` (1.9 to 2.4 s)`, behind a step time; empty where the errors of predictions are not known."""
+    ends_s = record.step_interval_s
+    return "" if ends_s is None else f" ({text_of_interval_s(ends_s)})"
 
 
 def shares(record: PlanRecord) -> tuple[Share, ...]:

@@ -13,8 +13,9 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.benching import INTERRUPTED, WAITS, Bench, problem_of
-from autopar.common.units import text_of_part, text_of_s
+from autopar.common.units import text_of_interval_s, text_of_part, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.hardware import step_errors
 from autopar.manual.making import made_of
 from autopar.manual.settings import Outcome, Point, Problem
 from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
@@ -91,9 +92,31 @@ def test_a_long_name_takes_several_lines_and_no_column_of_the_table(wide):
     text = str(Bench(step="wide_step", rows=(best, *others[:-1], dataclasses.replace(others[-1], name=name))))
     assert max(map(len, text.splitlines())) <= 100
     (header,) = (line for line in text.splitlines() if "examples/s" in line)
-    assert header.split() == ["step", "examples/s", "MFU", "peak", "of", "a", "device"]
+    assert header.split() == ["step", "in", "9", "of", "10", "examples/s", "MFU", "peak", "of", "a", "device"]
     (row,) = (line for line in text.splitlines() if line.startswith("combine(tp=8,") and " of 72 GB" in line)
     assert "%" in row
+
+
+def test_ways_nearer_than_published_ratios_resolve_are_equal_within_the_error(wide, monkeypatch):
+    best, other, *_, last = wide.rows
+    ratio = other.step_time_s / best.step_time_s
+    assert ratio < last.step_time_s / best.step_time_s
+    for resolution, is_equal in ((1.01 * ratio, True), (0.99 * ratio, False)):
+        monkeypatch.setattr(step_errors, "resolution", lambda resolution=resolution: resolution)
+        assert other.is_equal_within_error(best) is is_equal
+        assert other.beside(best).endswith("; equal within the error") is is_equal
+        assert not last.is_equal_within_error(best)
+        assert best.beside(best) == "the fastest"
+        assert f"nearer than {text_of_part(resolution - 1)} is equal within the error" in " ".join(str(wide).split())
+
+
+def test_the_table_has_the_intervals_of_steps(wide, tmp_path):
+    wide.report(tmp_path / "bench.html")
+    for row in wide.rows:
+        assert row.interval == text_of_interval_s(row.record.step_interval_s)
+        assert row.interval in str(wide)
+        assert f'<td class="n nowrap">{row.interval}</td>' in (tmp_path / "bench.html").read_text()
+        assert row.to_dict()["step_interval_s"] == row.record.step_interval_s
 
 
 def test_the_devices_and_their_memory_are_told(wide, tmp_path):
@@ -309,7 +332,7 @@ def test_what_limits_the_fastest_is_in_the_table_and_on_the_page(wide, tmp_path)
 def test_a_row_tells_between_which_times_half_of_its_measured_steps_lie(wide):
     best, other, *_ = wide.rows
     measured = dataclasses.replace(other, measured_s=0.02, quartiles_s=(0.015, 0.03))
-    assert measured.beside(best) == f"{other.loses(best)}; half of the measured steps took 15 ms to 30 ms"
+    assert measured.beside(best) == f"{other.beside(best)}; half of the measured steps took 15 ms to 30 ms"
     assert best.beside(best) == "the fastest"
 
 

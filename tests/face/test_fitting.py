@@ -1,7 +1,9 @@
 """`autopar.fit`: the largest batch that fits, by bisection over plans."""
 
+import dataclasses
 import json
 import logging
+import re
 
 import jax
 import jax.export
@@ -321,6 +323,15 @@ def test_the_numbers_of_an_axis_are_round_and_have_room(batches, expected):
     time, memory = fit_data("train", rows, {"c": 1}).charts
     assert [text for _, text in time.x_ticks] == [text for _, text in memory.x_ticks] == expected
     assert [text for _, text in time.y_ticks] == ["1 s"]
+
+
+def test_rows_have_the_intervals_of_their_steps(tmp_path):
+    rows = (dataclasses.replace(row_of("c", 8, 2.0), step_interval_s=(1.9, 2.4)), row_of("c", 101))
+    found = Fitting(step="train", rows=rows, multiples={"c": 1}, plans={})
+    assert re.search(r"2 s +│ 1.9 to 2.4 s │ 250 ms", str(found))
+    assert "in 9 of 10" in str(found)
+    found.report(tmp_path / "fit.html")
+    assert "<small>(1.9 to 2.4 s)</small>" in (tmp_path / "fit.html").read_text()
 
 
 def test_what_does_not_fit_is_told_without_times():

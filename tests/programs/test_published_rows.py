@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.calibrate import Evaluation, TooFewRowsError, fit
+from benchmarks.ledger import cluster_of, recipe_of
 from benchmarks.published_rows import ROWS, Model, llama_flops, megatron_flops
-from benchmarks.published_steps import cluster_of, recipe_of
 from benchmarks.zoo import CASES
 from benchmarks.zoo.float8 import float8_product
 
@@ -27,7 +27,7 @@ from benchmarks.zoo.float8 import float8_product
         ("torchtitan 70B on 256 H100 tp8 async float8", 32, 1, 512 * 8192 / 876 / 256),
         ("torchtitan 8B on 8 H100 cp2 64k float8", 4, 1, 4 * 65_536 / 2540 / 8),
         ("torchtitan 405B on 512 H100 tp8 pp8 float8", 8, 8, 256 * 8192 / 100 / 512),
-        ("maxtext Llama 8B on 256 v6e", 256, 1, 3 * 8192 / 7207),
+        ("tpu-recipes 8B on 256 v6e", 256, 1, 4 * 8192 / 7207.336),
     ],
 )
 def test_rows_have_the_times_of_their_sources(key, dp, microbatches, step_time_s):

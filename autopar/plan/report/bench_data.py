@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autopar.plan import summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import BenchRow, limits, sent
-from autopar.plan.bench_text import speed
+from autopar.plan.bench_text import error_text, speed
 from autopar.plan.report.drawing import BETWEEN, INSIDE
 from autopar.plan.summary import Share
 
@@ -22,6 +22,7 @@ class WayRow:
     setting: str
     sentence: str
     step_time_s: float
+    interval: str
     measured_s: float | None
     width: float
     shares: tuple[Share, ...]
@@ -38,7 +39,8 @@ class WayRow:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRows:
     """The ways on one cluster: those that fit, the fastest first, and (name, why) of the others. `hosts`: its devices,
-    `memory`: which part of theirs is available. `advice`: what limits the fastest, and what could be changed.
+    `memory`: which part of theirs is available. `advice`: limits of the fastest, possible changes. `error`: of the
+    ranking.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ClusterRows:
     ways: tuple[WayRow, ...]
     others: tuple[tuple[str, str], ...]
     advice: tuple[str, ...]
+    error: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ def _cluster(rows: Sequence[BenchRow]) -> ClusterRows:
         ways=tuple(_way(row, rows[0], longest_s) for row in rows if row.fits),
         others=tuple((f"{r.name}, {r.setting}" if r.setting else r.name, r.why_none) for r in rows if not r.fits),
         advice=() if best is None else (limits(best), *advice_and_notes(best)),
+        error=error_text(rows[0]),
     )
 
 
@@ -105,6 +109,7 @@ def _way(row: BenchRow, best: BenchRow, longest_s: float) -> WayRow:
         setting=row.setting,
         sentence=summary.sentence(record),
         step_time_s=step_s,
+        interval=row.interval,
         measured_s=row.measured_s,
         width=step_s / longest_s if longest_s else 0.0,
         shares=summary.shares(record),

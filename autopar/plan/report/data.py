@@ -274,6 +274,7 @@ class ReportData:
     devices: int
     sentence: str
     step_time_s: float
+    interval: str
     peak_bytes: int
     limit_bytes: int | None
     flops: float
@@ -314,6 +315,7 @@ def report_data(record: PlanRecord) -> ReportData:
         devices=summary.num_devices(record),
         sentence=summary.sentence(record),
         step_time_s=predicted.step_time_s,
+        interval=summary.interval_text(record),
         peak_bytes=full.peak_bytes,
         limit_bytes=full.limit_bytes,
         flops=predicted.model_flops,

@@ -16,7 +16,14 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_number, text_of_part, text_of_s
+from autopar.common.units import (
+    text_of_bytes,
+    text_of_flops,
+    text_of_interval_s,
+    text_of_number,
+    text_of_part,
+    text_of_s,
+)
 from autopar.plan.bench_row import BenchRow
 from autopar.plan.fit_row import FitRow
 from autopar.plan.memory_use import MemoryKind
@@ -73,6 +80,7 @@ def _render(template: str, data: ReportData | CompareData | FitData | BenchData)
     environment.filters |= {
         "s": time_text,
         "b": text_of_bytes,
+        "interval": text_of_interval_s,
         "flop": text_of_flops,
         "pct": text_of_part,
         "number": text_of_number,

@@ -1,10 +1,13 @@
-"""Predicted step times and memory beside published ones, with the published parallelism as a recipe.
+"""The ledger of predictions: published step times and memory beside those of this version, with the published
+parallelism as a recipe.
 
-    python -m benchmarks.published_steps                        every row of benchmarks.published_rows
-    python -m benchmarks.published_steps torchtitan --keep      those whose names contain it; writes results
-    python -m benchmarks.published_steps --short                rows of one stage from models of 2 and 4 layers: equal
-                                                                layers add equal times, so a line through both is taken;
-                                                                memory is not told
+    python -m benchmarks.ledger                        every row of benchmarks.published_rows
+    python -m benchmarks.ledger torchtitan --keep      those whose names contain it; writes the page, and the errors
+                                                       that intervals of predictions come from
+    python -m benchmarks.ledger --short                rows of one stage from models of 2 and 4 layers: equal layers
+                                                       add equal times, so a line through both is taken; memory is not
+                                                       told
+    python -m benchmarks.ledger --page                 plans nothing; writes both from the rows that are kept
 
 One set of constants a kind of device, those of `autopar.hardware.presets`. Rows of runs with flash attention are
 planned with `attention="blockwise"`, or with `--as-written` as it is written; the table says which.
@@ -12,10 +15,10 @@ planned with `attention="blockwise"`, or with `--as-written` as it is written; t
 
 import argparse
 import dataclasses
+import datetime
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,30 +28,25 @@ from rich.console import Console
 import autopar
 from autopar.errors import AutoparError
 from autopar.hardware.kinds import DeviceKind
+from autopar.plan.cache import SEARCH_VERSION
 from autopar.xla.aot_gpu import CARDS
-from benchmarks.machine import description, kept_rows, markdown, without_folders
-from benchmarks.published_rows import CLUSTERS, ROWS, Row
+from benchmarks import ledger_page
+from benchmarks.ledger_page import GIBIBYTE, SHORT, Entry
+from benchmarks.machine import without_folders
+from benchmarks.published_rows import CLUSTERS, MAXTEXT_TABLES, ROWS, Row
 from benchmarks.zoo import CASES
 
-RESULTS = Path(__file__).parent / "results" / "published_steps.md"
-TARGET = 0.10
-SHORT = (2, 4)  # layers
-GIBIBYTE = 1 << 30
 # What programs have of a chip's memory, as libtpu 0.0.42.1 says where one needs more.
 TPU_MEMORY_BYTES = {
     "TPU v5e": int(15.75 * GIBIBYTE),
     "TPU v5p": int(95.74 * GIBIBYTE),
     "TPU v6e": int(31.25 * GIBIBYTE),
 }
-COLUMNS = (
-    "row", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published", "predicted", "ratio",
-    "memory published", "predicted", "planned in",
-)  # fmt: skip
 
 
 def _in_short(error: AutoparError) -> str:
     """The beginning of an error."""
-    return without_folders(str(error)).splitlines()[0][:80]
+    return without_folders(str(error)).splitlines()[0][:160]
 
 
 def step_of(row: Row) -> tuple:
@@ -67,7 +65,7 @@ def step_of(row: Row) -> tuple:
     if model.family == "llama":
         sizes |= {
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
-            "block": model.length, "float8": row.float8, "one_hot_labels": row.table == "maxtext",
+            "block": model.length, "float8": row.float8, "one_hot_labels": row.table in MAXTEXT_TABLES,
         }  # fmt: skip
     else:
         # The masks of the whole batch are made before the loop over micro-batches, in memory that the published system
@@ -150,7 +148,7 @@ def options_of(row: Row) -> dict[str, Any]:
         options["memory_limit_bytes"] = TPU_MEMORY_BYTES[row.hardware]
     device = CLUSTERS[row.hardware][0](row.gpus).device
     for card in CARDS.values():
-        if card.kind == device:
+        if (card.kind.name, card.kind.memory_bytes) == (device.name, device.memory_bytes):  # GB200 is B200 at a Grace
             options["memory_limit_bytes"] = card.memory_bytes
     if row.float8 and row.num_microbatches > 1:
         options["per_microbatch"] = "*"
@@ -200,49 +198,25 @@ def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = Non
     )
 
 
-def compared(row: Row, short: bool) -> tuple[list[str], bool]:
-    """(the cells of a row, whether the prediction is within the target)."""
+def entry_of(row: Row, *, short: bool) -> Entry:
+    """A row as it is predicted now, or the beginning of the error that refuses it."""
     started_s = time.process_time()
-    attention = options_of(row).get("attention", "as written")
-    cells = [
-        row.key,
-        row.recompute,
-        f"{row.tp} x {row.cp} x {row.pp} x {row.dp}",
-        f"{row.num_microbatches} of {row.micro_batch}",
-        attention,
-        f"{row.step_time_s:.2f} s",
-    ]
-    is_good = False
-    try:
-        found = predicted(row, short=short)
-    except AutoparError as error:
-        cells += ["none", _in_short(error)]
-    else:
-        is_good = abs(found.step_time_s / row.step_time_s - 1) <= TARGET
-        cells += [
-            f"{found.step_time_s:.2f} s",
-            f"{found.step_time_s / row.step_time_s:.3f}",
-            f"{row.memory_gib:.0f} GiB" if row.memory_gib else "",
-            "" if found.peak_bytes is None else f"{found.peak_bytes / GIBIBYTE:.0f} GiB",
-            f"{time.process_time() - started_s:.0f} s" + (" (short)" if found.is_short else ""),
-        ]
-    return cells, is_good
-
-
-def keep(made: Sequence[str]) -> None:
-    """Writes a row among those that were kept."""
-    found = {row[0]: row for row in [*kept_rows(RESULTS), list(made)]}
-    rows = [found[name] for name in ROWS if name in found]
-    note = (
-        f"Rows marked (short) come from models of {SHORT[0]} and {SHORT[1]} layers; those with a date were made then, "
-        "with that day's constants\nand prices, and a search version stands "
-        "behind plans of earlier searches. Published memory of torchtitan is what PyTorch's allocator had "
-        "reserved, with logits in float32 for the\nloss (but for the H200s, where it is compiled); predicted is what "
-        "lives at once. Rows may use the\nmemory that the driver, or the compiler, reports of their devices: the "
-        "published runs fitted."
+    found = Entry(
+        device=CLUSTERS[row.hardware][0](row.gpus).device.name,
+        attention=options_of(row).get("attention", "as written"),
+        search_version=SEARCH_VERSION,
+        made_on=datetime.date.today().isoformat(),
     )
-    RESULTS.write_text(
-        f"# Published step times\n\nThe last row: {description()}\n\n{note}\n\n{markdown(COLUMNS, rows)}\n"
+    try:
+        made = predicted(row, short=short)
+    except AutoparError as error:
+        return dataclasses.replace(found, why=_in_short(error))
+    return dataclasses.replace(
+        found,
+        step_time_s=made.step_time_s,
+        peak_bytes=made.peak_bytes,
+        planned_s=time.process_time() - started_s,
+        is_short=made.is_short,
     )
 
 
@@ -256,18 +230,21 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", help=f"parts of names, of {', '.join(ROWS)}")
     parser.add_argument("--short", action="store_true", help="models of fewer layers, where there is one stage")
     parser.add_argument("--as-written", action="store_true", help="flash attention too is planned as it is written")
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--keep", action="store_true", help="write the ledger and the errors")
+    parser.add_argument("--page", action="store_true", help="write the ledger and the errors from the rows kept")
     arguments = parser.parse_args()
-    console, missed = Console(width=170), 0
-    for row in named(arguments.rows):
+    console, kept = Console(width=170), ledger_page.load()
+    for row in [] if arguments.page else named(arguments.rows):
         if arguments.as_written:
             row = dataclasses.replace(row, flash=False)
-        cells, is_good = compared(row, arguments.short)
-        console.print(" | ".join(cells))
-        missed += not is_good
+        entry = entry_of(row, short=arguments.short)
+        console.print(" | ".join(ledger_page.cells(row, entry)), markup=False)
+        kept[row.key] = entry
         if arguments.keep:
-            keep(cells)
-    return 1 if missed else 0
+            ledger_page.save(kept)
+    if arguments.page:
+        ledger_page.save(kept)
+    return 0
 
 
 if __name__ == "__main__":
