@@ -63,6 +63,8 @@ def in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, *, block: int)
 
 
 def layer(x: jax.Array, params: PyTree, core: Core, product: Product) -> jax.Array:
+    if "float8_scales" in params:
+        product = functools.partial(product, scales=params["float8_scales"])
     x = x + attention(rms_norm(x, params["attention_scale"]), params, core, product)
     h = rms_norm(x, params["feed_forward_scale"])
     return x + product(jax.nn.silu(product(h, params["gate"], 1)) * product(h, params["up"], 1), params["down"], 1)
@@ -83,6 +85,7 @@ def llama(
     core: Core | None = None,
     scan: bool = False,
     float8: bool = False,
+    delayed_scales: bool = False,
     one_hot_labels: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
@@ -93,7 +96,8 @@ def llama(
     `block` divides the length, or is as long; `core` replaces attention in such blocks. Parameters are float32 whatever
     `dtype` is. With `scan` the layers are stacked and a scan runs over them, each recomputed in the backward pass, as
     MaxText has it. `float8`: the products of all layers (not the last one, and not those of attention) have operands of
-    8 bits. `one_hot_labels`: the loss multiplies with labels as one of 0 and 1 for each word, as MaxText has it too.
+    8 bits, with `delayed_scales` scaled by numbers that each layer holds. `one_hot_labels`: the loss
+    multiplies with labels as one of 0 and 1 for each word, as MaxText has it too.
     """
     head = head or width // heads
     product = float8_product if float8 else jnp.tensordot
@@ -105,7 +109,8 @@ def llama(
 
         def init_layer(key: jax.Array) -> PyTree:
             keys = jax.random.split(key, 7)
-            return {
+            scales = {"float8_scales": jnp.ones(3)} if delayed_scales else {}
+            return scales | {
                 "attention_scale": jnp.ones(width),
                 "query": normal(keys[0], width, kv_heads, heads // kv_heads, head),
                 "key": normal(keys[1], width, kv_heads, head),
