@@ -105,7 +105,8 @@ class Row:
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of
     float8 come from earlier steps. `dropout`: the rate. `gather`: as of `recipes.combine`. `fitted`: a constant was
-    fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and the values that are not published.
+    fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and
+    the values that are not published.
     """
 
     table: str

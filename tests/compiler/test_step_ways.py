@@ -138,12 +138,15 @@ def test_scans_compute_again_what_does_not_fit(devices, share):
 # The order in which ways are tried, by plans that are made up.
 
 
-def made_up(step_time_s, *, costs_time=True, notes=()):
+def made_up(step_time_s, *, costs_time=True, notes=(), trial_s=1.0):
     peak = 200 if costs_time else 50
-    trial = MeshTrial(axis_sizes=(1,), step_time_s=1.0, peak_bytes=peak, status="optimal")
-    record = types.SimpleNamespace(pipeline=None, tried=(trial,), memory_limit_bytes=100, notes=notes)
-    plan = types.SimpleNamespace(record=record, predicted=types.SimpleNamespace(step_time_s=step_time_s))
-    return plan
+    trial = MeshTrial(axis_sizes=(1,), step_time_s=trial_s, peak_bytes=peak, status="optimal")
+    predicted = types.SimpleNamespace(step_time_s=step_time_s, peak_bytes=(50,))
+    record = types.SimpleNamespace(
+        pipeline=None, tried=(trial,), memory_limit_bytes=100, notes=notes, predicted=predicted
+    )
+    cluster = types.SimpleNamespace(num_devices=1)
+    return types.SimpleNamespace(record=record, predicted=predicted, cluster=cluster)
 
 
 def too_large(needed_bytes):
@@ -187,6 +190,26 @@ def test_a_way_that_may_be_faster_is_tried_and_taken_where_it_is():
     assert tried({Attention.AS_WRITTEN: fast, Attention.KERNEL: slow}) == (["as written", "kernel"], (fast,))
     at_its_bound = made_up(2.0)
     assert tried({Attention.AS_WRITTEN: at_its_bound}) == (["as written"], (at_its_bound,))
+
+
+def test_a_slower_program_that_does_not_fit_asks_for_no_leaner_way():
+    plan = made_up(3.0, trial_s=4.0)
+    assert tried({Attention.AS_WRITTEN: plan}) == (["as written"], (plan,))
+
+
+def test_a_way_that_needs_more_memory_than_is_free_is_tried_last():
+    first, large, lean = (
+        StepWay(attention=attention, least_s=1.0, saved_bytes=saved_bytes)
+        for attention, saved_bytes in zip(Attention, (20, 120, 10), strict=False)
+    )
+    answers = {way.attention: made_up(3.0 - i) for i, way in enumerate((first, large, lean))}
+    asked, found = tried(answers, (first, large, lean))
+    assert asked == [first.attention, lean.attention]  # after which the large one can gain nothing
+    assert found == (answers[lean.attention],)
+    answers[lean.attention] = made_up(4.0)
+    asked, found = tried(answers, (first, large, lean))
+    assert asked == [first.attention, lean.attention, large.attention]
+    assert found == (answers[large.attention],)
 
 
 def test_the_last_way_is_taken_where_nothing_else_fits():
