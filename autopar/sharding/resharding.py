@@ -3,7 +3,8 @@
 A step does exactly one collective, so that what is emitted, what is predicted and what the compiled program does are
 the same. Cheapest paths are found once for each (rank, mesh): a path's time is affine in the value's bytes, so two
 tables (constant part, part per byte) serve values of every size. Of paths for small values, where latency decides (a
-tree's all-reduce and a slice before a ring's reduce-scatter), and for large ones a value takes the cheaper.
+tree's all-reduce and a slice before a ring's reduce-scatter), for large ones, and for those where bytes alone decide, a
+value takes the cheapest.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 
-# The values for which paths are found. Latency decides between those of the one on slow links, bytes between those of
-# the other on all links of `presets`.
-SMALL_BYTES, LARGE_BYTES = float(1 << 20), float(1 << 28)
+# The values for which paths are found, whole. Latency decides between those of the first on slow links, and bytes
+# between those of the second on few devices. In rings over hundreds of devices latency still has a part in its parts;
+# of the last it has none on any mesh.
+SIZES_BYTES = (float(1 << 20), float(1 << 28), float(1 << 40))
 
 
 class StepKind(HashedById):
@@ -130,14 +132,13 @@ class Paths:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PathsBySize:
-    """Paths for small and for large values, of which each value takes the cheaper one."""
+    """Paths for values of several sizes, of which each value takes the cheapest one."""
 
-    small: Paths
-    large: Paths
+    tables: tuple[Paths, ...]
 
     @property
     def index(self) -> dict[Layout, int]:
-        return self.small.index
+        return self.tables[0].index
 
     def seconds(
         self,
@@ -150,22 +151,23 @@ class PathsBySize:
         """Seconds from the layouts `rows` to the layouts `columns` of a value that is sent `widening` times as wide,
         with a share of the latencies, where other values have the rest of them.
         """
-        small, large = (at.fixed_s[rows, columns] + nbytes * at.s_per_byte[rows, columns] for at in self._tables)
-        sent = [
-            latency_share * at.fixed_s[rows, columns] + widening * nbytes * at.s_per_byte[rows, columns]
-            for at in self._tables
-        ]
-        return np.where(large < small, sent[1], sent[0])
+        alone_s = sent_s = None
+        for at in self.tables:
+            fixed_s, moved_s = at.fixed_s[rows, columns], nbytes * at.s_per_byte[rows, columns]
+            of_path_s, with_others_s = fixed_s + moved_s, latency_share * fixed_s + widening * moved_s
+            if alone_s is None:
+                alone_s, sent_s = of_path_s, with_others_s
+            else:
+                sent_s = np.where(of_path_s < alone_s, with_others_s, sent_s)
+                alone_s = np.minimum(alone_s, of_path_s)
+        assert sent_s is not None, "there is a table"
+        return sent_s
 
     def steps(self, source: Layout, target: Layout, nbytes: float) -> tuple[ReshardStep, ...]:
-        """The steps of the cheaper path of a value; empty when the layouts are equal."""
+        """The steps of the cheapest path of a value; empty when the layouts are equal."""
         i, j = self.index[source], self.index[target]
-        small, large = (at.fixed_s[i, j] + nbytes * at.s_per_byte[i, j] for at in self._tables)
-        return (self.large if large < small else self.small).steps(source, target)
-
-    @property
-    def _tables(self) -> tuple[Paths, Paths]:
-        return self.small, self.large
+        table = min(self.tables, key=lambda at: float(at.fixed_s[i, j] + nbytes * at.s_per_byte[i, j]))
+        return table.steps(source, target)
 
 
 def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -220,9 +222,8 @@ def _moves(layout: Layout, axes: tuple[int, ...]) -> list[ReshardStep]:
 
 @functools.cache
 def paths_by_size(rank: int, mesh_links: MeshLinks) -> PathsBySize:
-    """The cheaper one of the paths found for small and for large values."""
-    small, large = (paths(rank, mesh_links, size) for size in (SMALL_BYTES, LARGE_BYTES))
-    return PathsBySize(small=small, large=large)
+    """The cheapest of the paths found for values of several sizes."""
+    return PathsBySize(tables=tuple(paths(rank, mesh_links, size) for size in SIZES_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -257,7 +258,7 @@ def _single_steps(rank: int, mesh_links: MeshLinks) -> _SingleSteps:
 
 
 @functools.cache
-def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SMALL_BYTES) -> Paths:
+def paths(rank: int, mesh_links: MeshLinks, typical_bytes: float = SIZES_BYTES[0]) -> Paths:
     """Cheapest paths between all layouts of values of `rank` dimensions, for a value of a typical size."""
     single = _single_steps(rank, mesh_links)
     rows, columns = [i for i, _ in single.cost_of], [j for _, j in single.cost_of]

@@ -227,5 +227,13 @@ def test_small_sums_are_reduced_by_a_tree_and_large_ones_in_parts():
     # Each size takes what is faster for it.
     i, j = (np.array(table.index[layout(text)]) for text in ("[-, y] +x", "[x, y]"))
     for nbytes in (1 << 16, 1 << 23, 1 << 30):
-        each = [t.fixed_s[i, j] + nbytes * t.s_per_byte[i, j] for t in (table.small, table.large)]
+        each = [t.fixed_s[i, j] + nbytes * t.s_per_byte[i, j] for t in table.tables]
         assert table.seconds(i, j, nbytes, 1.0) == min(each)
+
+
+def test_sums_of_gigabytes_over_hundreds_of_devices_are_reduced_in_parts_along_one_axis_after_the_other():
+    cluster = autopar.Cluster.preset("dgx-h100", hosts=128)
+    links = cost_model(cluster, LogicalMesh(axis_sizes=(64, 2, 8))).links
+    source, target = layout("[z, -] +xy"), layout("[z, xy]")
+    found = paths_by_size(2, links).steps(source, target, 4 << 30)
+    assert [(s.kind, s.axes) for s in found] == [(StepKind.REDUCE_SCATTER, (0,)), (StepKind.REDUCE_SCATTER, (1,))]
