@@ -39,6 +39,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "H100": ("sustained_share",),
     "H100 of 500 W": ("sustained_share", "flops_efficiency.float8"),
     "TPU": ("sustained_share",),
+    "TPU v6e": ("sustained_share",),
 }
 ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
 

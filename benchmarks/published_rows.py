@@ -217,7 +217,7 @@ CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "H200": (_gpus("dgx-h200"), "H100"),
     "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
     "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
-    "TPU v6e": (_tpus("tpu-v6e", {8: "2x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}), "TPU"),
+    "TPU v6e": (_tpus("tpu-v6e", {8: "2x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}), "TPU v6e"),
     "TPU7x": (_tpus("tpu7x", {128: "4x4x4", 512: "4x8x8"}), "TPU7x"),
     "B200": (_gpus("dgx-b200"), "B200"),
     "GB200": (_racks("gb200-nvl72"), "B200"),
@@ -464,10 +464,15 @@ MLPERF = (
 )
 
 
+# Two of the five rows of v6e, one of each model, to which its constant is fitted.
+V6E_FITTED = (("8B", 8), ("70B", 32))
+
+
 def _trillium(size: str, chips: int, of_chip: int, seconds: float) -> Row:
     return Row(
         table="tpu-recipes", name=f"{size} on {chips} v6e", model=_llama(size, 8192), hardware="TPU v6e", gpus=chips,
         batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
+        fitted=(size, chips) in V6E_FITTED,
         note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay "
         "on the device and the others are recomputed",
     )  # fmt: skip
