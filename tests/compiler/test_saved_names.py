@@ -134,5 +134,5 @@ def test_sets_are_tried_from_few_bytes_to_many_and_each_is_faster():
 
 @pytest.mark.parametrize("remat", ["all", ("up", "down"), (1,)])
 def test_unknown_words_and_names_are_refused(remat):
-    with pytest.raises(InvalidArgumentError, match=r"parallelize\(remat"):
+    with pytest.raises(InvalidArgumentError, match=r"Search\(remat"):
         planned(remat)
