@@ -156,7 +156,8 @@ def _check_beside_plan(plan: Plan, cluster: Cluster | None, search: Search) -> N
             where=f"parallelize(plan=..., {option})",
             expected="a plan, which is run as it is, or wishes for a new one",
             got=f"a plan, and {name}={value!r:.60}",
-            hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew",
+            hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew (of a step "
+            "that has one: plan=None)",
         )
 
 
@@ -198,7 +199,8 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
 def planned_with(step: Step, **options: Any) -> Step:
     """A step with its own options but for those named, which are those of `parallelize`.
 
-    A plan or a recipe that is named takes the place of its own, with the wishes that this decides.
+    A plan, a recipe or a step to follow that is named takes the place of its own, with the wishes that this decides, and
+    with the number of micro-batches and the schedule that were wished for beside its own.
     """
     given = parallelize(function_of(step), **options)
     assert isinstance(given, Step), "given a function, it makes a step"
@@ -206,10 +208,12 @@ def planned_with(step: Step, **options: Any) -> Step:
     search = own.search
     if "plan" in options:
         decided = search.of_plans() if other.plan is not None else ()
-        named = [n for n in ("num_microbatches", "schedule") if getattr(other.recipe, n) is not None]
+        is_anew = own.has_recipe or own.plan is not None or other.follow is not None
+        pipeline = ("num_microbatches", "schedule")
+        named = [name for name in pipeline if is_anew or getattr(other.recipe, name) is not None]
         search = search.without(*decided, *named)
     elif own.plan is not None:
-        _check_beside_plan(own.plan, None, other.search)
+        _check_beside_plan(own.plan, other.cluster, other.search)
     fields = {name: getattr(other, name) for name in options if name not in ("plan", "search")}
     if "plan" in options:
         fields |= {name: getattr(other, name) for name in ("plan", "recipe", "follow")}

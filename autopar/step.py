@@ -170,7 +170,7 @@ class Step:
         """Plans again for arguments of these shapes, with more effort or time; returns the faster of both plans.
 
         The next call compiles a new plan and moves the state to its layouts. `effort` and `time_limit_s` as in
-        `parallelize`. Raises: what planning raises, InvalidArgumentError for a step that was given its plan.
+        `autopar.Search`. Raises: what planning raises, InvalidArgumentError for a step that was given its plan.
         """
         if self._options.plan is not None:
             raise InvalidArgumentError(

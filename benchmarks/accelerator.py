@@ -188,28 +188,28 @@ def constants_of(device: DeviceKind) -> dict[str, float]:
     return found
 
 
-def _model_of(name: str) -> tuple[Model, autopar.Search]:
-    """The model of a row, and how it is parallelized."""
+def _model_of(name: str) -> tuple[Model, dict[str, Any]]:
+    """The model of a row, and the options of `autopar.parallelize`."""
     if name == OFFLOAD:
         return MODELS["gpt"], {"plan": autopar.recipes.combine(offload="optimizer")}
-    search = autopar.Search(attention="blockwise") if name.endswith(BLOCKWISE) else autopar.Search()
-    return MODELS[name.removesuffix(BLOCKWISE)], search
+    options = {"search": autopar.Search(attention="blockwise")} if name.endswith(BLOCKWISE) else {}
+    return MODELS[name.removesuffix(BLOCKWISE)], options
 
 
 def model_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
-    model, search = _model_of(name)
-    row = compared(model.make(small), search, measured)
-    return row | unrounded(model, search) | {"sizes": model.sizes(small)}
+    model, options = _model_of(name)
+    row = compared(model.make(small), options, measured)
+    return row | unrounded(model, options) | {"sizes": model.sizes(small)}
 
 
-def unrounded(model: Model, search: autopar.Search) -> dict[str, Any]:
+def unrounded(model: Model, options: dict[str, Any]) -> dict[str, Any]:
     """How far the small model in float32 is from plain `jax.jit` after some steps, with products that round nothing:
     those of bfloat16 and TF32 round differently in two programs, which a mixture's choice of experts multiplies.
     """
     with jax.default_matmul_precision("highest"):
         optimizer = {name: value for name, value in model.large.items() if name == "optimizer"}
         case = CASES[model.float32 or model.case](**model.small | optimizer)
-        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, search=search)
+        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None, **options)
         state, key = step.init(case.init, jax.random.key(0)), jax.random.key(0)
         for seed in range(UNROUNDED_STEPS):
             state, metrics = step(state, step.put_batch(case.batch(seed)))
@@ -226,9 +226,9 @@ def _worst(case: Case, expected: tuple[Any, Any], results: tuple[Any, Any]) -> D
     return max((worst_difference(case, a, b) for a, b in pairs), key=lambda difference: difference.relative)
 
 
-def compared(case: Case, search: autopar.Search, measured: Path) -> dict[str, Any]:
+def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, Any]:
     """A case under a plan beside plain `jax.jit`: results after two steps, memory, and time in turns."""
-    parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, search=search)
+    parallelize = functools.partial(autopar.parallelize, case.step, cache_dir=None, **options)
     shapes, key = jax.eval_shape(case.init, jax.random.key(0)), jax.random.key(0)
     step = parallelize(cluster=preset())
     plan = step.plan(shapes, case.batch(0))
@@ -253,7 +253,7 @@ def compared(case: Case, search: autopar.Search, measured: Path) -> dict[str, An
         own.run()
     take_turns([own, by_hand], ROUNDS)
     profile = None
-    if search.attention != "blockwise":  # its programs are made anew for that, which takes time
+    if "search" not in options:  # its programs are made anew for that, which takes time
         profile, own.state = profiled(step, own.state, own.batch)
     predicted_s = {"preset": plan.predicted.step_time_s}
     if measured.exists():
@@ -288,14 +288,14 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
     for name, row in rows.items():
         if not (row_processes.is_done(row) and "predicted_s" in row) or row["small"]:
             continue
-        model, search = _model_of(name)
+        model, options = _model_of(name)
         # A row is of the sizes with which it ran.
         given = re.findall(r"(\w+) (\d+)(?=[,;]|$)", row["sizes"])
         sizes = model.large | {what: int(n) for what, n in given}
         case = CASES[model.case](**sizes)
         shapes = jax.eval_shape(case.init, jax.random.key(0))
         for of, at in clusters.items():
-            step = autopar.parallelize(case.step, cluster=at, cache_dir=None, search=search)
+            step = autopar.parallelize(case.step, cluster=at, cache_dir=None, **options)
             predicted = step.plan(shapes, case.batch(0)).predicted
             row["predicted_s"][of] = predicted.step_time_s
             if of == "preset":

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.common.units import bytes_of_text
-from autopar.cost.compiler_options import requested_options
+from autopar.cost.compiler_options import Requested, requested_options
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive, expect_type
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.options import AS_WRITTEN, Attention, PlanRequest, checked_effort, checked_remat, checked_time_limit_s
 from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 
-# Of `Search.num_microbatches` and `Search.schedule`: left to the search, also where another value names one.
+# Of `Search.num_microbatches` and `Search.schedule`: left to the search, in place of those of a step's own.
 _AUTO = "auto"
-# Fields that a plan has decided which is given and run as it is.
-_OF_PLANS = ("num_microbatches", "schedule", "per_microbatch", "attention", "constraints", "remat", "compiler_options")
+# Fields that a plan has decided which is given and run as it is, with the values that wish for nothing.
+_OF_PLANS: dict[str, object] = {
+    "num_microbatches": _AUTO, "schedule": _AUTO, "per_microbatch": (), "attention": Attention.AUTO,
+    "constraints": ShardingsInCode.ADVICE, "remat": None, "compiler_options": (),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """The wishes for a plan, and how far the search for it goes. A field that is left out leaves a choice to it.
+
+    Where a step that has a search is planned with another one, fields that this has take the place of its own.
 
     Attributes:
         num_microbatches: The number of equal parts of the batch, or "auto".
@@ -67,36 +72,40 @@ class Search:
     constraints: str | None = None
     per_microbatch: str | Sequence[str] | None = None
     memory_limit_bytes: int | str | None = None
-    compiler_options: Mapping[str, Any] | None = None
+    compiler_options: Mapping[str, Any] | Requested | None = None
     effort: str | None = None
     time_limit_s: float | None = None
     show_progress: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatches not in (None, _AUTO):
-            expect_positive(
-                "Search(num_microbatches=...)", self.num_microbatches, "a positive whole number, or 'auto'",
+        if self.num_microbatches is not None and not _is_auto(self.num_microbatches):
+            expected, hint = (
+                "a positive whole number, or 'auto'",
                 "1 cuts nothing, 'auto' leaves the number to the search",
-            )  # fmt: skip
-        if self.schedule not in (None, _AUTO):
-            expect_one_of(
-                "Search(schedule=...)", self.schedule, SCHEDULES, "1f1b is always possible",
-                f"one of {', '.join(SCHEDULES)}",
-            )  # fmt: skip
+            )
+            check_number("Search(num_microbatches=...)", self.num_microbatches, expected=expected, hint=hint)
+        if self.schedule is not None and not _is_auto(self.schedule):
+            check_schedule("Search(schedule=...)", self.schedule)
         if self.attention is not None:
             hint = "leave it out to have the faster of a kernel and the operations as written"
             expect_one_of("Search(attention=...)", self.attention, Attention, hint)
         if self.constraints is not None:
             hint = "leave it out to have shardings in the code weighed beside the search's"
             expect_one_of("Search(constraints=...)", self.constraints, ShardingsInCode, hint)
+        if self.show_progress is not None:
+            hint = "leave it out to show the line on terminals"
+            expect_type("Search(show_progress=...)", self.show_progress, bool, "True or False", hint)
+        options = self.compiler_options
         checked: dict[str, Any] = {
-            "remat": None if self.remat is None else checked_remat(self.remat),
+            "remat": None if self.remat is None else checked_remat(_names("remat", self.remat)),
             "per_microbatch": None if self.per_microbatch is None else _patterns(self.per_microbatch),
             "memory_limit_bytes": _limit(self.memory_limit_bytes),
             "effort": None if self.effort is None else checked_effort("Search(effort=...)", self.effort),
             "time_limit_s": checked_time_limit_s("Search(time_limit_s=...)", self.time_limit_s),
+            "compiler_options": None
+            if options is None
+            else requested_options(dict(options) if isinstance(options, tuple) else options),
         }
-        requested_options(self.compiler_options)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -110,7 +119,7 @@ class Search:
 
     def of_plans(self) -> dict[str, Any]:
         """The fields given here that a plan decides: beside a given plan there is nothing left to wish."""
-        return {name: x for name, x in self.given().items() if name in _OF_PLANS and x not in (_AUTO, ())}
+        return {name: x for name, x in self.given().items() if name in _OF_PLANS and x != _OF_PLANS[name]}
 
     def without(self, *names: str) -> Search:
         """This search with some fields left out."""
@@ -124,7 +133,7 @@ class Search:
         fields = self.given()
         fields.pop("show_progress", None)
         for name in ("num_microbatches", "schedule"):
-            if fields.get(name) == _AUTO:
+            if name in fields and _is_auto(fields[name]):
                 del fields[name]
         number = fields.get("num_microbatches", recipe.num_microbatches)
         if recipe.num_microbatches not in (None, number):
@@ -132,14 +141,13 @@ class Search:
                 where="parallelize(plan=..., search=Search(num_microbatches=...))",
                 expected=f"the recipe's {recipe.num_microbatches} micro-batches",
                 got=str(number),
-                hint="give the number once, to the recipe or to the search",
+                hint="give the number once, to the recipe or to the search; autopar.plan(step, plan=...) plans a step "
+                "under another recipe",
             )
         if "attention" in fields:
             fields["attention"] = Attention(fields["attention"])
         if "constraints" in fields:
             fields["constraints"] = ShardingsInCode(fields["constraints"])
-        if "compiler_options" in fields:
-            fields["compiler_options"] = requested_options(fields["compiler_options"])
         if fields.get("remat") == AS_WRITTEN:
             fields["scan_recompute"] = ""
         return dataclasses.replace(recipe, **fields)
@@ -156,6 +164,24 @@ def checked_search(search: object) -> Search:
     return search
 
 
+def check_number(
+    where: str, number: object, *, expected: str = "a positive whole number", hint: str = "1 cuts nothing"
+) -> int:
+    """The number. Raises: InvalidArgumentError for what is no positive whole number."""
+    expect_positive(where, number, expected, hint)
+    assert isinstance(number, int), "as it was checked"
+    return number
+
+
+def check_schedule(where: str, name: object) -> None:
+    """Raises: InvalidArgumentError for a name that is not known."""
+    expect_one_of(where, name, SCHEDULES, "1f1b is always possible", f"one of {', '.join(SCHEDULES)}")
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == _AUTO
+
+
 def _limit(limit: int | str | None) -> int | None:
     where, nbytes = "Search(memory_limit_bytes=...)", bytes_of_text(limit) if isinstance(limit, str) else limit
     if isinstance(limit, str) and nbytes is None:
@@ -163,17 +189,31 @@ def _limit(limit: int | str | None) -> int | None:
             where=where, expected="a size, such as 80GB, 16GiB or 1000000", got=repr(limit),
             hint="kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024",
         )  # fmt: skip
-    if nbytes is not None and (not isinstance(nbytes, int) or nbytes <= 0):
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
         raise InvalidArgumentError(
             where=where, expected="a positive number of bytes of one device, or text such as 80GB",
             got=f"{limit!r}" if isinstance(limit, int) else f"{type(limit).__name__} ({limit!r:.40})",
-            hint="leave it out to use the device's own memory",
+            hint="leave it out to use the device's own memory; int(...) of other numbers",
         )  # fmt: skip
     return nbytes
 
 
+def _names(option: str, value: object) -> str | tuple[Any, ...]:
+    """Text as it is, several of it as a tuple. Raises: InvalidArgumentError for what is neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Iterable):
+        raise InvalidArgumentError(
+            where=f"Search({option}=...)", expected="text, or a list of it",
+            got=f"{type(value).__name__} ({value!r:.40})",
+            hint="leave it out to have the search decide",
+        )  # fmt: skip
+    return tuple(value)
+
+
 def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    names = _names("per_microbatch", value)
+    patterns = (names,) if isinstance(names, str) else names
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern.strip("/"):
             raise InvalidArgumentError(

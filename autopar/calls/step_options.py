@@ -14,9 +14,6 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 
-# Warnings about a step, each given once.
-
-
 logger = logging.getLogger("autopar")
 
 

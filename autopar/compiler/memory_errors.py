@@ -34,7 +34,7 @@ def pipeline_refusal(plan: Plan, limit_bytes: int, beside: Sequence[str] = ()) -
     assert pipeline is not None, "a plan in one program is refused before it is written down"
     ways = [f"more micro-batches (now {pipeline.num_microbatches})"]
     if len(pipeline.stages) > 1:
-        ways += [] if pipeline.schedule == "1f1b" else [f'Search(schedule="1f1b") (now "{pipeline.schedule}")']
+        ways += [] if pipeline.schedule == "1f1b" else [f'schedule="1f1b" (now "{pipeline.schedule}")']
         ways += [f"more stages (now {len(pipeline.stages)})"]
     ways += ["more devices, with state split over them (recipes.zero(3))"]
     ways += [] if "input" in pipeline.recomputed else ['recompute="input" of recipes.cut and recipes.combine']

@@ -192,12 +192,14 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
     for way in itertools.chain(ways, later):
         if way.saved_bytes >= refused_bytes or (taken is not None and not _may_gain(way, taken, plans[0], is_quick)):
             continue
+        is_first = not plans and refused is None
+        if deadline.passed and not is_first:
+            untried = f"not all ways to write the step were planned: {deadline.text}"
+            plans = tuple(plan.with_note(untried) for plan in plans)
+            break
         if taken is not None and way not in later and _exceeds(way, taken, plans[0]):
             later.append(way)
             continue
-        is_first = not plans and refused is None
-        if deadline.passed and not is_first:
-            break
         left_s = request.time_limit_s if is_first or request.time_limit_s is None else deadline.left_s
         try:
             found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))

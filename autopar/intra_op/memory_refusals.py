@@ -106,6 +106,6 @@ def _out_of_memory(
 def _smaller(context: PlanningContext) -> str:
     """The options of a step that let it need less at once, as far as they are not taken."""
     number = context.request.num_microbatches or 1
-    cut = f"gradient accumulation (Search(num_microbatches={2 * number}) or more), "
+    cut = f"gradient accumulation (num_microbatches={2 * number} or more, of Search or of the recipe), "
     has_scores = context.traced.attention_kernel != Kernel.BLOCKS.name and bool(large_scores(context.views.annotated))
     return cut + ("Search(attention='blockwise') (scores are not kept), " if has_scores else "")

@@ -138,7 +138,7 @@ class AccumulatingFollower(Follower):
             raise UnsupportedError(
                 where=where, expected="results of modules taken per micro-batch whose size follows the examples",
                 got=f"one of shape {value.shape} for the whole batch, of which micro-batches have no parts",
-                hint="do not return it from the step, or use Search(num_microbatches=1)",
+                hint="do not return it from the step, or use num_microbatches=1",
             )  # fmt: skip
         is_mean = state.weight is None or math.isclose(state.weight * self.num_microbatches, 1.0, rel_tol=1e-5)
         if self.mixing and maker.role is Role.BACKWARD and state.form is Form.PARTIAL_SUM and not is_mean:
@@ -146,7 +146,7 @@ class AccumulatingFollower(Follower):
                 where=where, expected="gradients of a loss that is a mean over examples, as modules are taken per "
                 f"micro-batch ({', '.join(self.patterns)})",
                 got="those of a sum, of a sum divided by another number, or by one computed for the whole batch",
-                hint="divide the loss by the number of examples, or name the module that computes it in per_microbatch",
+                hint="divide the loss by the number of examples, or name its module in Search(per_microbatch=...)",
             )  # fmt: skip
         weight = state.weight if state.weight is not None else 1.0 / self.num_microbatches
         if weight != 1.0 and not (is_number(value.dtype) and is_inexact(jax.numpy.dtype(value.dtype))):

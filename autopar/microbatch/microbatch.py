@@ -133,7 +133,7 @@ class LoopSections:
             where=self.step_name,
             expected="results that are sums over examples or have one row for each",
             got=f"one of shape {self.whole.values[v].shape} {how}",
-            hint="return it in another shape, or use Search(num_microbatches=1)",
+            hint="return it in another shape, or use num_microbatches=1",
         )
 
     def run_once(self, op: Op) -> Section | None:
@@ -419,7 +419,7 @@ class LoopWriter:
                 where=f"shard_map in {maker.module or 'the step'}",
                 expected="results of a shard_map that are split by example alone, where they leave a micro-batch",
                 got=f"parts of devices side by side ({s.laid.spec})",
-                hint="return from the shard_map what is whole along its other axes, or use Search(num_microbatches=1)",
+                hint="return from the shard_map what is whole along its other axes, or use num_microbatches=1",
             )
         weight = self.follower.leaving_weight(s, self.whole.values[v], maker)
         if not sums:

@@ -103,7 +103,7 @@ def _no_loop(name: str, got: str) -> UnsupportedError:
         where=f"{name}, per_microbatch",
         expected="state that modules taken per micro-batch update from its old value, by operations without branches",
         got=got,
-        hint="return it as a metric, write jnp.where for the branch, or use Search(num_microbatches=1)",
+        hint="return it as a metric, write jnp.where for the branch, or use num_microbatches=1",
     )
 
 

@@ -361,7 +361,7 @@ class _StateFinder:
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
                 got=f"{cause.op.primitive} mixes the examples of the batch ({cause.why}){beside}",
-                hint=f"{_rule_of(cause.op)}use Search(num_microbatches=1), or take what it needs of all examples from "
+                hint=f"{_rule_of(cause.op)}use num_microbatches=1, or take what it needs of all examples from "
                 f"the state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]

@@ -52,7 +52,7 @@ def more_layers(graph: OpGraph) -> str:
     before = [op for op in products if op.section is Section.BEFORE]
     if before and not inside and graph.num_microbatches > 1:
         known = "works on what is known before the micro-batches, and runs once for all of them"
-        return f"use Search(num_microbatches=1): {_made_at(before[0])} {known}"
+        return f"use num_microbatches=1: {_made_at(before[0])} {known}"
     loops = {_made_at(op): op for op in inside if op.blocks}
     if len(loops) == 1 and all(op.blocks for op in inside):
         where, op = next(iter(loops.items()))

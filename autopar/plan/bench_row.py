@@ -76,7 +76,7 @@ class BenchRow:
 
     @property
     def interval(self) -> str:
-        """The times between which the step lies in nine of ten runs; empty where that is not known."""
+        """The times between which nine of ten runs are meant to lie; empty where that is not known."""
         ends_s = None if self.record is None else self.record.step_interval_s
         return "" if ends_s is None else text_of_interval_s(ends_s)
 
@@ -106,7 +106,7 @@ class BenchRow:
         return WhyNot(plan=best.record, other=self.record).in_short
 
     def is_equal_within_error(self, best: BenchRow) -> bool:
-        """Whether predictions do not rank it behind the best way: the ratio of the two times is below
+        """Whether predictions do not rank it after the best way: the ratio of the two times is below
         `step_errors.resolution`. Their intervals overlap further, but two ways share most of their error, that of the
         model on the card.
         """

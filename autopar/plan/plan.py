@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def step_interval_s(self) -> tuple[float, float] | None:
-        """(least, most) seconds of the step: nine of ten runs lie between, by the errors of predictions of published
+        """(least, most) seconds of the step, meant to hold nine of ten runs, by the errors of predictions of published
         runs (`autopar.hardware.step_errors`). None on virtual devices of a CPU, and by measured constants: the errors
         are those of the tables.
         """

@@ -337,7 +337,7 @@ def flops_text(predicted: Predicted) -> str:
 
 
 def interval_text(record: PlanRecord) -> str:
-    """` (1.9 to 2.4 s)`, behind a step time; empty where the errors of predictions are not known."""
+    """` (1.9 to 2.4 s)`, after a step time; empty where the errors of predictions are not known."""
     ends_s = record.step_interval_s
     return "" if ends_s is None else f" ({text_of_interval_s(ends_s)})"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError
 from autopar.plan.options import PlanRequest
-from autopar.recipes.recipe import Recipe, check_number
+from autopar.recipes.recipe import Recipe
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autopar.calls.search import check_number
 from autopar.recipes.axes import SEQUENCES, bind_axes, hybrid_axes
-from autopar.recipes.recipe import Recipe, check_gather, check_number, check_sequence, check_zero_stage, named
+from autopar.recipes.recipe import Recipe, check_gather, check_sequence, check_zero_stage, named
 from autopar.recipes.stages import checked_stages, cut_into
 from autopar.sharding.parallelisms import GATHERS, data_axis, tensor_axis
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
+from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_type
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.recipes.recipe import Recipe, check_number
+from autopar.recipes.recipe import Recipe
 from autopar.sharding.pins import Pin, Pins
 
 

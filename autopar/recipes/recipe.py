@@ -8,9 +8,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive
+from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.plan.options import PlanRequest
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES
 
 # The name of a recipe: the call of its function, as a plan made under it prints it.
 
@@ -54,15 +53,6 @@ def _arguments(signature: inspect.Signature, *args: Any, **kwargs: Any) -> list[
 # Checks of the arguments of recipes.
 
 
-def check_number(
-    where: str, number: object, *, expected: str = "a positive whole number", hint: str = "1 cuts nothing"
-) -> int:
-    """The number. Raises: InvalidArgumentError for what is no positive whole number."""
-    expect_positive(where, number, expected, hint)
-    assert isinstance(number, int), "as it was checked"
-    return number
-
-
 def check_zero_stage(where: str, stage: object) -> None:
     """Raises: InvalidArgumentError for what is no stage of ZeRO."""
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -88,11 +78,6 @@ def check_gather(where: str, gather: object, stage: int, gathers: Sequence[str])
 def check_sequence(where: str, kind: object, kinds: Sequence[str]) -> None:
     """Raises: InvalidArgumentError for a way to split positions that is not one of the kinds."""
     expect_one_of(where, kind, kinds, "leave it out")
-
-
-def check_schedule(where: str, name: object) -> None:
-    """Raises: InvalidArgumentError for a name that is not known."""
-    expect_one_of(where, name, SCHEDULES, "1f1b is always possible", f"one of {', '.join(SCHEDULES)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

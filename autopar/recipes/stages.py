@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.calls.search import check_number, check_schedule
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
 from autopar.passes.remat_policy import FORMS, is_policy
 from autopar.plan.options import PlanRequest
-from autopar.recipes.recipe import Recipe, check_number, check_schedule, named
+from autopar.recipes.recipe import Recipe, named
 
 # What may be kept in the memory of the hosts: by its text, whether that is the optimizer state, and saved activations.
 _OFFLOADS = {

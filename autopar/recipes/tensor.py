@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.plan.options import PlanRequest
 from autopar.recipes.axes import SEQUENCES, bind_axes, data_beside, hybrid_axes
 from autopar.recipes.combined import combine
-from autopar.recipes.recipe import Recipe, check_gather, check_number, check_sequence, check_zero_stage, named
+from autopar.recipes.recipe import Recipe, check_gather, check_sequence, check_zero_stage, named
 from autopar.recipes.stages import cut_into
 from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import GATHERS, data_axis, tensor_axis

@@ -24,7 +24,7 @@ from autopar.ir.mesh import LogicalMesh
 
 # The values for which paths are found, whole. Latency decides between those of the first on slow links, and bytes
 # between those of the second on few devices. In rings over hundreds of devices latency still has a part in its parts;
-# of the last it has none on any mesh.
+# of the last it has hardly any.
 SIZES_BYTES = (float(1 << 20), float(1 << 28), float(1 << 40))
 
 

@@ -100,6 +100,7 @@ def llama(
     multiplies with labels as one of 0 and 1 for each word, as MaxText has it too.
     """
     head = head or width // heads
+    assert float8 or not delayed_scales, "scales are those of float8"
     product = float8_product if float8 else jnp.tensordot
     core = core or functools.partial(in_blocks, block=block)
 

@@ -14,7 +14,6 @@ import numpy as np
 
 import autopar
 from tests.in_processes import join
-from tests.small_steps import grouped
 
 EXAMPLES = 16
 STEPS = 3
@@ -53,7 +52,7 @@ class Tries:
         **options: Any,
     ) -> list[float]:
         """The losses of a new step on what `pick(step, whole batch)` gives of each batch."""
-        step = autopar.parallelize(function or self.mlp_step, cache_dir=None, **grouped(**options))
+        step = autopar.parallelize(function or self.mlp_step, cache_dir=None, **options)
         if planned_for:
             shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, self.mlp_batch(planned_for)))
             step.plan(jax.eval_shape(self.mlp_state, jax.random.key(0)), shapes)

@@ -34,7 +34,9 @@ def test_text_lands_in_the_buffer(in_notebook):
 
 
 def test_a_plan_is_the_same_text_in_a_notebook(monkeypatch):
-    plan = autopar.plan(mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", search=autopar.Search(effort="quick"))
+    plan = autopar.plan(
+        mlp_step, MLP_STATE, MLP_BATCH, cluster="dgx-h100", search=autopar.Search(effort="quick", show_progress=False)
+    )
     texts = str(plan), plan.table(), str(plan.why_not(autopar.recipes.data_parallel()))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with contextlib.redirect_stdout(io.StringIO()) as shown:

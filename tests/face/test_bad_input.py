@@ -500,3 +500,33 @@ def test_an_output_like_the_examples_is_no_reason_to_refuse():
     batch = {"x": jnp.ones((8, 16)), "y": jnp.ones((8, 4))}
     _, same = small(step, cache_dir=None)(jnp.ones((16, 4)), batch, jnp.float32(2.0))
     assert_close(same, batch)
+
+
+# Searches
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_microbatches": np.array([1, 2])},
+        {"num_microbatches": True},
+        {"per_microbatch": 5},
+        {"remat": 5},
+        {"show_progress": 0},
+        {"memory_limit_bytes": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_field_of_the_wrong_type_is_named(fields):
+    ((name, _),) = fields.items()
+    with pytest.raises(errors.InvalidArgumentError, match=rf"Search\({name}=\.\.\.\)"):
+        autopar.Search(**fields)
+
+
+def test_a_search_keeps_no_mapping_of_the_caller():
+    options = {"b": 1, "a": True}
+    search = autopar.Search(compiler_options=options)
+    options["c"] = 2
+    assert search == autopar.Search(compiler_options={"a": True, "b": 1})
+    assert hash(search) == hash(autopar.Search(compiler_options={"a": True, "b": 1}))
+    assert search.updated(autopar.Search(effort="quick")).compiler_options == search.compiler_options

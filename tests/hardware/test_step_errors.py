@@ -16,7 +16,7 @@ from autopar.hardware.step_errors import LEAST_ROWS, ONE_PROGRAM, PIPELINE, Step
 from autopar.hardware.step_errors import step_interval_s as interval_s
 from benchmarks.ledger_page import errors_of, load, told
 
-OPTIONS = {"cache_dir": None, "show_progress": False}
+OPTIONS = {"cache_dir": None}
 STATE, BATCH = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 

@@ -291,7 +291,10 @@ def test_what_to_do_where_layers_are_too_few():
     branch = hint(of_branch, 1)
     assert "; the cond at" in branch
     assert "each trip" not in branch
-    assert re.search(r"use Search\(num_microbatches=1\): the dot_general at .*test_assign_stages.py:\d+", hint(of_buffer, 2))
+    assert re.search(
+        r"use num_microbatches=1: the dot_general at .*test_assign_stages.py:\d+",
+        hint(of_buffer, 2),
+    )
     assert hint(of_buffer, 1).startswith("use fewer stages")
 
 

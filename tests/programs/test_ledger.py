@@ -1,5 +1,6 @@
 """The ledger of published rows: coverage, ratios and summaries of literal tables."""
 
+import collections
 import dataclasses
 import math
 
@@ -69,7 +70,12 @@ def test_the_page_names_sources_and_rows_that_are_left_out():
     assert all(f"- {name}: {why}" in text for name, why in LEFT_OUT.items())
 
 
-def test_rows_of_2026_are_held_out():
+def test_at_most_half_of_the_rows_of_2026_of_a_card_are_fitted():
     tables = {"megatron-bridge", "mlperf v5.0", "tpu-recipes", "gpu-recipes"}
-    assert all(not row.fitted for row in ROWS.values() if row.table in tables)
+    of_card = collections.defaultdict(list)
+    for row in ROWS.values():
+        if row.table in tables:
+            of_card[row.hardware].append(row.fitted)
+    assert set(of_card) > {"TPU v6e", "H100"}
+    assert all(sum(fitted) <= len(fitted) / 2 for fitted in of_card.values())
     assert all(row.compiled for row in ROWS.values() if row.fitted)
