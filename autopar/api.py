@@ -156,8 +156,8 @@ def _check_beside_plan(plan: Plan, cluster: Cluster | None, search: Search) -> N
             where=f"parallelize(plan=..., {option})",
             expected="a plan, which is run as it is, or wishes for a new one",
             got=f"a plan, and {name}={value!r:.60}",
-            hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew (of a step "
-            "that has one: plan=None)",
+            hint="leave the option out: the plan tells what it was made with; or leave out plan to plan anew "
+            "(plan=None of a step that has one)",
         )
 
 
@@ -199,8 +199,8 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
 def planned_with(step: Step, **options: Any) -> Step:
     """A step with its own options but for those named, which are those of `parallelize`.
 
-    A plan, a recipe or a step to follow that is named takes the place of its own, with the wishes that this decides, and
-    with the number of micro-batches and the schedule that were wished for beside its own.
+    A plan, a recipe or a step to follow that is named takes the place of its own, with the wishes that this decides
+    and with the number of micro-batches and the schedule that were wished for beside its own.
     """
     given = parallelize(function_of(step), **options)
     assert isinstance(given, Step), "given a function, it makes a step"

@@ -139,10 +139,10 @@ def with_constants(device: DeviceKind, constants: dict[str, float]) -> DeviceKin
 
 
 def options_of(row: Row) -> dict[str, Any]:
-    """How attention is planned: without scores where the run had flash attention. Scales of float8 that are
-    computed anew are those of a micro-batch, as torchao has them: the largest number of each operand as it comes. The run
-    fitted its cards, so that the limit is what the driver, or the compiler, reports of them, where that is known, and not
-    90 % of a nominal size.
+    """How attention is planned: without scores where the run had flash attention. Scales of float8 that are computed
+    anew are those of a micro-batch, as torchao has them: the largest number of each operand as it comes. The run
+    fitted its cards, so that the limit is what the driver, or the compiler, reports of them, where that is known, and
+    not 90 % of a nominal size.
     """
     options: dict[str, Any] = {"attention": "blockwise"} if row.flash else {}
     if row.hardware in TPU_MEMORY_BYTES:
