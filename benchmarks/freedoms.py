@@ -20,7 +20,7 @@ from typing import Any
 
 import autopar
 from autopar import recipes
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MemoryLimitError
 from benchmarks.machine import description, markdown
 from benchmarks.row_processes import Rows, in_fresh_process, is_done, keep, load
 
@@ -51,7 +51,7 @@ HEAD = """# The worth of each freedom of the search
 
 `python -m benchmarks.freedoms`: predicted steps by default in as much memory as the default plan takes where memory is
 ample, in half and in a quarter of it; beside them those of a search without a freedom, as multiples. `none`: no plan
-fits without it. "offload, asked for": ZeRO-3 with the optimizer's state in the memory of the hosts, in the default's
+fits without it, or the step does not admit it. "offload, asked for": ZeRO-3 with the optimizer's state in the memory of the hosts, in the default's
 micro-batches; under 1 the search missed it."""
 
 
@@ -65,7 +65,10 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
         search = dataclasses.replace(search, memory_limit_bytes=limit_bytes)
         try:
             return autopar.plan(function, *arguments, cluster=cluster, plan=recipe, cache_dir=None, search=search)
-        except AutoparError:
+        except MemoryLimitError:
+            return None
+        except AutoparError as error:  # a recipe that the step does not admit
+            print(f"{step} on {cluster}: {error}", file=sys.stderr)
             return None
 
     ample = plan(AMPLE_BYTES, autopar.Search())

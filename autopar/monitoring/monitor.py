@@ -343,8 +343,8 @@ def summary_of(goodput: Goodput) -> str:
 
 # Steps that take longer than predicted: how much, and where the time goes.
 
-# From this ratio of measured to predicted on, a step is called slow: predictions hold within 10 % on calibrated devices
-# (benchmarks/results/ledger.md), so that twice this is no error of the model's.
+# From this ratio of measured to predicted on, a step is called slow: half of the predictions of steps that no constant
+# was fitted to are within 10 % (benchmarks/results/ledger.md), and twice that is worth a look.
 SLOW = 1.2
 
 
