@@ -49,10 +49,10 @@ JOBS = (
 )
 HEAD = """# The worth of each freedom of the search
 
-`python -m benchmarks.freedoms`: predicted steps by default in as much memory as the default plan takes where memory is
-ample, in half and in a quarter of it; beside them those of a search without a freedom, as multiples. `none`: no plan
-fits without it, or the step does not admit it. "offload, asked for": ZeRO-3 with the optimizer's state in the memory of the hosts, in the default's
-micro-batches; under 1 the search missed it."""
+`python -m benchmarks.freedoms`: predicted steps by default in as much memory as the default plan takes where memory
+is ample, in half and in a quarter of it; beside them those of a search without a freedom, as multiples. `none`: no
+plan fits without it, or the step does not admit it. "offload, asked for": ZeRO-3 with the optimizer's state in the
+memory of the hosts, in the default's micro-batches; under 1 the search missed it."""
 
 
 def planned(step: str, cluster: str) -> dict[str, Any]:
