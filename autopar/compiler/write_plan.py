@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.attention import ring
 from autopar.attention.kernels import Kernel, library_of
@@ -44,7 +44,7 @@ from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
 from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.plan.codec import decisions_of
@@ -140,25 +140,38 @@ def _named(split: set[Dimension]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """The operations of a step on all devices, and those among them that `jax.checkpoint` has done again."""
+    """The operations of a step on all devices, those among them that `jax.checkpoint` has done again, and those of
+    matrix products and attention by the type of their operands; `main` is that of the largest product.
+    """
 
     done: float
     recomputed: float
+    by_dtype: Mapping[str, float]
+    main: str
 
     @property
     def of_model(self) -> float:
         return self.done - self.recomputed
 
+    def at_peak_s(self, peak_flops_per_s: Callable[[str], float]) -> float:
+        """Seconds of all operations at the peak rates of devices together, by type; those of no product at `main`'s."""
+        others = self.done - sum(self.by_dtype.values())
+        seconds = (flops / peak_flops_per_s(dtype) for dtype, flops in self.by_dtype.items())
+        return others / peak_flops_per_s(self.main) + sum(seconds)
+
 
 def flops_in(graph: OpGraph) -> Flops:
     """The operations of a step as it is written, without what a plan recomputes of its own accord."""
     done = recomputed = 0.0
+    by_dtype: dict[str, float] = collections.defaultdict(float)
     for op in graph.ops():
         if op.kind is OpKind.EQUATION:
             flops = flops_of(op) * op.count
             done += flops
             recomputed += flops if op.recomputes else 0.0
-    return Flops(done=done, recomputed=recomputed)
+            if op.primitive in MATRIX_PRODUCTS or op.primitive in ATTENTION_PASSES:
+                by_dtype[str(op.eqn.invars[0].aval.dtype)] += flops
+    return Flops(done=done, recomputed=recomputed, by_dtype=by_dtype, main=main_dtype(graph))
 
 
 def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, hoist_casts: bool) -> PipelineRecord:
@@ -234,9 +247,11 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         runs = (staged.graph.num_microbatches if task.kind.repeats else 1) - in_joined[number]
         hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
     kinds = dict(zip(staged.submeshes, (planned.model.device for planned in staged.stages), strict=True))
-    devices, dtype = sum(s.mesh.num_devices for s in kinds), main_dtype(staged.graph)
-    step_s = simulation.step_time_s
-    peak = sum(peak_flops_per_s(cluster, device, at.mesh.num_devices, dtype) for at, device in kinds.items())
+    devices, step_s = sum(s.mesh.num_devices for s in kinds), simulation.step_time_s
+
+    def peak_rate(dtype: str) -> float:
+        return sum(peak_flops_per_s(cluster, device, at.mesh.num_devices, dtype) for at, device in kinds.items())
+
     return Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s / devices,
@@ -245,7 +260,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         peak_bytes=tuple(simulation.peak_bytes),
         flops=flops.done,
         recomputed_flops=flops.recomputed,
-        mfu=flops.of_model / (step_s * peak) if step_s else 0.0,
+        mfu=flops.of_model / (step_s * peak_rate(flops.main)) if step_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
         memory=memory_of_stages(staged),
@@ -253,6 +268,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         host_copied_bytes=copied_bytes / devices,
         host_time_s=host_s / devices,
         product_time_s=product_s / devices,
+        peak_rate_time_s=flops.at_peak_s(peak_rate),
     )
 
 
@@ -265,7 +281,10 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
     host = host_use(graph, lowered, model)
     kept_bytes = host.kept_bytes + host.saved_bytes
     step_s, flops = ran.end_s, flops_in(graph)
-    peak = peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, main_dtype(graph))
+
+    def peak_rate(dtype: str) -> float:
+        return peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, dtype)
+
     prediction = Predicted(
         step_time_s=step_s,
         compute_time_s=compute_s,
@@ -274,7 +293,7 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
         peak_bytes=(estimate.peak_bytes,),
         flops=flops.done,
         recomputed_flops=flops.recomputed,
-        mfu=flops.of_model / (step_s * peak) if step_s else 0.0,
+        mfu=flops.of_model / (step_s * peak_rate(flops.main)) if step_s else 0.0,
         bubble_fraction=0.0,
         collectives=collectives,
         memory=(use,),
@@ -282,6 +301,7 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
         host_copied_bytes=float(host.copied_bytes),
         host_time_s=host.time_s,
         product_time_s=_product_s(lowered, seconds_of),
+        peak_rate_time_s=flops.at_peak_s(peak_rate),
     )
     return prediction, timeline_of(ran)
 

@@ -102,8 +102,9 @@ class Predicted:
     `flops`: of all devices, of which `jax.checkpoint` has `recomputed_flops` done again; `mfu`: without these, as they
     are none of the model's. `hidden_time_s`: computation that overlaps with
     communication within the mesh. A step in one program takes compute + collectives - hidden + host.
-    `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory. None in
-    files that were written before it was recorded.
+    `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory.
+    `peak_rate_time_s`: of all operations at the peak rates of their types. Both None in files that were written before
+    they were recorded.
 
     For state and activations in the memory of the host: `host_bytes` kept by a device (one number for each group of
     devices, none without such arrays; of activations as many as there are at once), `host_copied_bytes` copied from and
@@ -125,6 +126,7 @@ class Predicted:
     host_time_s: float = 0.0
     product_time_s: float | None = None
     recomputed_flops: float = 0.0
+    peak_rate_time_s: float | None = None
 
     @property
     def model_flops(self) -> float:

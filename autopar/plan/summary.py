@@ -350,8 +350,11 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     """
     predicted = record.predicted
     step_s, compute_s = predicted.step_time_s, predicted.compute_time_s
-    done = predicted.flops / predicted.model_flops if predicted.model_flops else 1.0
-    useful_s = min(predicted.mfu * done * step_s, compute_s)
+    useful_s = predicted.peak_rate_time_s
+    if useful_s is None:  # of an older file, all at the peak rate of the main type
+        done = predicted.flops / predicted.model_flops if predicted.model_flops else 1.0
+        useful_s = predicted.mfu * done * step_s
+    useful_s = min(useful_s, compute_s)
     bubble_s = predicted.bubble_fraction * step_s
     parts = [Share(name="arithmetic at the devices' peak rate", seconds=useful_s, is_loss=False)]
     if predicted.product_time_s is None:

@@ -76,7 +76,7 @@ def test_sealing_an_unchanged_plan_changes_nothing(saved, tmp_path):
 def test_a_file_without_what_was_recorded_later_is_loaded(saved, tmp_path):
     plan, data = saved
     content = json.loads(data)
-    later = {"measured", "stage", "course", "product_time_s", "exposed_s"}
+    later = {"measured", "stage", "course", "product_time_s", "exposed_s", "peak_rate_time_s"}
 
     def older(tree: Json, inside: str = "") -> Json:
         if isinstance(tree, dict):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
@@ -87,6 +89,28 @@ def test_the_parts_of_a_step_add_up_to_it():
     parts = {share.name: share.seconds for share in summary.shares(pipeline())}
     assert parts["bubble of the pipeline"] == 2.0
     assert sum(parts.values()) == 10.0
+
+
+def test_arithmetic_at_the_peak_rate_is_that_of_each_type():
+    record = program()
+    record = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, peak_rate_time_s=1.5))
+    parts = {share.name: share.seconds for share in summary.shares(record)}
+    assert parts["arithmetic at the devices' peak rate"] == 1.5
+    assert parts["matrix products below the peak rate"] == 1.5
+
+
+def test_products_of_eight_bits_count_at_the_peak_rate_of_eight_bits():
+    n = 4096
+
+    def step(state, batch):
+        narrow = batch["x"].astype(jnp.float8_e4m3fn)
+        product = jax.lax.dot_general(narrow, narrow, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
+        return state, product @ batch["x"]
+
+    batch = {"x": jax.ShapeDtypeStruct((n, n), jnp.bfloat16)}
+    plan = autopar.plan(step, {}, batch, cluster="dgx-h100:1", cache_dir=None)
+    flops, cast = 2 * n**3, n**2  # a cast counts as the first of the largest products
+    assert plan.predicted.peak_rate_time_s == pytest.approx((flops + cast) / 1979e12 + flops / 989e12)
 
 
 def test_a_file_without_the_time_of_products_says_less():
