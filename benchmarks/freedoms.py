@@ -52,7 +52,7 @@ HEAD = """# The worth of each freedom of the search
 `python -m benchmarks.freedoms`: predicted steps by default in as much memory as the default plan takes where memory
 is ample, in half and in a quarter of it; beside them those of a search without a freedom, as multiples. `none`: no
 plan fits without it, or the step does not admit it. "offload, asked for": ZeRO-3 with the optimizer's state in the
-memory of the hosts, in the default's micro-batches; under 1 the search missed it."""
+memory of the hosts, in the default's micro-batches and recomputation; under 1 the search missed it."""
 
 
 def planned(step: str, cluster: str) -> dict[str, Any]:
@@ -78,13 +78,17 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
         limit_bytes = int(share * peak_bytes)
         plans = {DEFAULT: plan(limit_bytes, autopar.Search())}
         plans |= {name: plan(limit_bytes, search) for name, search in WITHOUT.items()}
-        best = plans[DEFAULT]
-        parts = best.record.pipeline.num_microbatches if best is not None and best.record.pipeline is not None else None
-        offloaded = recipes.zero(3, offload="optimizer")
-        several = recipes.cut(offloaded, num_microbatches=parts) if parts else offloaded
-        plans[OFFLOAD] = plan(limit_bytes, autopar.Search(), several)
+        plans[OFFLOAD] = plan(limit_bytes, autopar.Search(attention="kernel"), _offloaded(plans[DEFAULT]))
         found[f"{share:.0%}"] = {name: p and p.predicted.step_time_s for name, p in plans.items()}
     return {"peak_bytes": peak_bytes, "steps_s": found}
+
+
+def _offloaded(default: autopar.Plan | None) -> recipes.Recipe:
+    """ZeRO-3 with the optimizer's state in the memory of the hosts, cut and recomputed as the default plan is."""
+    record = None if default is None else default.record
+    parts = record.pipeline.num_microbatches if record is not None and record.pipeline is not None else None
+    again = record.scan_recompute if record is not None and record.scan_recompute else "nothing"
+    return recipes.cut(recipes.zero(3, offload="optimizer"), num_microbatches=parts or 1, recompute=again)
 
 
 def cells(rows: Rows) -> Iterator[list[str]]:
