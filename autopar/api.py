@@ -190,8 +190,8 @@ def plan(fun: Callable[..., Any] | Step, *args: Any, cluster: Cluster | str, **o
     (`jax.ShapeDtypeStruct`), `options` those of `parallelize`. A step that `parallelize` made keeps its own, but
     for those named here.
     """
-    step = planned_with(fun, cluster=cluster, **options) if isinstance(fun, Step) else None
-    given = parallelize(fun, cluster=cluster, **options) if step is None else step
+    options = {"cluster": cluster, **options}
+    given = planned_with(fun, **options) if isinstance(fun, Step) else parallelize(fun, **options)
     assert isinstance(given, Step), "given a function, it makes a step"
     return given.plan(*args)
 

@@ -79,10 +79,8 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.num_microbatches is not None and not _is_auto(self.num_microbatches):
-            expected, hint = (
-                "a positive whole number, or 'auto'",
-                "1 cuts nothing, 'auto' leaves the number to the search",
-            )
+            expected = "a positive whole number, or 'auto'"
+            hint = "1 cuts nothing, 'auto' leaves the number to the search"
             check_number("Search(num_microbatches=...)", self.num_microbatches, expected=expected, hint=hint)
         if self.schedule is not None and not _is_auto(self.schedule):
             check_schedule("Search(schedule=...)", self.schedule)

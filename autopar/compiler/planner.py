@@ -230,10 +230,10 @@ def _may_gain(way: StepWay, taken: StepWay, plan: Plan, is_quick: bool) -> bool:
 
 def _exceeds(way: StepWay, taken: StepWay, plan: Plan) -> bool:
     """Whether a way needs more memory than is free under the plan found, as the step is cut there."""
-    pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes
+    pipeline = plan.record.pipeline
     parts = plan.cluster.num_devices * (pipeline.num_microbatches if pipeline is not None else 1)
     needed_bytes = max(plan.predicted.peak_bytes) + (way.saved_bytes - taken.saved_bytes) / parts
-    return way.saved_bytes > taken.saved_bytes and limit_bytes is not None and needed_bytes > limit_bytes
+    return needed_bytes > (plan.record.memory_limit_bytes or math.inf)
 
 
 def _costs_time(record: PlanRecord) -> bool:

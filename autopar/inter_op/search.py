@@ -202,7 +202,7 @@ class _Search:
         traced, cluster = self.context.traced, self.context.cluster
         if is_long(traced):  # its tables are shared
             begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
-        step = self.split(finest_parts(traced, self.context.rules, FINEST_PARTS) if cluster.num_devices > 1 else 1)
+        step = self.in_finest_parts()
         check_parts(cluster, step)
         if not (cuts := self.cuts(step)):
             return (self.nothing("a bound says that none is faster"),), False
@@ -306,6 +306,11 @@ class _Search:
         if found is None or not found.fits(self.context.limit_bytes):
             return True
         return found.step_time_s > least_in_turn_s(found.staged, max(smaller))
+
+    def in_finest_parts(self) -> SplitStep:
+        """The step with its scans in the parts that stages are made of: whole on one device, which has one stage."""
+        traced, is_single = self.context.traced, self.context.cluster.num_devices == 1
+        return self.split(1 if is_single else finest_parts(traced, self.context.rules, FINEST_PARTS))
 
     def split(self, parts: int, groups: tuple[int, ...] = ()) -> SplitStep:
         """The step with its scans in so many parts, on these groups of devices, by default one of its own each: the
