@@ -27,9 +27,9 @@ from autopar.manual.ways import QUICK, WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan import bench_text
 from autopar.plan.bench_row import SEARCH, BenchRow, ranked, setting_of
+from autopar.plan.context import StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
-from autopar.plan.step_graphs import StepGraphs
 from autopar.recipes import Recipe
 from autopar.recipes.parse import recipe_of
 from autopar.step import Step

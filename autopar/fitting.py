@@ -32,9 +32,9 @@ from autopar.errors import (
 )
 from autopar.hardware import step_errors
 from autopar.hardware.cluster import Cluster
-from autopar.plan.device_limits import fullest
-from autopar.plan.fit_row import FitRow
 from autopar.plan.plan import Plan
+from autopar.plan.report.fit_data import FitRow
+from autopar.plan.summary import fullest
 from autopar.step import Step
 from autopar.step_views import (
     batch_axes_of,

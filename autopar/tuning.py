@@ -25,10 +25,10 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build
-from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
+from autopar.plan.summary import fullest
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.recipes.parse import as_recipe
 from autopar.runtime.execution.dispatch import drain

@@ -16,8 +16,7 @@ from autopar.checkpoint.manifest import LeafRecord, Manifest
 from autopar.common import jax_compat
 from autopar.errors import CheckpointMismatchError, InvalidArgumentError
 from autopar.frontend.static_leaves import set_apart
-from autopar.plan.plan import Plan
-from autopar.plan.sharding_trees import shardings_in
+from autopar.plan.plan import Plan, shardings_in
 from autopar.runtime.execution.global_arrays import aval_of
 
 NAMED = 4  # leaves that an error names

@@ -23,8 +23,8 @@ from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.kernels.local import admits
 from autopar.lowering.decisions import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
+from autopar.plan.codec import differing
 from autopar.plan.schema import Decisions, PipelineRecord, PlannedValue
-from autopar.plan.signatures import differing
 from autopar.sharding.strategies import Signature, Strategy, strategy_of
 
 _HINT = "plan anew; what a plan must hold to is said with autopar.constrain, not by editing its file"

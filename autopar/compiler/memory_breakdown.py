@@ -20,7 +20,7 @@ from autopar.ir.graph import HOST, UNREDUCED, OpGraph, OpKind, Role, Section, re
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
-from autopar.plan.memory_use import MemoryHolder, MemoryKind, MemoryUse
+from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
 from autopar.runtime.pipeline.merge_buffers import groups_of
 from autopar.sharding.resharding import StepKind
 

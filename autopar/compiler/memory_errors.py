@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MemoryLimitError
-from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
+from autopar.plan.summary import fullest
 
 _NAMED = 5  # how many of the largest tensors an error names
 

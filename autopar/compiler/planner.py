@@ -43,11 +43,10 @@ from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.saved_arrays import offloaded_by_policy
 from autopar.passes.split_scan import divisors
 from autopar.plan import summary
-from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.context import Candidate, PlanningContext, Rejection, StepGraphs
 from autopar.plan.options import AS_WRITTEN, Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PinRecord, PinsRecord, PlanRecord
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.axis_groups import with_groups
 from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis

@@ -19,8 +19,8 @@ from autopar.ir.graph import OpGraph, OpKind, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.saved_arrays import offloaded_by_policy
+from autopar.plan.context import StepGraphs
 from autopar.plan.options import Attention, PlanRequest
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 # The share of a step's computing that a kernel must save for attention not to stay as it is written: programs in blocks

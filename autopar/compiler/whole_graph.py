@@ -11,7 +11,7 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
 from autopar.passes.round_examples import round_examples
 from autopar.passes.stack_updates import stack_updates
-from autopar.plan.step_graphs import StepGraphs
+from autopar.plan.context import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 

@@ -49,11 +49,11 @@ from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
-from autopar.plan.memory_use import MemoryUse
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import (
     FORMAT_VERSION,
     Decisions,
+    MemoryUse,
     MeshTrial,
     ModuleRow,
     PipelineRecord,

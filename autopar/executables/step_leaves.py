@@ -14,8 +14,7 @@ from autopar.executables.aliasing import without_shared_memory
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
 from autopar.frontend.callback_results import call_with_results
 from autopar.ir.traced_step import TracedStep
-from autopar.plan.plan import Plan
-from autopar.plan.sharding_trees import shardings_in
+from autopar.plan.plan import Plan, shardings_in
 from autopar.runtime.execution.dispatch import turn
 from autopar.runtime.execution.global_arrays import aval_of, from_whole
 

@@ -30,9 +30,8 @@ from autopar.passes.assign_stages import balanced, more_layers
 from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import SplitStep, split_scans
-from autopar.plan.context import PlanningContext
+from autopar.plan.context import PlanningContext, StepGraphs
 from autopar.plan.options import PlanRequest
-from autopar.plan.step_graphs import StepGraphs
 from autopar.runtime.pipeline.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.rules import RuleBook

@@ -29,9 +29,8 @@ from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.known import has_known_kernels
 from autopar.lowering.decisions import ShardingPlan
-from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.context import PlanningContext, Rejection, StepGraphs
 from autopar.plan.options import WORTHWHILE
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.partial_sums import Partials
 from autopar.sharding.rules import RuleBook
 

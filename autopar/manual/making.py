@@ -12,8 +12,8 @@ from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, MemoryLimitError
 from autopar.manual.estimates import Estimates, best_case
 from autopar.manual.settings import Attempt, Outcome, Problem, Walk
-from autopar.plan.device_limits import fullest
 from autopar.plan.plan import Plan
+from autopar.plan.summary import fullest
 
 MOST_ATTEMPTS = 40
 

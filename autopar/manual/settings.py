@@ -7,9 +7,9 @@ from collections.abc import Generator
 
 from autopar.hardware.cluster import Cluster
 from autopar.ir.traced_step import TracedStep
+from autopar.plan.context import StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Trees
-from autopar.plan.step_graphs import StepGraphs
 from autopar.recipes import Recipe
 from autopar.sharding.rules import RuleBook
 

@@ -16,7 +16,6 @@ from rich.table import Table
 from autopar.common.trace_events import Timeline, TraceEvent, chrome_trace
 from autopar.common.units import text_of_s
 from autopar.plan import summary
-from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import PlanRecord
 from autopar.xla.profile_events import DeviceEvent, recorded
 from autopar.xla.program_operations import COMPUTE, ProgramOperation, operations_of
@@ -117,7 +116,7 @@ def step_profile(
         step=record.step,
         lanes=_lanes(record, known),
         modules=_modules(record, known),
-        predicted=timeline_of(record),
+        predicted=summary.timeline_of(record),
         measured=_timeline(known),
     )
 

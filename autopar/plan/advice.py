@@ -6,9 +6,8 @@ All of it follows from the plan's record, exactly or by a bound.
 from __future__ import annotations
 
 from autopar.common.units import text_of_part
-from autopar.plan.device_limits import fullest
-from autopar.plan.memory_use import MemoryKind
-from autopar.plan.schema import PlanRecord
+from autopar.plan.schema import MemoryKind, PlanRecord
+from autopar.plan.summary import fullest
 from autopar.plan.why_not import ALL_OF_STEP, module_costs, within
 
 # Of the step: a module that takes less does not stand out. Of the memory: what is left free is no room for a batch.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol, TypeVar
 
 from autopar.common.deadline import Deadline
 from autopar.common.progress import Progress
@@ -17,8 +17,33 @@ from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import RejectionRecord
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
+
+T = TypeVar("T")
+
+
+class StepGraphs:
+    """Graphs of steps, by the step and by what else they depend on. One search makes its own; plans of the same step
+    under many requests share one.
+    """
+
+    def __init__(self) -> None:
+        # With the jaxpr, so that its id stays its own.
+        self._made: dict[Hashable, tuple[Any, Any]] = {}
+
+    def of(self, traced: TracedStep, what: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns for a step; `what` names all else that the result depends on."""
+        options = (
+            traced.attention_kernel,
+            traced.scan_recompute,
+            traced.per_microbatch,
+            traced.stacked_over,
+            traced.uneven_over,
+        )
+        key = id(traced.jaxpr), *options, what
+        if key not in self._made:
+            self._made[key] = traced.jaxpr, make()
+        return self._made[key][1]
 
 
 class Candidate(Protocol):

@@ -20,7 +20,6 @@ from autopar.hardware.cluster_parts import part_at
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
 from autopar.plan import summary
-from autopar.plan.device_limits import fullest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
 
 NO_MODULE = "(no module)"
@@ -292,7 +291,7 @@ def _of_module(row: ModuleRow) -> list[str]:
 def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence[ModuleRow]) -> tuple[str, ...]:
     """What other layouts would meet: full memory, the state that they are tied to, links between hosts."""
     texts = []
-    full = fullest(record)
+    full = summary.fullest(record)
     peak, limit = full.peak_bytes, full.limit_bytes
     if limit and peak >= NEARLY_FULL * limit:
         texts.append(f"memory: {text_of_bytes(peak)} of {text_of_bytes(limit)} are full at the peak")

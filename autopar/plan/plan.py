@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar.common.trace_events import write_trace
 from autopar.errors import InvalidArgumentError, MemoryLimitError, UnsupportedError
+from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import (
     HOST_MEMORY,
@@ -32,13 +33,10 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.plan import collective_rows, render, render_summary, rivals, summary
 from autopar.plan.alternatives import alternatives as other_ways
 from autopar.plan.alternatives import argument_called
-from autopar.plan.device_limits import fullest
 from autopar.plan.explanation import Explanation, explanation, values_called
 from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
-from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
-from autopar.plan.sharding_trees import shardings_in
 from autopar.plan.why_not import WhyNot
 
 # A plan as plain values, for programs: what `print(plan)` says, and the record without what only machines replay.
@@ -56,7 +54,7 @@ def dict_of(record: PlanRecord) -> dict[str, Any]:
             "devices": summary.num_devices(record),
             "step_time_s": record.predicted.step_time_s,
             "step_interval_s": record.step_interval_s,
-            "peak_bytes": fullest(record).peak_bytes,
+            "peak_bytes": summary.fullest(record).peak_bytes,
             "memory_limit_bytes": record.memory_limit_bytes,
             "shares": _dicts(summary.shares(record)),
             "costliest_collectives": _dicts(collective_rows.costliest(record)),
@@ -321,7 +319,7 @@ class Plan:
         A pipeline has a row for each group of devices, and for each link between them. A plan without stages has one
         row for the computation of every device, and one for its communication. The last event ends at the step time.
         """
-        write_trace(path, timeline_of(self.record))
+        write_trace(path, summary.timeline_of(self.record))
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one page for a browser, which needs no network and no other file.
@@ -432,3 +430,49 @@ def _pages() -> ModuleType:
     from autopar.plan.report import page
 
     return page
+
+
+# Shardings in the structure of a user's tree, for the public API only: internally, all values are lists of leaves.
+#
+# The constructor of a user's node runs whenever a tree is rebuilt. A constructor that checks its leaves, or computes
+# with them, accepts arrays and tracers but no shardings.
+
+
+def shardings_in(tree: Any, shardings: Sequence[Any], where: str) -> Any:
+    """The shardings of a tree's leaves in the structure of the tree.
+
+    Raises: UnsupportedError that names the class whose constructor does not accept them.
+    """
+    holds, trees = _put_in(tree, shardings)
+    if holds:
+        return trees
+    raise UnsupportedError(
+        where=where,
+        expected="classes whose constructors take shardings in place of arrays",
+        got=f"{_refusing(tree, shardings)}, whose constructor takes arrays only",
+        hint="take plan.sharding(path) of each leaf, with the paths that the plan prints (plan.record.arguments), or "
+        "device_put the leaves of jax.tree.leaves; step.init and calls of the step need no tree of shardings",
+    )
+
+
+def _refusing(tree: Any, shardings: Sequence[Any]) -> str:
+    """The innermost class of a tree that does not hold its shardings as they are."""
+    first = 0
+    for child in tree.children():
+        if refusing := _refusing(child, shardings[first : first + child.num_leaves]):
+            return refusing
+        first += child.num_leaves
+    node = tree.node_data()
+    if node is None or _put_in(tree, shardings)[0]:
+        return ""
+    return f"{node[0].__module__}.{node[0].__qualname__}"
+
+
+def _put_in(tree: Any, shardings: Sequence[Any]) -> tuple[bool, Any]:
+    """(whether a tree holds shardings as they are, the tree with them)."""
+    try:
+        filled = jax.tree.unflatten(tree, shardings)
+        leaves = jax.tree.leaves(set_apart(filled))
+    except Exception:  # whatever a user's constructor raises
+        return False, None
+    return len(leaves) == len(shardings) and all(a is b for a, b in zip(leaves, shardings, strict=True)), filled

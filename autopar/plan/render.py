@@ -14,16 +14,16 @@ from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.collective_rows import CollectiveRow, by_axes, by_kind, collective_rows
-from autopar.plan.device_limits import fullest, stage_devices
 from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
-from autopar.plan.memory_use import MemoryKind
-from autopar.plan.schema import MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.schema import MemoryKind, MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
     common_name,
     flops_text,
     folded,
+    fullest,
     group_names,
     interval_text,
+    stage_devices,
     stage_mesh,
     stage_share,
 )

@@ -18,7 +18,6 @@ from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.advice import advice
-from autopar.plan.device_limits import fullest
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import StageGroup, StateGroup
 
@@ -145,7 +144,7 @@ def _notes(page: _Page, notes: Sequence[str], room: int) -> list[str]:
 def _numbers(record: PlanRecord) -> str:
     """Step time, memory and arithmetic."""
     predicted = record.predicted
-    full = fullest(record)
+    full = summary.fullest(record)
     memory = f"peak {text_of_bytes(full.peak_bytes)} a device"
     if full.limit_bytes:
         of_limit = full.peak_bytes / full.limit_bytes

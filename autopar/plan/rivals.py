@@ -8,7 +8,6 @@ import math
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
-from autopar.plan.device_limits import fullest
 from autopar.plan.schema import MeshTrial, PlanRecord, RejectionRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
@@ -43,7 +42,7 @@ def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     ways: list[tuple[str, RejectionRecord | MeshTrial, str]]
     ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
     ways += [(name, trial, trial.status) for trial in record.tried if (name := _recipe_of(trial))]
-    limit_bytes = fullest(record).limit_bytes
+    limit_bytes = summary.fullest(record).limit_bytes
     found: dict[str, Rival] = {}
     for name, way, why in ways:
         rival = Rival(name=name, step_time_s=way.step_time_s, why=why, excess=_excess(way.peak_bytes, limit_bytes))
@@ -120,7 +119,7 @@ def tensor_parallelism(record: PlanRecord) -> str:
         where = "" if min(own) > 1 else f", in {summary.stages_text([s for s in stages if own[s] > 1])}"
         return f"Tensor parallelism is part of the plan{where}{_waits_of_tensor(record)}."
     ways = [trial for trial in record.tried if trial.step_time_s is not None and _ways_of(trial) > 1]
-    limit_bytes = fullest(record).limit_bytes
+    limit_bytes = summary.fullest(record).limit_bytes
     fitting = [trial for trial in ways if not _excess(trial.peak_bytes, limit_bytes)]
     best = min(fitting or ways, key=lambda trial: trial.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
@@ -129,7 +128,7 @@ def tensor_parallelism(record: PlanRecord) -> str:
     if excess := _excess(best.peak_bytes, limit_bytes):
         splits = summary.splits_text(best.axis_sizes, best.axis_roles)
         return f"With tensor parallelism, {splits}, the step does not fit ({excess})."
-    step_s, peak_bytes = record.predicted.step_time_s, fullest(record).peak_bytes
+    step_s, peak_bytes = record.predicted.step_time_s, summary.fullest(record).peak_bytes
     peak = f", peak {text_of_bytes(best.peak_bytes)} ({text_of_bytes(peak_bytes)} here)" if best.peak_bytes else ""
     return (
         f"With tensor parallelism, {summary.splits_text(best.axis_sizes, best.axis_roles)}: "

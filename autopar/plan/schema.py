@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
-from autopar.plan.memory_use import MemoryUse
 
 FORMAT_VERSION = 9
 # Of an option of XLA.
@@ -60,7 +60,7 @@ class Decisions:
     values that are there between the forward and the backward pass; over the `overlapped_axes` products gather and
     scatter while they run. `operations` has
     `SIGNATURE_DIGITS` digits for each operation of `of_op` and `wires`, in the order of their numbers
-    (`autopar.plan.signatures`).
+    (`autopar.plan.codec`).
     """
 
     layouts: tuple[Layout, ...]
@@ -92,6 +92,48 @@ class PredictedCollective:
     sent_bytes: float
     time_s: float
     exposed_s: float | None = None
+
+
+class MemoryKind(enum.Enum):
+    """The purpose of memory."""
+
+    PARAMETER = "parameters"  # state that the forward pass reads
+    OPTIMIZER = "optimizer state"  # other state: moments, master copies
+    BATCH = "batch"
+    OTHER = "other arguments and results"
+    GRADIENT = "gradients"  # what the backward pass makes for the update, and its sums over micro-batches
+    SAVED = "saved for backward"  # made by the forward pass, read by the backward pass
+    COLLECTIVE = "collective buffers"  # what is gathered, or on its way from one layout to another
+    NEW_STATE = "new state"  # beside the state that it replaces
+    TEMPORARY = "temporaries"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHolder:
+    """Equal arrays on one device, `count` of them and `nbytes` in total."""
+
+    name: str
+    kind: MemoryKind
+    nbytes: int
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one device of a stage by purpose.
+
+    Attributes:
+        throughout: Memory held from the start to the end of a step: state, the batch, sums over micro-batches.
+        at_peak: All memory at the peak.
+        largest: The largest holders at the peak, largest first.
+        course: The most bytes in each of equal parts of the program, in its order; of a step in one program only, as a
+            pipeline's timeline has them by seconds.
+    """
+
+    throughout: dict[MemoryKind, int]
+    at_peak: dict[MemoryKind, int]
+    largest: tuple[MemoryHolder, ...]
+    course: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from autopar.common.paths import parts_of
+from autopar.common.trace_events import Timeline
 from autopar.common.units import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster_parts import memory_share, part_at
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.device_limits import stage_devices
-from autopar.plan.memory_use import MemoryKind
-from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord, Predicted
+from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
@@ -26,6 +28,7 @@ MEMORY_BOUND, COLLECTIVES = "operations bound by memory", "exposed collectives"
 # Of the step: less of it is no line of its own in what is lost.
 LEAST_LOSS = 0.001
 ROUNDED_AWAY = 0.005  # of the step: what would be written as 0 %
+LINK = " to "  # between the two ends of a link of a timeline
 _NUMBER = re.compile(r"\d+")
 SHARDED = "sharded data"
 # State counts as split where a device holds at most so many times its share: what devices do not divide is small.
@@ -55,6 +58,15 @@ class Share:
     name: str
     seconds: float
     is_loss: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fullest:
+    """The group of devices that comes nearest to its memory limit. `number`: among those of `Predicted.peak_bytes`."""
+
+    number: int
+    peak_bytes: int
+    limit_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +218,42 @@ def group_names(record: PlanRecord) -> list[str]:
         stages.setdefault(stage.first_device, []).append(str(number))
     assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
     return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
+
+
+def fullest(record: PlanRecord, limit_bytes: int | None = None) -> Fullest:
+    """The fullest group of devices under the plan's limit, or under another, both of the smallest device."""
+    limit_bytes = record.memory_limit_bytes if limit_bytes is None else limit_bytes
+    peaks = record.predicted.peak_bytes
+    shares = [1.0] * len(peaks)
+    if record.cluster.parts and record.pipeline is not None:
+        sizes = {s.first_device: math.prod(s.axis_sizes) for s in record.pipeline.stages}
+        shares = [memory_share(record.cluster, first, size) for first, size in sizes.items()]
+    number = max(range(len(peaks)), key=lambda group: peaks[group] / shares[group])
+    limit = None if limit_bytes is None else int(limit_bytes * shares[number])
+    return Fullest(number=number, peak_bytes=peaks[number], limit_bytes=limit)
+
+
+def stage_devices(record: PlanRecord) -> tuple[str, ...]:
+    """The kind of the devices of each stage; empty on a cluster of one kind, and for one program."""
+    if not record.cluster.parts or record.pipeline is None:
+        return ()
+    return tuple(
+        part_at(record.cluster, s.first_device, math.prod(s.axis_sizes)).device.name for s in record.pipeline.stages
+    )
+
+
+def timeline_of(record: PlanRecord) -> Timeline:
+    """The simulated pipeline, its rows by the stages that a group of devices has, or the instructions on two streams
+    where the step is one program.
+    """
+    if record.pipeline is None:
+        return record.timeline
+    timeline, names = record.pipeline.timeline, group_names(record)
+    if len(names) != len(timeline.rows):  # in an edited file
+        return timeline
+    called = dict(zip(timeline.rows, names, strict=True))
+    links = (LINK.join(called.get(end, end) for end in link.split(LINK)) for link in timeline.links)
+    return msgspec.structs.replace(timeline, rows=tuple(names), links=tuple(links))
 
 
 def stage_share(record: PlanRecord, stage: int) -> float:

@@ -14,10 +14,8 @@ from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.collective_rows import by_kind, collective_rows
-from autopar.plan.device_limits import fullest
-from autopar.plan.memory_use import MemoryKind
 from autopar.plan.options import AS_FAST
-from autopar.plan.schema import ModuleRow, PlanRecord
+from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
 
 COLUMNS = 100
 MODULES_SHOWN = 8
@@ -94,7 +92,7 @@ class WhyNot:
     @property
     def excess_bytes(self) -> int:
         """Bytes of a device by which the other plan exceeds the memory limit; 0 where it fits."""
-        full = fullest(self.other, self.plan.memory_limit_bytes)
+        full = summary.fullest(self.other, self.plan.memory_limit_bytes)
         return max(0, full.peak_bytes - full.limit_bytes) if full.limit_bytes else 0
 
     @property
@@ -115,7 +113,7 @@ class WhyNot:
     def quantities(self) -> tuple[Quantity, ...]:
         """Step time, peak and bytes sent, and the parts of the step time that differ."""
         a, b = self.plan.predicted, self.other.predicted
-        peaks = [fullest(record).peak_bytes for record in (self.plan, self.other)]
+        peaks = [summary.fullest(record).peak_bytes for record in (self.plan, self.other)]
         rows = [
             Quantity(name="step time", unit="s", plan=a.step_time_s, other=b.step_time_s),
             Quantity(name="peak of a device", unit="bytes", plan=peaks[0], other=peaks[1]),
@@ -155,7 +153,7 @@ class WhyNot:
         """Why the other plan lost, in one or two sentences."""
         step_s, other_s = self.plan.predicted.step_time_s, self.other.predicted.step_time_s
         if self.excess_bytes:
-            full = fullest(self.other, self.plan.memory_limit_bytes)
+            full = summary.fullest(self.other, self.plan.memory_limit_bytes)
             peak, limit = full.peak_bytes, full.limit_bytes or 0
             most = max(self.memory(), key=lambda q: q.more)
             text = (
@@ -211,7 +209,7 @@ class WhyNot:
     @property
     def _memory_beside(self) -> str:
         """How the peaks of two plans that are as fast compare."""
-        own, other = (fullest(record).peak_bytes for record in (self.plan, self.other))
+        own, other = (summary.fullest(record).peak_bytes for record in (self.plan, self.other))
         if abs(other - own) <= ALIKE * own:
             return "with as much memory"
         return f"with {text_of_bytes(abs(other - own))} {'less' if other < own else 'more'} memory a device"
@@ -306,7 +304,7 @@ def text_of(unit: str) -> Any:
 
 
 def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
-    return record.predicted.memory[fullest(record).number].at_peak
+    return record.predicted.memory[summary.fullest(record).number].at_peak
 
 
 def _sent_bytes(record: PlanRecord) -> float:

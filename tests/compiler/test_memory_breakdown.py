@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.plan.memory_use import MemoryKind
+from autopar.plan.schema import MemoryKind
 from benchmarks.zoo import CASES as MODELS
 from tests.compiler.published_memory import (
     ACTIVATION_TARGET,

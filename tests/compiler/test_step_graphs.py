@@ -14,8 +14,8 @@ from autopar.errors import UnsupportedError
 from autopar.frontend.tracing import trace
 from autopar.inter_op import requested_step
 from autopar.microbatch import microbatch
+from autopar.plan.context import StepGraphs
 from autopar.plan.plan import Trees
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 

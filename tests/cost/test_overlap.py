@@ -27,7 +27,7 @@ from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.spmd_candidate import evaluated
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.plan_timeline import timeline_of
+from autopar.plan.summary import timeline_of
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step, grouped
 

@@ -18,7 +18,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware import discovery, presets
 from autopar.lowering.host_copies import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
-from autopar.plan.memory_use import MemoryKind
+from autopar.plan.schema import MemoryKind
 from autopar.verification import compile_for_target
 from autopar.xla import aot_gpu
 from benchmarks.zoo import CASES

@@ -7,10 +7,12 @@ from autopar.common.trace_events import DEVICES, LINKS, Timeline, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.lowering.decisions import SolverReport
-from autopar.plan.memory_use import MemoryHolder, MemoryKind, MemoryUse
 from autopar.plan.schema import (
     FORMAT_VERSION,
     Decisions,
+    MemoryHolder,
+    MemoryKind,
+    MemoryUse,
     MeshTrial,
     ModuleRow,
     PipelineRecord,

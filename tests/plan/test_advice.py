@@ -3,7 +3,7 @@
 import dataclasses
 
 from autopar.plan.advice import advice
-from autopar.plan.memory_use import MemoryKind, MemoryUse
+from autopar.plan.schema import MemoryKind, MemoryUse
 from tests.plan.records import module, program, value
 
 

@@ -15,14 +15,20 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.plan import summary
 from autopar.plan.bench_row import sent
-from autopar.plan.memory_use import MemoryKind, MemoryUse
 from autopar.plan.report import data, page
-from autopar.plan.report.data import candidate_rows, in_parts, memory_panel, module_tree
+from autopar.plan.report.data import (
+    PARTS,
+    Token,
+    candidate_rows,
+    in_parts,
+    memory_panel,
+    module_tree,
+    timeline_data,
+    tokens_of,
+)
 from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
-from autopar.plan.report.layout_tokens import Token, tokens_of
 from autopar.plan.report.page import time_text
-from autopar.plan.report.timeline_data import PARTS, timeline_data
-from autopar.plan.schema import MeasuredRecord, MeshTrial, PlanRecord, RejectionRecord
+from autopar.plan.schema import MeasuredRecord, MemoryKind, MemoryUse, MeshTrial, PlanRecord, RejectionRecord
 from tests.plan.records import module, pipeline, program, value
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}

@@ -11,7 +11,7 @@ from autopar.compiler.check_decisions import check_operations
 from autopar.errors import PlanMismatchError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.plan.signatures import signature
+from autopar.plan.codec import signature
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import grouped
 

@@ -5,7 +5,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.plan.plan_timeline import timeline_of
+from autopar.plan.summary import timeline_of
 from benchmarks.zoo import CASES
 from tests import perfetto
 from tests.browser import CHROMIUM

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors, recipes
 from autopar.plan import summary
-from autopar.plan.device_limits import fullest
-from autopar.plan.memory_use import MemoryKind
+from autopar.plan.schema import MemoryKind
 from autopar.plan.why_not import WhyNot
 from tests.plan.records import MEMORY, module, pipeline, predicted, program
 from tests.small_steps import grouped, shapes, slow_cluster, transformer
@@ -90,7 +89,7 @@ def test_the_batch_is_the_same_in_arguments_and_memory():
         assert sum(rows) == sum(held) > 0
         compared = made.why_not(recipes.zero(1))
         (batch,) = (q.plan for q in compared.memory() if q.name == "batch")
-        assert batch == held[fullest(made.record).number]
+        assert batch == held[summary.fullest(made.record).number]
 
 
 def test_plans_are_named_after_their_recipe(plan):

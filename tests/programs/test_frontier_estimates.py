@@ -12,7 +12,7 @@ from autopar.errors import MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.manual import making
 from autopar.manual.settings import RECOMPUTE
-from autopar.plan.step_graphs import StepGraphs
+from autopar.plan.context import StepGraphs
 from autopar.sharding.rules import RuleBook
 from benchmarks.auto_vs_manual.models import Model
 from benchmarks.auto_vs_manual.recipes import RECIPES

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.plan import summary
-from autopar.plan.device_limits import fullest
-from autopar.plan.report.layout_tokens import Token, tokens_of
+from autopar.plan.report.data import Token, tokens_of
 from autopar.plan.schema import PlannedValue, PlanRecord
 from autopar.plan.summary import Share
 from autopar.plan.why_not import ModuleDifference, Quantity, WhyNot
@@ -63,7 +62,7 @@ def compare_data(plan: PlanRecord, other: PlanRecord) -> CompareData:
 
 
 def _column(record: PlanRecord) -> PlanColumn:
-    full = fullest(record)
+    full = summary.fullest(record)
     return PlanColumn(
         step=record.step,
         cluster=record.cluster.name,

@@ -4,20 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
+from autopar.common.trace_events import DEVICES, Timeline, TraceEvent
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import collective_rows, rivals, summary
 from autopar.plan.advice import advice_and_notes
 from autopar.plan.collective_rows import CollectiveRow
-from autopar.plan.device_limits import fullest
-from autopar.plan.memory_use import MemoryHolder, MemoryKind
-from autopar.plan.plan_timeline import timeline_of
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
-from autopar.plan.report.layout_tokens import Token, tokens_of
-from autopar.plan.report.timeline_data import TimelineData, timeline_data
-from autopar.plan.schema import MeasuredRecord, ModuleRow, PlanRecord, RejectionRecord
+from autopar.plan.schema import MeasuredRecord, MemoryHolder, MemoryKind, ModuleRow, PlanRecord, RejectionRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
+
+# Layouts as text in pieces, so that each mesh axis in them can have its colour.
+
+# An axis, as it stands inside the brackets of a layout in text: `[x, -, yz] +x`.
+_BRACKETS = re.compile(r"(\[[xyz, -]*\]|\+[xyz])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """A piece of a layout as text; `axis` is the mesh axis that it names, or empty."""
+
+    text: str
+    axis: str = ""
+
+
+def tokens_of(text: str) -> tuple[Token, ...]:
+    """A text with layouts in it (`[x, -] @ [-, -] +x`) in pieces, each axis in a layout one of its own."""
+    tokens: list[Token] = []
+    for piece in _BRACKETS.split(text):
+        if not _BRACKETS.fullmatch(piece):
+            _append(tokens, piece)
+            continue
+        for character in piece:
+            if character in AXIS_NAMES:
+                tokens.append(Token(character, character))
+            else:
+                _append(tokens, character)
+    return tuple(tokens)
+
+
+def _append(tokens: list[Token], text: str) -> None:
+    """Adds text, to the last piece where that is no axis."""
+    if tokens and not tokens[-1].axis:
+        tokens[-1] = Token(tokens[-1].text + text)
+    elif text:
+        tokens.append(Token(text))
+
 
 # The memory of a plan as its page shows it: who holds the peak, and how the bytes of a device change over the step.
 
@@ -50,7 +84,7 @@ class MemoryPanel:
 def memory_panel(record: PlanRecord) -> MemoryPanel:
     """The memory of each group of devices."""
     predicted = record.predicted
-    tracks = timeline_of(record).tracks.get("bytes", ())
+    tracks = summary.timeline_of(record).tracks.get("bytes", ())
     step_s = predicted.step_time_s
     groups = []
     uses = zip(summary.group_names(record), predicted.peak_bytes, predicted.memory, strict=True)
@@ -58,7 +92,7 @@ def memory_panel(record: PlanRecord) -> MemoryPanel:
         curve = in_parts(tracks[number], step_s, CURVE_POINTS) if number < len(tracks) else use.course
         kinds = tuple((kind, use.at_peak[kind]) for kind in MemoryKind if use.at_peak.get(kind))
         groups.append(GroupMemory(name=name, peak_bytes=peak_bytes, at_peak=kinds, curve=curve))
-    highest = fullest(record).number
+    highest = summary.fullest(record).number
     return MemoryPanel(
         groups=tuple(groups),
         highest=highest,
@@ -78,6 +112,62 @@ def in_parts(steps: Sequence[tuple[float, int]], end_s: float, parts: int) -> tu
         for part in range(begin, min(int(stop_s / end_s * parts), parts - 1) + 1):
             most[part] = max(most[part], value)
     return tuple(most)
+
+
+# The timeline in few bytes: names once, times in whole parts of the step, events by row.
+
+# A step in this many parts: events are drawn to a hundredth of a pixel on a screen of 10,000.
+PARTS = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineRow:
+    """A row of the timeline. `events` are (name, start, duration) in numbers of the tables and parts of the step;
+    `busy` is the part of the step in which something runs.
+    """
+
+    name: str
+    is_link: bool
+    events: tuple[tuple[int, int, int], ...]
+    busy: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineData:
+    """`names` of events with their `categories`, which have colours."""
+
+    step_s: float
+    names: tuple[str, ...]
+    categories: tuple[str, ...]
+    rows: tuple[TimelineRow, ...]
+
+
+def timeline_data(record: PlanRecord) -> TimelineData:
+    """The timeline of a record. Events without a length are left out."""
+    timeline, step_s = summary.timeline_of(record), record.predicted.step_time_s
+    numbers: dict[tuple[str, str], int] = {}
+    by_row: dict[tuple[bool, int], list[TraceEvent]] = {}
+    for event in timeline.events:
+        if event.end_s > event.start_s:
+            by_row.setdefault((event.process != DEVICES, event.row), []).append(event)
+            numbers.setdefault((event.name, event.category), len(numbers))
+    rows = []
+    for (is_link, row), events in sorted(by_row.items()):
+        placed = tuple(_placed(event, numbers[event.name, event.category], step_s) for event in events)
+        busy = sum(event.end_s - event.start_s for event in events) / step_s if step_s else 0.0
+        rows.append(TimelineRow(name=_row_name(timeline, is_link, row), is_link=is_link, events=placed, busy=busy))
+    names, categories = tuple(name for name, _ in numbers), tuple(category for _, category in numbers)
+    return TimelineData(step_s=step_s, names=names, categories=categories, rows=tuple(rows))
+
+
+def _row_name(timeline: Timeline, is_link: bool, row: int) -> str:
+    return timeline.links[row] if is_link else timeline.rows[row]
+
+
+def _placed(event: TraceEvent, name: int, step_s: float) -> tuple[int, int, int]:
+    start = round(event.start_s / step_s * PARTS) if step_s else 0
+    stop = round(event.end_s / step_s * PARTS) if step_s else 0
+    return name, start, stop - start
 
 
 # The modules of a step as a tree, layers that are alike as one, with what each costs on one device.
@@ -303,7 +393,7 @@ class ReportData:
 
 def report_data(record: PlanRecord) -> ReportData:
     """The values of the page of a plan."""
-    predicted, pipeline, full = record.predicted, record.pipeline, fullest(record)
+    predicted, pipeline, full = record.predicted, record.pipeline, summary.fullest(record)
     candidates = candidate_rows(record)
     return ReportData(
         step=record.step,
@@ -369,7 +459,7 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
             source="the plan",
             text=rivals.chosen_recipe(record) or summary.sentence(record),
             step_time_s=plan_s,
-            peak_bytes=fullest(record).peak_bytes,
+            peak_bytes=summary.fullest(record).peak_bytes,
             why="",
             is_plan=True,
             relative=1.0 if plan_s else None,

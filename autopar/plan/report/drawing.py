@@ -9,7 +9,6 @@ from autopar.common.trace_events import LINKS, Timeline
 from autopar.hardware import host_groups
 from autopar.ir.mesh import AXIS_NAMES, axes_text
 from autopar.plan import summary
-from autopar.plan.plan_timeline import LINK, timeline_of
 from autopar.plan.schema import PlanRecord
 
 INSIDE, BETWEEN = "in one host", "across hosts"
@@ -211,7 +210,7 @@ def _sent_between_stages(record: PlanRecord) -> dict[str, tuple[float, float]]:
         return {}
     groups, domain = _groups(record), record.cluster.domain_devices
     found: dict[str, tuple[float, float]] = {}
-    for row, (nbytes, seconds) in _sent_over_links(timeline_of(record)).items():
+    for row, (nbytes, seconds) in _sent_over_links(summary.timeline_of(record)).items():
         ends = _ends(record.pipeline.timeline.links[row], len(groups))
         if ends is None:
             continue
@@ -244,7 +243,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     pipeline = record.pipeline
     if pipeline is None:
         return ()
-    step_s, timeline = record.predicted.step_time_s, timeline_of(record)
+    step_s, timeline = record.predicted.step_time_s, summary.timeline_of(record)
     sent = _sent_over_links(timeline)
     most = max((nbytes for nbytes, _ in sent.values()), default=0.0)
     firsts = _groups(record)
@@ -264,7 +263,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
 
 def _ends(name: str, groups: int) -> tuple[int, int] | None:
     """The groups of `mesh 0 to mesh 3`, as the simulation names what they send each other."""
-    one, _, other = name.partition(LINK)
+    one, _, other = name.partition(summary.LINK)
     numbers = [text.rpartition(" ")[2] for text in (one, other)]
     if not all(number.isdigit() and int(number) < groups for number in numbers):
         return None

@@ -1,4 +1,4 @@
-"""Charts of `autopar.fit`: the time of an example and the memory of a device over batch sizes, a line for a cluster."""
+"""Rows of `autopar.fit`, and their charts: the time of an example and the memory of a device over batch sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.units import text_of_s
-from autopar.plan.fit_row import FitRow
 
 # In units of the drawing: what the axes enclose, and the room for their numbers at the left, at the right and below.
 # Drawn about as large as they are on a telephone, so that numbers can be read there.
@@ -17,6 +16,27 @@ WIDTH, HEIGHT, LEFT, RIGHT, BELOW = 360, 190, 64, 44, 44
 TICKS = ((1, 2, 5), (1, 3), (1,))
 # Of a number on an axis, in its largest print: the width of a character, and the height.
 CHARACTER, LINE = 8.5, 18
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FitRow:
+    """A batch size on a cluster. Where it does not fit it has no step time, and `peak_bytes` are those of the plan that
+    comes nearest. `step_interval_s`: as of its plan. `price`: of a million examples, where the cluster has one.
+    """
+
+    cluster: str
+    batch: int
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    step_time_s: float | None = None
+    step_interval_s: tuple[float, float] | None = None
+    price: float | None = None
+
+    @property
+    def example_s(self) -> float | None:
+        """Seconds of an example."""
+        return None if self.step_time_s is None else self.step_time_s / self.batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,15 +25,11 @@ from autopar.common.units import (
     text_of_s,
 )
 from autopar.plan.bench_row import BenchRow
-from autopar.plan.fit_row import FitRow
-from autopar.plan.memory_use import MemoryKind
 from autopar.plan.report.bench_data import BenchData, bench_data
 from autopar.plan.report.compare_data import CompareData, compare_data
-from autopar.plan.report.data import ReportData, report_data
-from autopar.plan.report.fit_data import FitData, fit_data
-from autopar.plan.report.layout_tokens import tokens_of
-from autopar.plan.report.timeline_data import PARTS, TimelineData
-from autopar.plan.schema import PlanRecord
+from autopar.plan.report.data import PARTS, ReportData, TimelineData, report_data, tokens_of
+from autopar.plan.report.fit_data import FitData, FitRow, fit_data
+from autopar.plan.schema import MemoryKind, PlanRecord
 
 # The colours of categories of events, as the script has them, and what they mean.
 _CATEGORIES = {
