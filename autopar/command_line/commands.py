@@ -31,6 +31,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.plan import render, render_summary
+from autopar.plan.comparison import Comparison
 from autopar.plan.plan import Plan
 from autopar.recipes.parse import recipe_of
 from autopar.step_views import batch_argnums_of, on_cluster
@@ -83,9 +84,9 @@ def why_not(parsed: argparse.Namespace) -> Output:
 
 def diff(parsed: argparse.Namespace) -> Output:
     """The differences of two saved plans."""
-    one, other = load(parsed.one), load(parsed.other)
-    rows = [{"what": what, "plan": a, "other": b} for what, a, b in render.differences(one.record, other.record)]
-    return Output(functools.partial(render.diff, one.record, other.record), {"differences": rows})
+    found = Comparison(plan=load(parsed.one).record, other=load(parsed.other).record)
+    rows = [{"what": what, "plan": a, "other": b} for what, a, b in found.differences()]
+    return Output(found.difference_text, {"differences": rows})
 
 
 def report(parsed: argparse.Namespace) -> Output:

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from autopar.common.units import text_of_bytes, text_of_interval_s, text_of_s
 from autopar.hardware import step_errors
 from autopar.plan import rivals, summary
+from autopar.plan.comparison import Comparison
 from autopar.plan.report.drawing import link_loads
 from autopar.plan.schema import PlanRecord
-from autopar.plan.why_not import WhyNot
 
 # The parts of a step in the order of bars, and the parts of `summary.shares` in each; what is in none is waiting.
 PARTS = ("arithmetic", "memory", "collectives", "bubble")
@@ -103,7 +103,7 @@ class BenchRow:
         """Where it loses to the best way, in a sentence; empty for what has no time, and for the best itself."""
         if self.record is None or best.record is None or self is best:
             return ""
-        return WhyNot(plan=best.record, other=self.record).in_short
+        return Comparison(plan=best.record, other=self.record).in_short
 
     def is_equal_within_error(self, best: BenchRow) -> bool:
         """Whether predictions do not rank it after the best way: the ratio of the two times is below

@@ -11,9 +11,9 @@ from autopar.common.text_console import TextConsole
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
 from autopar.hardware import step_errors
 from autopar.plan import summary
-from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, sent
 from autopar.plan.report.drawing import BETWEEN, INSIDE
+from autopar.plan.rivals import advice_and_notes
 
 BAR_COLUMNS, MEASURED_BAR_COLUMNS, INTERVAL_COLUMNS = 24, 16, 12
 NAME_COLUMNS, MEASURED_NAME_COLUMNS = 28, 22  # of a way: recipes with many arguments take several lines

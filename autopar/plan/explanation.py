@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,20 +14,26 @@ import msgspec
 from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_count, text_of_s
-from autopar.errors import InvalidArgumentError
+from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware import host_groups
 from autopar.hardware.cluster_parts import part_at
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, enumerate_layouts
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
 from autopar.plan import summary
+from autopar.plan.comparison import Comparison
+from autopar.plan.modules import NO_MODULE
+from autopar.plan.options import PlanRequest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
+from autopar.sharding.pins import Pin, Pins
 
-NO_MODULE = "(no module)"
 NEAREST_SHOWN = 5
 # Of a value: parts that are named one by one; and of the arguments that are asked for, those that are drawn.
 PARTS_SHOWN, DRAWN = 8, 3
 # Of the memory limit: a peak above it leaves no room for whole copies of what is split.
 NEARLY_FULL = 0.95
+# Layouts that are planned for at most, those that differ in the fewest dimensions first.
+MOST_PLANNED = 8
+SHOWN = 3  # arguments, in an error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +60,15 @@ class ExplainedValue:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another layout of an argument, with all else searched for anew. Where it has no plan, `why` says so."""
+    """Another layout of an argument, with all else searched for anew. `why` says where its plan loses, or why it has
+    none.
+    """
 
     layout: str
     lies: str
     step_time_s: float | None
     peak_bytes: int | None
-    why: str = ""
+    why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +97,7 @@ class Explanation:
                 more_s = other.step_time_s - self.step_time_s
                 lines.append(
                     f"{lies}: step {text_of_s(other.step_time_s)} ({text_of_s(abs(more_s))} "
-                    f"{'more' if more_s >= 0 else 'less'}), peak {text_of_bytes(other.peak_bytes or 0)}"
+                    f"{'more' if more_s >= 0 else 'less'}), peak {text_of_bytes(other.peak_bytes or 0)}; {other.why}"
                 )
         return text_format.broken(lines)
 
@@ -150,14 +158,14 @@ def _nothing_called(record: PlanRecord, what: str) -> InvalidArgumentError:
 
 def _explained(record: PlanRecord, value: PlannedValue) -> ExplainedValue:
     mesh = summary.stage_mesh(record, value.stage)
-    first = 0 if record.pipeline is None else record.pipeline.stages[value.stage].first_device
+    first = summary.first_device(record, value.stage)
     return ExplainedValue(
         path=value.path,
         dtype=value.dtype,
         shape=value.shape,
         kind=value.kind,
         layout=value.layout.text(mesh),
-        lies=describe(value.layout, mesh) + stages_of(record, value) + memory_of(value),
+        lies=describe(value.layout, mesh) + summary.holders(record, [value]),
         device_bytes=value.nbytes // (value.layout.shards(mesh) * max(len(value.stages), 1)),
         pieces=() if value.stages else pieces_of(value.shape, value.layout, mesh, first),
     )
@@ -173,20 +181,6 @@ def describe(layout: Layout, mesh: LogicalMesh) -> str:
         if axes
     ]
     return ", ".join(parts)
-
-
-def stages_of(record: PlanRecord, value: PlannedValue) -> str:
-    """The stages that hold a value, in words; nothing without stages."""
-    if record.pipeline is None:
-        return ""
-    if value.stages:
-        return f", in parts on stages {', '.join(map(str, value.stages))}"
-    return f" on stage {value.stage}"
-
-
-def memory_of(value: PlannedValue) -> str:
-    """Whether a value is in the memory of the host, in words."""
-    return ", in host memory" if value.in_host else ""
 
 
 def pieces_of(shape: Sequence[int], layout: Layout, mesh: LogicalMesh, first_device: int) -> tuple[Piece, ...]:
@@ -253,10 +247,8 @@ def _picture(value: ExplainedValue) -> list[str]:
 
 
 def _numbers(devices: Sequence[int]) -> str:
-    """Numbers of devices, neighbours as ranges: `0-3, 8, 9`; the first of many."""
-    ranges = [[number for _, number in run] for _, run in itertools.groupby(enumerate(devices), lambda p: p[1] - p[0])]
-    runs = [[run] if len(run) > 2 else [[number] for number in run] for run in ranges]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in itertools.chain(*runs)]
+    """Numbers of devices; the first of many."""
+    texts = summary.ranges(devices)
     more = f" and {len(texts) - PARTS_SHOWN} more" if len(texts) > PARTS_SHOWN else ""
     return ", ".join(texts[:PARTS_SHOWN]) + more
 
@@ -309,6 +301,86 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
 def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> bool:
     sizes = summary.stage_mesh(record, stage).axis_sizes
     axes = tuple(AXIS_NAMES.index(name) for name in names)
-    first = record.pipeline.stages[stage].first_device if record.pipeline is not None else 0
+    first = summary.first_device(record, stage)
     domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
     return host_groups.spread(sizes, axes, domain_devices).hosts > 1
+
+
+# Other layouts of an argument: each is pinned, and the step planned anew around it.
+
+
+def argument_called(record: PlanRecord, what: str, most: int) -> PlannedValue:
+    """The first argument that a name means. Raises: InvalidArgumentError where it means modules or results only."""
+    arguments = [value for value in values_called(record, what) if value in record.arguments]
+    if arguments:
+        return arguments[0]
+    some = ", ".join(repr(summary.path_of(value.path)) for value in record.arguments[:SHOWN])
+    raise InvalidArgumentError(
+        where=f"explain({what!r}, alternatives={most})",
+        expected=f"the name of an argument, of which other layouts can be planned, such as {some}",
+        got="that of modules or results, whose layouts follow from those of the arguments",
+        hint="leave alternatives out, or plan.why_not(recipe) for another way for all of them",
+    )
+
+
+def best_alternatives(
+    record: PlanRecord, value: PlannedValue, replan: Callable[[PlanRequest], PlanRecord], most: int
+) -> tuple[Alternative, ...]:
+    """The best other layouts of an argument, on the same mesh. Layers that are alike have the same layout.
+
+    Raises: UnsupportedError for a plan with stages.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise InvalidArgumentError(
+            where=f"explain({value.path!r}, alternatives=...)",
+            expected="how many other layouts are shown, 0 or more",
+            got=repr(most),
+            hint="leave it out to plan for none",
+        )
+    if record.pipeline is not None:
+        raise UnsupportedError(
+            where=f"explain({value.path!r}, alternatives={most})",
+            expected="a plan in one program",
+            got=f"one of {len(record.pipeline.stages)} stages",
+            hint="compare whole plans: plan.why_not(autopar.constrain(pins, recipe=autopar.recipes.pipeline(...)))",
+        )
+    mesh = summary.stage_mesh(record, 0)
+    found = []
+    for layout in other_layouts(value, mesh):
+        request = PlanRequest(pins=pins_of(value.path, layout, mesh), memory_limit_bytes=record.memory_limit_bytes)
+        found.append(_alternative(record, layout, request, replan))
+    timed = sorted((a for a in found if a.step_time_s is not None), key=lambda a: a.step_time_s or 0.0)
+    return (*timed, *(a for a in found if a.step_time_s is None))[:most]
+
+
+def other_layouts(value: PlannedValue, mesh: LogicalMesh) -> list[Layout]:
+    """The layouts to plan for: those with the fewest other dimensions first."""
+    others = [layout for layout in enumerate_layouts(value.shape, mesh) if layout != value.layout]
+
+    def distance(layout: Layout) -> int:
+        return sum(a != b for a, b in zip(layout.dims, value.layout.dims, strict=True))
+
+    return sorted(others, key=distance)[:MOST_PLANNED]
+
+
+def pins_of(path: str, layout: Layout, mesh: LogicalMesh) -> Pins:
+    """The pin of an argument, and of those of the same name in other layers, on this mesh."""
+    dims = tuple(tuple(mesh.axis_names[a] for a in axes) for axes in layout.dims)
+    sizes = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return Pins(pins=(Pin(pattern=summary.path_of(summary.folded(path)), dims=dims),), axis_sizes=sizes)
+
+
+def _alternative(
+    record: PlanRecord, layout: Layout, request: PlanRequest, replan: Callable[[PlanRequest], PlanRecord]
+) -> Alternative:
+    mesh = summary.stage_mesh(record, 0)
+    texts = {"layout": layout.text(mesh), "lies": describe(layout, mesh)}
+    try:
+        other = replan(request)
+    except AutoparError as error:
+        why = "does not fit" if isinstance(error, MemoryLimitError) else f"no plan: {error.where}: {error.got}"
+        if isinstance(error, MemoryLimitError) and request.memory_limit_bytes:
+            why += f" in {text_of_bytes(request.memory_limit_bytes)}"
+        return Alternative(**texts, step_time_s=None, peak_bytes=None, why=why)
+    why, peak_bytes = Comparison(plan=record, other=other).in_short, summary.fullest(other).peak_bytes
+    return Alternative(**texts, step_time_s=other.predicted.step_time_s, peak_bytes=peak_bytes, why=why)

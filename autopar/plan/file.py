@@ -28,6 +28,7 @@ from autopar.plan.schema import (
     PlanRecord,
     PredictedCollective,
 )
+from autopar.plan.summary import num_stages, stage_mesh
 
 # Validity of a plan record, whatever its step: ranges of numbers, meshes, layouts, table indices.
 #
@@ -163,15 +164,6 @@ def _meshes(record: PlanRecord) -> Iterator[Fault]:
             yield Fault(place=f"{place}.first_device", expected=error.expected, got=error.got)
 
 
-def _mesh_of(record: PlanRecord, stage: int) -> LogicalMesh:
-    sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
-    return LogicalMesh(axis_sizes=sizes)
-
-
-def _num_stages(record: PlanRecord) -> int:
-    return 1 if record.pipeline is None else len(record.pipeline.stages)
-
-
 def _values(record: PlanRecord) -> Iterator[Fault]:
     for name, values, kinds in (("arguments", record.arguments, KINDS), ("results", record.results, ("result",))):
         for i, value in enumerate(values):
@@ -179,17 +171,17 @@ def _values(record: PlanRecord) -> Iterator[Fault]:
 
 
 def _value(record: PlanRecord, value: PlannedValue, place: str, kinds: Sequence[str]) -> Iterator[Fault]:
-    stages, num_stages = value.stages, _num_stages(record)
+    stages, known_stages = value.stages, num_stages(record)
     if value.kind not in kinds:
         yield Fault(place=f"{place}.kind", expected=" or ".join(kinds), got=repr(value.kind))
-    yield from _outside(f"{place}.stages", stages, num_stages if record.pipeline is not None else 0)
-    if not 0 <= value.stage < num_stages:
-        yield Fault(place=f"{place}.stage", expected=_range(num_stages), got=str(value.stage))
-    mesh, shape = _mesh_of(record, value.stage), value.shape
+    yield from _outside(f"{place}.stages", stages, known_stages if record.pipeline is not None else 0)
+    if not 0 <= value.stage < known_stages:
+        yield Fault(place=f"{place}.stage", expected=_range(known_stages), got=str(value.stage))
+    mesh, shape = stage_mesh(record, value.stage), value.shape
     if stages:
         if len(set(stages)) < len(stages) or len(stages) < 2:
             yield Fault(place=f"{place}.stages", expected="two different stages or more", got=f"{list(stages)}")
-        if stages[0] != value.stage or len({_mesh_of(record, stage) for stage in stages}) > 1:
+        if stages[0] != value.stage or len({stage_mesh(record, stage) for stage in stages}) > 1:
             expected = f"stages on equal meshes, stage {value.stage} first"
             yield Fault(place=f"{place}.stages", expected=expected, got=f"{list(stages)}")
         if not shape or shape[0] % len(stages):
@@ -216,13 +208,13 @@ def _layout(place: str, layout: Layout, mesh: LogicalMesh) -> Iterator[Fault]:
 
 def _all_decisions(record: PlanRecord) -> Iterator[Fault]:
     if record.pipeline is None:
-        yield from _decisions("$.plan.decisions", record.decisions, _mesh_of(record, 0))
+        yield from _decisions("$.plan.decisions", record.decisions, stage_mesh(record, 0))
         return
     if record.decisions != Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()):
         yield Fault(place="$.plan.decisions", expected="none: each stage has its own", got="some")
     for number, stage in enumerate(record.pipeline.stages):
         place = f"$.plan.pipeline.stages[{number}].decisions"
-        yield from _decisions(place, stage.decisions, _mesh_of(record, number))
+        yield from _decisions(place, stage.decisions, stage_mesh(record, number))
 
 
 def _decisions(place: str, decisions: Decisions, mesh: LogicalMesh) -> Iterator[Fault]:
@@ -268,8 +260,8 @@ def _predicted(record: PlanRecord) -> Iterator[Fault]:
             yield Fault(place=f"$.plan.predicted.{name}", expected=expected, got=str(len(per_group)))
     yield from _collectives("$.plan.predicted.collectives", predicted.collectives)
     for i, row in enumerate(record.modules):
-        if not 0 <= row.stage < _num_stages(record):
-            yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(_num_stages(record)), got=str(row.stage))
+        if not 0 <= row.stage < num_stages(record):
+            yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(num_stages(record)), got=str(row.stage))
         yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
 
 
@@ -283,12 +275,12 @@ def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iter
 
 
 def _axis_names(record: PlanRecord) -> Iterator[Fault]:
-    stages = range(_num_stages(record))
+    stages = range(num_stages(record))
     if record.axis_roles and len(record.axis_roles) != len(stages):
         got = str(len(record.axis_roles))
         yield Fault(place="$.plan.axis_roles", expected=f"one entry for each of {len(stages)} stage(s)", got=got)
     for stage, roles in enumerate(record.axis_roles):
-        mesh = _mesh_of(record, stage)
+        mesh = stage_mesh(record, stage)
         if len(roles) != len(mesh.axis_sizes):
             expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
             yield Fault(place=f"$.plan.axis_roles[{stage}]", expected=expected, got=", ".join(roles) or "none")
@@ -298,7 +290,7 @@ def _axis_names(record: PlanRecord) -> Iterator[Fault]:
     if len(set(names)) < len(names):
         yield Fault(place=place, expected="a name of its own for each mesh axis", got=", ".join(names))
     for stage in stages:
-        mesh = _mesh_of(record, stage)
+        mesh = stage_mesh(record, stage)
         if len(names) != len(mesh.axis_sizes):
             expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
             yield Fault(place=place, expected=expected, got=", ".join(names) or "none")

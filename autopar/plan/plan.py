@@ -30,14 +30,12 @@ from autopar.ir.jax_sharding import (
     submesh,
 )
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan import collective_rows, render, render_summary, rivals, summary
-from autopar.plan.alternatives import alternatives as other_ways
-from autopar.plan.alternatives import argument_called
-from autopar.plan.explanation import Explanation, explanation, values_called
+from autopar.plan import modules, render, render_summary, rivals, summary
+from autopar.plan.comparison import Comparison
+from autopar.plan.explanation import Explanation, argument_called, best_alternatives, explanation, values_called
 from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
-from autopar.plan.why_not import WhyNot
 
 # A plan as plain values, for programs: what `print(plan)` says, and the record without what only machines replay.
 
@@ -57,7 +55,7 @@ def dict_of(record: PlanRecord) -> dict[str, Any]:
             "peak_bytes": summary.fullest(record).peak_bytes,
             "memory_limit_bytes": record.memory_limit_bytes,
             "shares": _dicts(summary.shares(record)),
-            "costliest_collectives": _dicts(collective_rows.costliest(record)),
+            "costliest_collectives": _dicts(modules.costliest(record)),
             "stages": _dicts(summary.stage_groups(record)),
             "arguments": _dicts(summary.state_groups(record)),
             "baselines": _dicts(rivals.rivals(record)),
@@ -187,7 +185,7 @@ class Plan:
         sharded over it too), `state` (that alone), `tensor`, `sequence`, `expert`. Axes with one role are one group,
         and an axis without a role has its own name (x). Only stages on equal meshes have pipeline groups.
         """
-        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        stages = range(summary.num_stages(self.record))
         places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
         places = dict(sorted(places.items(), key=lambda item: item[1]))
         groups: dict[str, list[list[int]]] = {}
@@ -227,7 +225,7 @@ class Plan:
         """Raises: NotEnoughDevicesError where this program has fewer devices than the plan, UnsupportedError where the
         plan keeps arrays in the memory of the host and the devices cannot.
         """
-        stages = range(1 if self.record.pipeline is None else len(self.record.pipeline.stages))
+        stages = range(summary.num_stages(self.record))
         largest = max((self.stage_mesh(s) for s in stages), key=lambda at: at[1] + at[0].num_devices)
         submesh(*largest)
         stages_of = () if self.record.pipeline is None else self.record.pipeline.stages
@@ -357,10 +355,10 @@ class Plan:
             return found
         argument = argument_called(self.record, what, alternatives)
         replan = self._replan("explain(..., alternatives=...)")
-        others = other_ways(self.record, argument, lambda request: replan(request).record, alternatives)
+        others = best_alternatives(self.record, argument, lambda request: replan(request).record, alternatives)
         return dataclasses.replace(found, alternatives=others)
 
-    def why_not(self, instead: _HasRequest) -> WhyNot:
+    def why_not(self, instead: _HasRequest) -> Comparison:
         """The plan that a recipe or pins would give, beside this one: time, memory, bytes and modules, in numbers.
 
         `instead` is a recipe of `autopar.recipes`, or pins of `autopar.constrain`. The step is planned anew under it,
@@ -378,10 +376,10 @@ class Plan:
             )
         limited = dataclasses.replace(instead.request, memory_limit_bytes=self.record.memory_limit_bytes)
         try:
-            return WhyNot(plan=self.record, other=replan(limited).record)
+            return Comparison(plan=self.record, other=replan(limited).record)
         except MemoryLimitError:
             unlimited = dataclasses.replace(limited, memory_limit_bytes=UNLIMITED_BYTES)
-            return WhyNot(plan=self.record, other=replan(unlimited).record)
+            return Comparison(plan=self.record, other=replan(unlimited).record)
 
     def _replan(self, method: str) -> Callable[[PlanRequest], Plan]:
         """Raises: UnsupportedError for a plan of a file that is not bound to its step."""
@@ -396,7 +394,7 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """The differences of two plans of a step: meshes, arguments, collectives and predictions, as text."""
-        return render.diff(self.record, other.record)
+        return Comparison(plan=self.record, other=other.record).difference_text()
 
     def table(self) -> str:
         """The whole plan as text: every stage, argument, module, collective and holder of memory."""

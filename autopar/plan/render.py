@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
-from autopar.plan.collective_rows import CollectiveRow, by_axes, by_kind, collective_rows
-from autopar.plan.explanation import NO_MODULE, memory_of, stages_of
+from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
-    common_name,
     flops_text,
     folded,
     fullest,
     group_names,
     interval_text,
+    place,
     stage_devices,
     stage_mesh,
     stage_share,
@@ -172,65 +169,6 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
     return rows
 
 
-def diff(one: PlanRecord, other: PlanRecord, text_format: TextFormat = PLAIN) -> str:
-    """The differences of two plans, as a table; arrays that are alike and differ alike are one row."""
-    differing = differences(one, other)
-    if not differing:
-        return "the plans are the same"
-    paths = {v.path for v in (*one.arguments, *one.results)}
-    alike: dict[tuple[object, str, str], list[str]] = {}
-    for what, a, b in differing:
-        parts = parts_of(folded(what))
-        alike.setdefault(((parts[0], *parts[-2:]) if what in paths else what, a, b), []).append(what)
-    out, rows = TextConsole(WIDTH, text_format), Table("what", "this plan", "other plan")
-    for (_, a, b), names in alike.items():
-        name = common_name(names) + (f" ({len(names)}x)" if len(names) > 1 else "")
-        rows.add_row(*map(escape, (name, a, b)))
-    out.table(rows)
-    return out.text()
-
-
-def differences(one: PlanRecord, other: PlanRecord) -> list[tuple[str, str, str]]:
-    """The differences of two plans: the name of each, and what it is in both."""
-    rows: list[tuple[str, str, str]] = [
-        ("recipe", one.recipe or "none", other.recipe or "none"),
-        ("mesh", _meshes(one), _meshes(other)),
-        ("step time", text_of_s(one.predicted.step_time_s), text_of_s(other.predicted.step_time_s)),
-        ("peak memory", text_of_bytes(fullest(one).peak_bytes), text_of_bytes(fullest(other).peak_bytes)),
-        (
-            "host memory",
-            text_of_bytes(max(one.predicted.host_bytes, default=0)),
-            text_of_bytes(max(other.predicted.host_bytes, default=0)),
-        ),
-    ]
-    sent = [{c.kind: c for c in collective_rows(record, record.modules, by_kind)} for record in (one, other)]
-    this_text, other_text = (text_of_bytes(sum(c.sent_bytes for c in kinds.values())) for kinds in sent)
-    rows.append(("sent per device", this_text, other_text))
-    for kind in dict.fromkeys((*sent[0], *sent[1])):
-        rows.append((kind, _sent_text(sent[0].get(kind)), _sent_text(sent[1].get(kind))))
-    b_values = {v.path: v for v in (*other.arguments, *other.results)}
-    for v in (*one.arguments, *one.results):
-        w = b_values.get(v.path)
-        other_place = _place(other, w) if w is not None else "absent"
-        rows.append((v.path, _place(one, v), other_place))
-    return [row for row in rows if row[1] != row[2]]
-
-
-def _sent_text(row: CollectiveRow | None) -> str:
-    return "none" if row is None else f"{text_of_bytes(row.sent_bytes)}, {row.count_text}{row.where_text}"
-
-
-def _meshes(record: PlanRecord) -> str:
-    if record.pipeline is None:
-        return str(stage_mesh(record, 0))
-    meshes = ", ".join(str(stage_mesh(record, s)) for s in range(len(record.pipeline.stages)))
-    return f"{meshes}; {record.pipeline.schedule}, {record.pipeline.num_microbatches} micro-batches"
-
-
-def _place(record: PlanRecord, value: PlannedValue) -> str:
-    return value.layout.text(stage_mesh(record, value.stage)) + stages_of(record, value) + memory_of(value)
-
-
 def _values_table(record: PlanRecord) -> Table:
     rows = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
     groups: dict[tuple, list[PlannedValue]] = {}
@@ -241,7 +179,7 @@ def _values_table(record: PlanRecord) -> Table:
         name = values[0].path if len(values) == 1 else folded(values[0].path)
         local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
         shape_text = "x".join(map(str, shape)) or "scalar"
-        lies = _place(record, values[0])
+        lies = place(record, values)
         row = (name, kind, str(len(values)), f"{shape_text} {values[0].dtype}", lies, text_of_bytes(local))
         rows.add_row(*map(escape, row))
     return rows
@@ -257,7 +195,7 @@ def _modules_table(record: PlanRecord) -> Table:
         if row.collectives or row.splits:
             groups.setdefault((folded(row.module), row.splits), []).append(row)
     for (pattern, splits), rows in groups.items():
-        shares = [stage_share(record, row.stage) for row in rows]
+        cost = cost_of(record, rows)
         lines = [
             f"{c.count_text} {c.kind} {axes_text(c.axes)} {text_of_bytes(c.sent_bytes)}{c.where_text}"
             for c in collective_rows(record, rows, by_axes)
@@ -267,9 +205,9 @@ def _modules_table(record: PlanRecord) -> Table:
             name,
             "\n".join(splits) or "-",
             "\n".join(lines) or "nothing",
-            text_of_s(sum(map(operator.mul, shares, (row.compute_time_s for row in rows)))),
-            text_of_s(sum(map(operator.mul, shares, (sum(c.time_s for c in row.collectives) for row in rows)))),
-            text_of_bytes(sum(map(operator.mul, shares, (row.saved_bytes for row in rows)))),
+            text_of_s(cost.compute_s),
+            text_of_s(cost.send_s),
+            text_of_bytes(sum(stage_share(record, row.stage) * row.saved_bytes for row in rows)),
         )
         rows_shown.add_row(*map(escape, cells))
     return rows_shown

@@ -16,8 +16,8 @@ from rich.table import Table
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
-from autopar.plan import collective_rows, rivals, summary
-from autopar.plan.advice import advice
+from autopar.plan import modules, rivals, summary
+from autopar.plan.rivals import advice
 from autopar.plan.schema import PlanRecord
 from autopar.plan.summary import StageGroup, StateGroup
 
@@ -181,7 +181,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
 
 
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
-    found = collective_rows.costliest(record)
+    found = modules.costliest(record)
     if not found:
         return ["No collectives."]
     rows = [

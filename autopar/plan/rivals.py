@@ -1,14 +1,18 @@
-"""The ways that were weighed beside a plan: recipes, tensor parallelism, and how much faster the plan is."""
+"""What a plan says of other ways to run the step: those that were weighed beside it, and what could be changed.
+
+All of it follows from the plan's record; of the changes, exactly or by a bound.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
-from autopar.plan.schema import MeshTrial, PlanRecord, RejectionRecord
+from autopar.plan.modules import ALL_OF_STEP, module_costs, within
+from autopar.plan.schema import MemoryKind, MeshTrial, PlanRecord, RejectionRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
@@ -16,6 +20,10 @@ TENSOR_PARALLEL = "tensor parallelism"
 TENSOR = "tensor"  # the role of mesh axes that split the matrices
 # Devices of a tensor group in Megatron-LM's plans (Narayanan et al., 2021, section 5), those of a DGX.
 MEGATRON_GROUP = 8
+
+# Of the step: a module that takes less does not stand out. Of the memory: what is left free is no room for a batch.
+MUCH_OF_STEP, MUCH_FREE = 0.3, 0.5
+_STATE = (MemoryKind.PARAMETER, MemoryKind.OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,3 +176,43 @@ def tensor_group(cluster: Cluster) -> int:
     """Devices of a tensor group to ask for: as Megatron's eight, or their largest part that the fastest links join."""
     sizes = (math.gcd(cluster.domain_devices, MEGATRON_GROUP), math.gcd(cluster.num_devices, MEGATRON_GROUP))
     return next((size for size in sizes if size > 1), cluster.num_devices)
+
+
+def advice(record: PlanRecord) -> tuple[str, ...]:
+    """What could be changed, in short; nothing for a step without time."""
+    return tuple(text for text in (_largest_module(record), _free_memory(record)) if text)
+
+
+def advice_and_notes(record: PlanRecord) -> tuple[str, ...]:
+    """The advice, and the notes of the plan, of which some say what could be changed as well."""
+    return (*advice(record), *record.notes)
+
+
+def _largest_module(record: PlanRecord) -> str:
+    """The innermost module in which much of the time goes, with all inside of it; not one that has all of the step."""
+    step_s, seconds = (
+        record.predicted.step_time_s,
+        within(module_costs(record)),
+    )
+    much = [path for path, s in seconds.items() if MUCH_OF_STEP * step_s <= s < ALL_OF_STEP * step_s]
+    if not much:
+        return ""
+    path = max(much, key=lambda path: (len(path), seconds[path]))
+    return f"{text_of_part(seconds[path] / step_s)} of the step is in {'/'.join(path)}"
+
+
+def _free_memory(record: PlanRecord) -> str:
+    """How much memory is free, and how many times the batch fits for certain: all but the state grows at most as it."""
+    full = summary.fullest(record)
+    if full.limit_bytes is None or full.peak_bytes > (1 - MUCH_FREE) * full.limit_bytes:
+        return ""
+    free = f"{text_of_part(1 - full.peak_bytes / full.limit_bytes)} of the memory is free"
+    throughout = record.predicted.memory[full.number].throughout
+    state_bytes = sum(throughout.get(kind, 0) for kind in _STATE)
+    growing_bytes = full.peak_bytes - state_bytes
+    times = int((full.limit_bytes - state_bytes) / growing_bytes) if growing_bytes > 0 else 0
+    if times < 2 or not any(value.kind == "batch" for value in record.arguments):
+        return free
+    return (
+        f"{free}, room for {times:,} times the batch or more in the same layouts (autopar.fit: what larger ones gain)"
+    )

@@ -200,12 +200,22 @@ def num_stages(record: PlanRecord) -> int:
     return 1 if record.pipeline is None else len(record.pipeline.stages)
 
 
+def device_groups(record: PlanRecord) -> dict[int, int]:
+    """The groups of devices that run stages: the first device of each, and their number."""
+    stages = range(num_stages(record))
+    return {first_device(record, stage): stage_mesh(record, stage).num_devices for stage in stages}
+
+
 def num_devices(record: PlanRecord) -> int:
     """The devices that the plan uses."""
-    if record.pipeline is None:
-        return stage_mesh(record, 0).num_devices
-    first_devices = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in record.pipeline.stages}
-    return sum(first_devices.values())
+    return sum(device_groups(record).values())
+
+
+def meshes_text(record: PlanRecord) -> str:
+    """The mesh, or those of all stages with their schedule and micro-batches."""
+    meshes = ", ".join(str(stage_mesh(record, stage)) for stage in range(num_stages(record)))
+    pipeline = record.pipeline
+    return meshes if pipeline is None else f"{meshes}; {pipeline.schedule}, {pipeline.num_microbatches} micro-batches"
 
 
 def group_names(record: PlanRecord) -> list[str]:
@@ -226,8 +236,7 @@ def fullest(record: PlanRecord, limit_bytes: int | None = None) -> Fullest:
     peaks = record.predicted.peak_bytes
     shares = [1.0] * len(peaks)
     if record.cluster.parts and record.pipeline is not None:
-        sizes = {s.first_device: math.prod(s.axis_sizes) for s in record.pipeline.stages}
-        shares = [memory_share(record.cluster, first, size) for first, size in sizes.items()]
+        shares = [memory_share(record.cluster, first, size) for first, size in device_groups(record).items()]
     number = max(range(len(peaks)), key=lambda group: peaks[group] / shares[group])
     limit = None if limit_bytes is None else int(limit_bytes * shares[number])
     return Fullest(number=number, peak_bytes=peaks[number], limit_bytes=limit)
@@ -290,11 +299,29 @@ def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
     return f"{opening}, {batches} in schedule {pipeline.schedule}; {inside}."
 
 
+def ranges(numbers: Sequence[int]) -> list[str]:
+    """Ascending numbers, neighbours as ranges: `0-3`, `5`."""
+    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), lambda p: p[1] - p[0])]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
 def stages_text(stages: Sequence[int]) -> str:
     """Stages 0-3, 5."""
-    runs = [[stage for _, stage in run] for _, run in itertools.groupby(enumerate(stages), lambda p: p[1] - p[0])]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(texts)}"
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(ranges(stages))}"
+
+
+def place(record: PlanRecord, values: Sequence[PlannedValue]) -> str:
+    """The layout of values that are alike, and who holds them."""
+    return values[0].layout.text(stage_mesh(record, values[0].stage)) + holders(record, values)
+
+
+def holders(record: PlanRecord, values: Sequence[PlannedValue]) -> str:
+    """The stages that hold values that are alike, and whether these are in the memory of the host, in words."""
+    text = ""
+    if record.pipeline is not None:
+        stages = sorted({stage for value in values for stage in value.stages or (value.stage,)})
+        text = f"{', in parts' if values[0].stages else ''} on {stages_text(stages)}"
+    return f"{text}, in host memory" if values[0].in_host else text
 
 
 def axis_roles(record: PlanRecord, stage: int) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from autopar.plan.advice import advice
+from autopar.plan.rivals import advice
 from autopar.plan.schema import MemoryKind, MemoryUse
 from tests.plan.records import module, program, value
 

@@ -12,8 +12,7 @@ from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.alternatives import alternatives, other_layouts, pins_of
-from autopar.plan.explanation import Piece, explanation, pieces_of
+from autopar.plan.explanation import Piece, best_alternatives, explanation, other_layouts, pieces_of, pins_of
 from tests.plan.records import module, pipeline, program, value
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster
 
@@ -144,12 +143,12 @@ def test_alternatives_by_time_and_what_does_not_fit_last():
             raise MemoryLimitError(where="w", limit_bytes=1, needed_bytes=2, largest=(), hint="h")
         return dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, step_time_s=step_s))
 
-    found = alternatives(record, value("w", split=True), replan, 3)
+    found = best_alternatives(record, value("w", split=True), replan, 3)
     assert [(a.layout, a.step_time_s, a.why) for a in found] == [
-        ("[x, -]", 30.0, ""),
+        ("[x, -]", 30.0, "3 times as long: 20 s more waiting"),
         ("[-, -]", None, "does not fit in 20 kB"),
     ]
-    assert len(alternatives(record, value("w", split=True), replan, 1)) == 1
+    assert len(best_alternatives(record, value("w", split=True), replan, 1)) == 1
 
 
 def test_alternatives_cost_what_the_pinned_plan_costs():

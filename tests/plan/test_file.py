@@ -138,7 +138,7 @@ def test_explain_what_is_not_there(plan):
 
 def test_diff_of_two_plans(plan, replicated):
     text = replicated.diff(plan)
-    for what in ("step time", "peak memory", "sent per device", "state['first']"):
+    for what in ("step time", "peak of a device", "sent by a device", "state['first']"):
         assert what in text
     for kind in plan.predicted.by_kind():
         assert kind in text

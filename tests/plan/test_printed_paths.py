@@ -12,7 +12,7 @@ from autopar import errors
 from autopar.common.paths import matches, parts_of, without_scan_parts
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan import collective_rows, render, render_summary, summary
+from autopar.plan import modules, render, render_summary, summary
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from tests.small_steps import grouped, shapes, slow_cluster, transformer
@@ -65,7 +65,7 @@ def test_a_screen_has_a_plan_and_its_names_are_explained(name, how):
     assert max(map(len, lines)) <= render_summary.COLUMNS
     for row in summary.state_groups(plan.record):
         assert plan.explain(summary.path_of(row.name))
-    for row in collective_rows.costliest(plan.record):
+    for row in modules.costliest(plan.record):
         assert plan.explain(row.module or render.NO_MODULE)
 
 

@@ -174,7 +174,7 @@ def test_the_tree_of_modules():
         ("layer*/attention", 1, False, 3),
         ("layer*/mlp", 1, False, 3),
     ]
-    assert [(n.compute_s, n.send_s, n.saved_bytes) for n in tree] == [
+    assert [(n.cost.compute_s, n.cost.send_s, n.saved_bytes) for n in tree] == [
         (7.5, 6.0, 6000),
         (3.0, 0.0, 3000),
         (4.5, 6.0, 3000),
@@ -187,8 +187,8 @@ def test_the_tree_of_modules():
 
 def test_modules_of_stages_are_means_over_the_devices():
     (layers, mlp) = module_tree(pipeline(layers=4, stages=2))
-    assert (layers.compute_s, layers.send_s) == (2.0, 1.0)
-    assert [(i.name, i.stage) for i in mlp.instances] == [(f"layer{n}/mlp", n // 2) for n in range(4)]
+    assert (layers.cost.compute_s, layers.cost.send_s) == (2.0, 1.0)
+    assert [(i.module, i.stage) for i in mlp.instances] == [(f"layer{n}/mlp", n // 2) for n in range(4)]
 
 
 def test_links_have_the_load_of_their_axes():

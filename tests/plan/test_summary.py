@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import collective_rows, render, render_summary, rivals, summary
+from autopar.plan import modules, render, render_summary, rivals, summary
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import MeshTrial, RejectionRecord
 from tests.plan.records import module, pipeline, predicted, program, value
@@ -122,23 +122,23 @@ def test_a_file_without_the_time_of_products_says_less():
 
 
 def test_collectives_of_repeated_layers_are_one_row():
-    (row,) = collective_rows.costliest(program(layers=3))
+    (row,) = modules.costliest(program(layers=3))
     assert (row.module, row.count, row.sent_bytes, row.time_s) == ("layer*/mlp", 6, 24_000, 6.0)
 
 
 def test_collectives_of_stages_are_means_over_the_devices():
-    (row,) = collective_rows.costliest(pipeline(layers=4, stages=2))
+    (row,) = modules.costliest(pipeline(layers=4, stages=2))
     assert row.time_s == 4 * 0.5 / 2
 
 
 def test_collectives_are_counted_where_they_are():
     """A mean of half a collective is one on half of the devices."""
     one = module("embed", compute_s=1.0, send_s=1.0, stage=1)
-    (row,) = collective_rows.costliest(pipeline(modules=(one,)))
+    (row,) = modules.costliest(pipeline(modules=(one,)))
     assert (row.count_text, row.where_text, row.count, row.time_s) == ("2", " in stage 1", 1.0, 0.5)
     more = tuple(module("layer0/mlp", compute_s=1.0, send_s=1.0, stage=s) for s in (0, 1, 1))
     record = pipeline(modules=more)
-    (row,) = collective_rows.costliest(record)
+    (row,) = modules.costliest(record)
     assert (row.count_text, row.where_text, row.count) == ("2 to 4", "", 3.0)
     assert "2 to 4 all-reduce over x  layer*/mlp  12 kB      1.5 s" in str(autopar.Plan(record))
     assert "2 to 4" in render.table(record)
@@ -147,7 +147,7 @@ def test_collectives_are_counted_where_they_are():
 def test_collectives_that_are_hidden_rank_by_their_time():
     """Sums leave traces of exposed time."""
     rows = [module(name, compute_s=1.0, send_s=s, exposed_s=e) for name, s, e in (("a", 1.0, 1e-15), ("b", 2.0, 0.0))]
-    assert [row.module for row in collective_rows.costliest(program(modules=tuple(rows)))] == ["b", "a"]
+    assert [row.module for row in modules.costliest(program(modules=tuple(rows)))] == ["b", "a"]
 
 
 def test_layers_and_moments_are_one_row():
@@ -185,16 +185,6 @@ def test_the_screen_always_has_the_batch():
     text = str(autopar.Plan(program(arguments=(*state, batch))))
     assert "batch/x " in text
     assert "and 4 more groups of arguments, 16 kB" in text
-
-
-def test_layers_that_differ_alike_are_one_row_of_a_difference():
-    one, other = (
-        program(arguments=tuple(value(f"state['layer{i}']['w']", split=split) for i in range(3)))
-        for split in (False, True)
-    )
-    text = render.diff(one, other)
-    assert "state['layer*']['w'] (3x)" in text
-    assert text.count("layer") == 1
 
 
 def test_arrays_with_another_layout_have_a_row_of_their_own():

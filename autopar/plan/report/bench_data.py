@@ -7,10 +7,10 @@ import datetime
 from collections.abc import Sequence
 
 from autopar.plan import summary
-from autopar.plan.advice import advice_and_notes
 from autopar.plan.bench_row import BenchRow, limits, sent
 from autopar.plan.bench_text import error_text, speed
 from autopar.plan.report.drawing import BETWEEN, INSIDE
+from autopar.plan.rivals import advice_and_notes
 from autopar.plan.summary import Share
 
 

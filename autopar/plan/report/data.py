@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from autopar.common.trace_events import DEVICES, Timeline, TraceEvent
 from autopar.ir.mesh import AXIS_NAMES
-from autopar.plan import collective_rows, rivals, summary
-from autopar.plan.advice import advice_and_notes
-from autopar.plan.collective_rows import CollectiveRow
+from autopar.plan import modules, rivals, summary
+from autopar.plan.modules import CollectiveRow, ModuleCost
 from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
+from autopar.plan.rivals import advice_and_notes
 from autopar.plan.schema import MeasuredRecord, MemoryHolder, MemoryKind, ModuleRow, PlanRecord, RejectionRecord
 from autopar.plan.summary import Share, StageGroup, StateGroup
 
@@ -172,20 +172,6 @@ def _placed(event: TraceEvent, name: int, step_s: float) -> tuple[int, int, int]
 
 # The modules of a step as a tree, layers that are alike as one, with what each costs on one device.
 
-NO_MODULE = "(no module)"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """One of the modules of a row, in one stage."""
-
-    name: str
-    stage: int
-    compute_s: float
-    send_s: float
-    exposed_s: float | None
-    saved_bytes: int
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
@@ -196,10 +182,8 @@ class ModuleNode:
         name: Its last part.
         depth: Modules around it.
         has_children: Whether the next row is inside of it.
-        compute_s, send_s: Of it and of all inside, on one device in a step; of a pipeline, means over the devices.
-        exposed_s: Of the sending, what the step waits for; None where that is not recorded, and all of it counts.
+        cost: Of it and of all inside.
         share: Of the computing and waiting of the whole step.
-        own_s: Its own seconds, without those of the modules inside.
         saved_bytes: What its backward pass reads, of one micro-batch, with all inside.
         splits: Layouts of its matrix products: one list, or several where layers or stages differ.
         axes: The mesh axes that split them.
@@ -211,20 +195,13 @@ class ModuleNode:
     name: str
     depth: int
     has_children: bool
-    compute_s: float
-    send_s: float
-    exposed_s: float | None
+    cost: ModuleCost
     share: float
-    own_s: float
     saved_bytes: float
     splits: tuple[tuple[str, ...], ...]
     axes: tuple[str, ...]
     collectives: tuple[CollectiveRow, ...]
-    instances: tuple[Instance, ...]
-
-    @property
-    def waited_s(self) -> float:
-        return self.send_s if self.exposed_s is None else self.exposed_s
+    instances: tuple[ModuleRow, ...]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -240,10 +217,10 @@ def module_tree(record: PlanRecord) -> tuple[ModuleNode, ...]:
     root = _Building()
     for row in record.modules:
         at = root
-        for part in (summary.folded(row.module) or NO_MODULE).split("/"):
+        for part in (summary.folded(row.module) or modules.NO_MODULE).split("/"):
             at = at.children.setdefault(part, _Building())
         at.rows.append(row)
-    total_s = sum(_seconds(record, row) for row in record.modules)
+    total_s = modules.cost_of(record, record.modules).seconds
     return tuple(_nodes(record, root, (), total_s))
 
 
@@ -261,9 +238,7 @@ def _rows_within(building: _Building) -> list[ModuleRow]:
 
 def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_s: float) -> ModuleNode:
     within = _rows_within(building)
-    compute_s = sum(summary.stage_share(record, row.stage) * row.compute_time_s for row in within)
-    send_s = sum(summary.stage_share(record, row.stage) * row.send_s for row in within)
-    exposed_s = summary.exposed_s(record, within)
+    cost = modules.cost_of(record, within)
     splits = tuple(dict.fromkeys(row.splits for row in building.rows if row.splits))
     pieces = (token.axis for split in splits for line in split for token in tokens_of(line))
     return ModuleNode(
@@ -271,35 +246,14 @@ def _node(record: PlanRecord, building: _Building, path: tuple[str, ...], total_
         name=path[-1],
         depth=len(path) - 1,
         has_children=bool(building.children),
-        compute_s=compute_s,
-        send_s=send_s,
-        exposed_s=exposed_s,
-        share=(compute_s + (send_s if exposed_s is None else exposed_s)) / total_s if total_s else 0.0,
-        own_s=sum(_seconds(record, row) for row in building.rows),
+        cost=cost,
+        share=cost.seconds / total_s if total_s else 0.0,
         saved_bytes=sum(row.saved_bytes for row in within),
         splits=splits,
         axes=tuple(sorted({axis for axis in pieces if axis})),
-        collectives=collective_rows.collectives_of(record, building.rows),
-        instances=tuple(
-            Instance(
-                name=row.module or NO_MODULE,
-                stage=row.stage,
-                compute_s=row.compute_time_s,
-                send_s=row.send_s,
-                exposed_s=row.exposed_s,
-                saved_bytes=row.saved_bytes,
-            )
-            for row in building.rows
-        ),
+        collectives=modules.collectives_of(record, building.rows),
+        instances=tuple(building.rows),
     )
-
-
-def _seconds(record: PlanRecord, row: ModuleRow) -> float:
-    return summary.stage_share(record, row.stage) * (row.compute_time_s + _waited_s(row))
-
-
-def _waited_s(row: ModuleRow) -> float:
-    return row.send_s if row.exposed_s is None else row.exposed_s
 
 
 # Candidates in the chart near the top of the page; the table behind it has all.
@@ -410,7 +364,7 @@ def report_data(record: PlanRecord) -> ReportData:
         limit_bytes=full.limit_bytes,
         flops=predicted.model_flops,
         mfu=predicted.mfu,
-        sent_bytes=sum(c.sent_bytes for c in collective_rows.collectives_of(record, record.modules)),
+        sent_bytes=sum(c.sent_bytes for c in modules.collectives_of(record, record.modules)),
         host_bytes=max(predicted.host_bytes, default=0),
         shares=summary.shares(record),
         advantage=rivals.advantage(record),
@@ -421,7 +375,7 @@ def report_data(record: PlanRecord) -> ReportData:
         drawing=drawing_of(record),
         loads=link_loads(record),
         modules=module_tree(record),
-        costliest=collective_rows.costliest(record),
+        costliest=modules.costliest(record),
         arguments=argument_rows(record),
         memory=memory_panel(record),
         available=summary.memory_text(record),
@@ -435,7 +389,7 @@ def report_data(record: PlanRecord) -> ReportData:
 
 def axis_rows(record: PlanRecord) -> tuple[AxisRow, ...]:
     """The mesh axes that some stage has, with each size and role once."""
-    stages = range(1 if record.pipeline is None else len(record.pipeline.stages))
+    stages = range(summary.num_stages(record))
     sizes: dict[str, dict[int, None]] = {}
     roles: dict[str, dict[str, None]] = {}
     for stage in stages:

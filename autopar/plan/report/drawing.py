@@ -154,7 +154,7 @@ def drawing_of(record: PlanRecord) -> Drawing:
         hosts=tuple(hosts),
         devices=_device_boxes(record, grid, runs),
         wires=_wires(record, grid),
-        num_groups=1 if record.pipeline is None else len({s.first_device for s in record.pipeline.stages}),
+        num_groups=len(summary.device_groups(record)),
     )
 
 

@@ -24,9 +24,10 @@ from autopar.common.units import (
     text_of_part,
     text_of_s,
 )
+from autopar.plan import summary
 from autopar.plan.bench_row import BenchRow
+from autopar.plan.comparison import Comparison
 from autopar.plan.report.bench_data import BenchData, bench_data
-from autopar.plan.report.compare_data import CompareData, compare_data
 from autopar.plan.report.data import PARTS, ReportData, TimelineData, report_data, tokens_of
 from autopar.plan.report.fit_data import FitData, FitRow, fit_data
 from autopar.plan.schema import MemoryKind, PlanRecord
@@ -47,25 +48,29 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 def page_of(record: PlanRecord) -> str:
     """The page of a plan."""
-    return _render("report.html.j2", report_data(record))
+    return _render("report.html.j2", _fields(report_data(record)))
 
 
 def comparison_of(record: PlanRecord, other: PlanRecord) -> str:
     """The page of two plans of a step side by side."""
-    return _render("compare.html.j2", compare_data(record, other))
+    return _render("compare.html.j2", {"found": Comparison(plan=record, other=other)})
 
 
 def fitting_of(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> str:
     """The page of `autopar.fit`."""
-    return _render("fit.html.j2", fit_data(step, rows, multiples))
+    return _render("fit.html.j2", _fields(fit_data(step, rows, multiples)))
 
 
 def bench_of(step: str, rows: Sequence[BenchRow]) -> str:
     """The page of `autopar.bench`."""
-    return _render("bench.html.j2", bench_data(step, rows))
+    return _render("bench.html.j2", _fields(bench_data(step, rows)))
 
 
-def _render(template: str, data: ReportData | CompareData | FitData | BenchData) -> str:
+def _fields(data: ReportData | FitData | BenchData) -> dict[str, Any]:
+    return {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+
+
+def _render(template: str, values: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("autopar.plan.report"),
         autoescape=True,
@@ -88,8 +93,7 @@ def _render(template: str, data: ReportData | CompareData | FitData | BenchData)
         "ticks": round_ticks,
         "timeline": timeline_json,
     }
-    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
-    return environment.get_template(template).render(fields)
+    return environment.get_template(template).render(values, summary=summary)
 
 
 def time_text(seconds: float) -> str:

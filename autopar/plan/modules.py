@@ -1,17 +1,73 @@
-"""The collectives of a plan in rows: those of repeated layers, and of stages that are alike, as one."""
+"""The modules of a plan, repeated layers and stages that are alike as one: their costs, and rows of collectives."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.units import LEAST_S, text_of_count
 from autopar.plan.schema import ModuleRow, PlanRecord, PredictedCollective
-from autopar.plan.summary import first_device, folded, num_stages, stage_share, stages_text
+from autopar.plan.summary import exposed_s, first_device, folded, num_stages, stage_share, stages_text
 
+NO_MODULE = "(no module)"
+# Of the step: a module that takes so much is no answer to the question where.
+ALL_OF_STEP = 0.9
 COSTLIEST_SHOWN = 3
 # What the collectives of a row have in common: kind, axes, module; empty where they differ.
 Key = tuple[str, tuple[str, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCost:
+    """Some modules on one device in a step; of a pipeline, the mean over its devices.
+
+    `send_s` are all seconds of their collectives, `exposed_s` those in which nothing is computed; None where that is
+    not recorded, or not in the plan that they are compared with.
+    """
+
+    compute_s: float = 0.0
+    send_s: float = 0.0
+    exposed_s: float | None = 0.0
+    sent_bytes: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the step waits for the collectives, or could where that is not recorded."""
+        return self.send_s if self.exposed_s is None else self.exposed_s
+
+    @property
+    def seconds(self) -> float:
+        """What the modules add to the step."""
+        return self.compute_s + self.waited_s
+
+
+def cost_of(record: PlanRecord, rows: Sequence[ModuleRow]) -> ModuleCost:
+    """What some modules cost together."""
+    shares = [(stage_share(record, row.stage), row) for row in rows]
+    return ModuleCost(
+        compute_s=sum(share * row.compute_time_s for share, row in shares),
+        send_s=sum(share * row.send_s for share, row in shares),
+        exposed_s=exposed_s(record, rows),
+        sent_bytes=sum(share * sum(c.sent_bytes for c in row.collectives) for share, row in shares),
+    )
+
+
+def module_costs(record: PlanRecord) -> dict[str, ModuleCost]:
+    """What modules cost, by their names without numbers."""
+    alike: dict[str, list[ModuleRow]] = {}
+    for row in record.modules:
+        alike.setdefault(folded(row.module) or NO_MODULE, []).append(row)
+    return {name: cost_of(record, rows) for name, rows in alike.items()}
+
+
+def within(costs: Mapping[str, ModuleCost]) -> dict[tuple[str, ...], float]:
+    """Seconds of modules by path, each with all inside of it; what is in no module is left out."""
+    seconds: dict[tuple[str, ...], float] = {}
+    for name, cost in costs.items():
+        parts = tuple(name.split("/")) if name != NO_MODULE else ()
+        for depth in range(1, len(parts) + 1):
+            seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
+    return seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

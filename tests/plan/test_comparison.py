@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors, recipes
 from autopar.plan import summary
+from autopar.plan.comparison import Comparison
 from autopar.plan.schema import MemoryKind
-from autopar.plan.why_not import WhyNot
-from tests.plan.records import MEMORY, module, pipeline, predicted, program
+from tests.plan.records import MEMORY, module, pipeline, predicted, program, value
 from tests.small_steps import grouped, shapes, slow_cluster, transformer
 
 OPTIONS = dict(cache_dir=None)
@@ -107,10 +107,12 @@ def test_modules_rank_by_what_the_step_waits_for():
         return hidden, module("layer0/mlp", compute_s=compute_s, send_s=2.0, exposed_s=exposed_s)
 
     own, others = rows(1.0, 0.0, 1.5), rows(9.0, 1.0, 2.0)
-    found = WhyNot(plan=program(modules=own), other=program(modules=others))
+    found = Comparison(plan=program(modules=own), other=program(modules=others))
     assert [(row.module, row.more_s) for row in found.modules()] == [("layer*/mlp", 1.5), ("layer*/attention", 0.0)]
     assert "┃ waiting ┃" in str(found)
-    older = WhyNot(plan=program(modules=own), other=program(modules=(module("layer0/mlp", compute_s=1.0, send_s=2.0),)))
+    older = Comparison(
+        plan=program(modules=own), other=program(modules=(module("layer0/mlp", compute_s=1.0, send_s=2.0),))
+    )
     assert not older.knows_waits
     assert "┃ sending ┃" in str(older)
     assert "include communication that computing hides" in str(older)
@@ -119,7 +121,7 @@ def test_modules_rank_by_what_the_step_waits_for():
 def test_where_it_loses_is_said():
     slow = (module("layer0/mlp", compute_s=1.5, send_s=2.0), module("layer1/mlp", compute_s=2.5, send_s=6.0))
     other = program(modules=slow, predicted=predicted(slow, step_time_s=15.0))
-    found = WhyNot(plan=program(), other=other)
+    found = Comparison(plan=program(), other=other)
     assert found.verdict == (
         "It takes 15 s a step, 1.50 times the 10 s of the plan: slower by 5 s. The largest part of that is waiting: "
         "5 s more. Of the modules it loses the most in layer*/mlp: 5 s more, 1 s of it computing and 4 s sending."
@@ -129,7 +131,7 @@ def test_where_it_loses_is_said():
 
 
 def test_a_plan_that_takes_as_long_is_said_to():
-    assert WhyNot(plan=program(), other=program()).verdict == "It takes 10 s a step, as the plan does."
+    assert Comparison(plan=program(), other=program()).verdict == "It takes 10 s a step, as the plan does."
 
 
 def test_a_loss_between_modules_is_the_bubble():
@@ -137,7 +139,7 @@ def test_a_loss_between_modules_is_the_bubble():
     other = dataclasses.replace(
         other, predicted=dataclasses.replace(other.predicted, step_time_s=20.0, bubble_fraction=0.6)
     )
-    found = WhyNot(plan=program(), other=other)
+    found = Comparison(plan=program(), other=other)
     assert found.verdict.endswith(
         "The largest part of that is bubble of the pipeline: 12 s more. No module takes longer."
     )
@@ -146,7 +148,7 @@ def test_a_loss_between_modules_is_the_bubble():
 def test_what_does_not_fit_says_by_how_much_and_with_what():
     saved = {MemoryKind.PARAMETER: 4000, MemoryKind.SAVED: 46_000}
     large = predicted((), peak_bytes=(50_000,), memory=(dataclasses.replace(MEMORY, at_peak=saved),))
-    found = WhyNot(plan=program(), other=program(predicted=large))
+    found = Comparison(plan=program(), other=program(predicted=large))
     assert found.excess_bytes == 30_000
     assert found.verdict == (
         "It does not fit: 50 kB of the 20 kB that a device has for it, 30 kB over; most of what it holds more is saved "
@@ -194,9 +196,46 @@ def test_what_is_no_recipe_is_refused(plan):
 def test_what_is_as_fast_tells_its_memory_beside():
     small = program()
     large = dataclasses.replace(small, predicted=dataclasses.replace(small.predicted, peak_bytes=(12_000,)))
-    assert WhyNot(plan=small, other=small).in_short == "as fast, with as much memory"
-    assert WhyNot(plan=small, other=large).in_short == "as fast, with 2 kB more memory a device"
-    assert WhyNot(plan=large, other=small).in_short == "as fast, with 2 kB less memory a device"
+    assert Comparison(plan=small, other=small).in_short == "as fast, with as much memory"
+    assert Comparison(plan=small, other=large).in_short == "as fast, with 2 kB more memory a device"
+    assert Comparison(plan=large, other=small).in_short == "as fast, with 2 kB less memory a device"
+
+
+def test_layers_that_differ_alike_are_one_row_of_a_difference():
+    one, other = (
+        program(arguments=tuple(value(f"state['layer{i}']['w']", split=split) for i in range(3)))
+        for split in (False, True)
+    )
+    text = Comparison(plan=one, other=other).difference_text()
+    assert "state['layer*']['w'] (3x)" in text
+    assert text.count("layer") == 1
+
+
+def test_layers_of_several_stages_are_one_row_with_the_stages():
+    found = Comparison(plan=program(layers=4), other=pipeline(layers=4, stages=2))
+    assert [(v.name, v.count, v.plan, v.other) for v in found.values()] == [
+        ("state/*/layer*/mlp/kernel", 8, "[-, x]", "[-, x] on stages 0-1"),
+        ("batch['x']", 1, "[-, -]", "[-, -] on stage 0"),
+    ]
+    first, *_ = found.values(one_by_one=True)
+    assert (first.name, first.other) == ("state['params']['layer0']['mlp']['kernel']", "[-, x] on stage 0")
+
+
+def test_what_only_one_of_the_plans_has_is_absent_in_the_other():
+    one, other = (program(arguments=(value(path),)) for path in ("a", "b"))
+    assert [row[1:] for row in Comparison(plan=one, other=other).differences()] == [
+        ("[-, -]", "absent"),
+        ("absent", "[-, -]"),
+    ]
+
+
+def test_host_memory_is_a_quantity_where_one_of_the_plans_has_some():
+    record = program()
+    other = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, host_bytes=(4000,)))
+    assert "host memory" not in str(Comparison(plan=record, other=record))
+    found = Comparison(plan=record, other=other)
+    assert ("host memory", "0 B", "4 kB") in found.differences()
+    assert [(q.plan, q.other) for q in found.quantities() if q.name == "host memory"] == [(0, 4000)]
 
 
 def slower(more_s: dict[str, tuple[float, float]], update_s: float = 0.0) -> str:
@@ -212,7 +251,7 @@ def slower(more_s: dict[str, tuple[float, float]], update_s: float = 0.0) -> str
         computes, waits = (sum(more[i] for more in added.values()) for i in (0, 1))
         made = predicted(tuple(modules), step_time_s=8.0 + computes + waits, compute_time_s=3.0 + computes)
         records.append(program(modules=tuple(modules), predicted=made))
-    return WhyNot(plan=records[0], other=records[1]).in_short
+    return Comparison(plan=records[0], other=records[1]).in_short
 
 
 def test_a_loss_is_told_with_its_cause_and_the_innermost_module_that_has_most_of_it():

@@ -1,29 +1,32 @@
-"""Why another plan of a step lost: the two beside each other in numbers, by part of the step and by module."""
+"""Two plans of a step beside each other: quantities, parts of the step, memory, modules, collectives, values.
+
+`plan.why_not` and `plan.diff` are its texts, `plan.compare` its page (`autopar.plan.report`). The other layouts of
+`plan.explain` and the rows of `autopar.bench` say in short where they lose.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.common.paths import parts_of
 from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
-from autopar.plan.collective_rows import by_kind, collective_rows
+from autopar.plan.modules import ALL_OF_STEP, CollectiveRow, ModuleCost, by_kind, collective_rows, module_costs, within
 from autopar.plan.options import AS_FAST
-from autopar.plan.schema import MemoryKind, ModuleRow, PlanRecord
+from autopar.plan.schema import MemoryKind, PlannedValue, PlanRecord
 
-COLUMNS = 100
+COLUMNS, DIFFERENCE_COLUMNS = 100, 140
 MODULES_SHOWN = 8
-NO_MODULE = "(no module)"
-# Of a loss: the cause or the module that has so much of it is told. Of the step: a module that takes so much is no
-# answer to the question where. Of a peak: what differs by less is alike.
-MOST, ALL_OF_STEP, ALIKE = 0.5, 0.9, 0.01
+# Of a loss: the cause or the module that has so much of it is told. Of a peak: what differs by less is alike.
+MOST, ALIKE = 0.5, 0.01
 TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
+ABSENT = "absent"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +43,11 @@ class Quantity:
         """How much more the other plan needs."""
         return self.other - self.plan
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCost:
-    """Modules that are alike, on one device in a step (of a pipeline, the mean over its devices).
-
-    `send_s` are all seconds of its collectives, `exposed_s` those in which nothing is computed; None where one of the
-    plans that are compared was saved before this was recorded.
-    """
-
-    compute_s: float = 0.0
-    send_s: float = 0.0
-    exposed_s: float | None = 0.0
-    sent_bytes: float = 0.0
-
     @property
-    def waited_s(self) -> float:
-        """Seconds for which the step waits for its collectives, or could where that is not recorded."""
-        return self.send_s if self.exposed_s is None else self.exposed_s
-
-    @property
-    def seconds(self) -> float:
-        """What the module adds to the step."""
-        return self.compute_s + self.waited_s
+    def texts(self) -> tuple[str, str, str]:
+        """The quantity under the plan and under the other one, and how much more that is."""
+        text_of = text_of_s if self.unit == "s" else text_of_bytes
+        return text_of(self.plan), text_of(self.other), text_of(self.more)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +65,33 @@ class ModuleDifference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WhyNot:
-    """Two plans of a step: the one that was taken, and `other`, that of a recipe or of pins.
+class CollectiveDifference:
+    """The collectives of a kind under the plan and under the other one; None where there are none."""
+
+    kind: str
+    plan: CollectiveRow | None
+    other: CollectiveRow | None
+
+    @property
+    def more_s(self) -> float:
+        """Seconds that a step of the other plan waits longer for them."""
+        own_s, other_s = (0.0 if row is None else row.waited_s for row in (self.plan, self.other))
+        return other_s - own_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """Arguments or results that lie differently, those that are alike as one: the layouts and places as text."""
+
+    name: str
+    count: int
+    plan: str
+    other: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two plans of a step: `plan`, the one that was taken, and `other`, such as that of a recipe or of pins.
 
     `other` is within the memory limit, or else was planned without one.
     """
@@ -111,13 +121,16 @@ class WhyNot:
         return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
 
     def quantities(self) -> tuple[Quantity, ...]:
-        """Step time, peak and bytes sent, and the parts of the step time that differ."""
+        """Step time, peak, host memory where there is some and bytes sent, and the parts of the step time."""
         a, b = self.plan.predicted, self.other.predicted
         peaks = [summary.fullest(record).peak_bytes for record in (self.plan, self.other)]
+        hosts = [max(predicted.host_bytes, default=0) for predicted in (a, b)]
+        sent = [sum(row.sent_bytes for row in _by_kind(record).values()) for record in (self.plan, self.other)]
         rows = [
             Quantity(name="step time", unit="s", plan=a.step_time_s, other=b.step_time_s),
             Quantity(name="peak of a device", unit="bytes", plan=peaks[0], other=peaks[1]),
-            Quantity(name="sent by a device", unit="bytes", plan=_sent_bytes(self.plan), other=_sent_bytes(self.other)),
+            *([Quantity(name="host memory", unit="bytes", plan=hosts[0], other=hosts[1])] if any(hosts) else []),
+            Quantity(name="sent by a device", unit="bytes", plan=sent[0], other=sent[1]),
         ]
         return (*rows, *self.parts())
 
@@ -140,13 +153,63 @@ class WhyNot:
 
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
-        is_known = self.knows_waits
-        own, others = module_costs(self.plan, is_known), module_costs(self.other, is_known)
+        own, others = (self._module_costs(record) for record in (self.plan, self.other))
         rows = [
             ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
             for m in dict.fromkeys((*own, *others))
         ]
         return tuple(sorted(rows, key=lambda row: -row.more_s))
+
+    def _module_costs(self, record: PlanRecord) -> dict[str, ModuleCost]:
+        """What modules cost; what the step waits for only where both plans say it."""
+        costs = module_costs(record)
+        if self.knows_waits:
+            return costs
+        return {name: dataclasses.replace(cost, exposed_s=None) for name, cost in costs.items()}
+
+    def collectives(self) -> tuple[CollectiveDifference, ...]:
+        """The collectives of each kind."""
+        own, others = _by_kind(self.plan), _by_kind(self.other)
+        return tuple(
+            CollectiveDifference(kind=kind, plan=own.get(kind), other=others.get(kind))
+            for kind in dict.fromkeys((*own, *others))
+        )
+
+    def values(self, *, one_by_one: bool = False) -> tuple[ValueDifference, ...]:
+        """The arguments and results that lie differently, those that are alike and differ alike as one."""
+        own, others = _values_of(self.plan), _values_of(self.other)
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for path in dict.fromkeys((*own, *others)):
+            lies, differs = _lies(self.plan, own.get(path)), _lies(self.other, others.get(path))
+            if lies != differs:
+                parts = parts_of(summary.folded(path))
+                key = (path,) if one_by_one else (parts[0], *parts[-2:], lies[:-1], differs[:-1])
+                groups.setdefault(key, []).append(path)
+        return tuple(
+            ValueDifference(
+                name=summary.common_name(paths),
+                count=len(paths),
+                plan=_place(self.plan, [own[path] for path in paths if path in own]),
+                other=_place(self.other, [others[path] for path in paths if path in others]),
+            )
+            for paths in groups.values()
+        )
+
+    def differences(self) -> list[tuple[str, str, str]]:
+        """All but parts of the step and modules that differ, value by value: the name, and what it is in both plans."""
+        rows = [(v.name, v.plan, v.other) for v in self.values(one_by_one=True)]
+        return [*self._differing_choices(), *rows]
+
+    def _differing_choices(self) -> list[tuple[str, str, str]]:
+        """The recipe, the mesh, quantities and collectives where they differ."""
+        parts = {q.name for q in self.parts()}
+        rows = [
+            ("recipe", self.plan.recipe or "none", self.other.recipe or "none"),
+            ("mesh", summary.meshes_text(self.plan), summary.meshes_text(self.other)),
+            *((q.name, *q.texts[:2]) for q in self.quantities() if q.name not in parts),
+            *((c.kind, _sent_text(c.plan), _sent_text(c.other)) for c in self.collectives()),
+        ]
+        return [row for row in rows if row[1] != row[2]]
 
     @property
     def verdict(self) -> str:
@@ -219,8 +282,7 @@ class WhyNot:
         update of the parameters, which each module's row has among the rest.
         """
         if part.name == summary.COLLECTIVES and self.knows_waits:
-            own, others = _waits_by_kind(self.plan), _waits_by_kind(self.other)
-            more = {kind: others[kind] - own.get(kind, 0.0) for kind in others}
+            more = {row.kind: row.more_s for row in self.collectives()}
         elif part.name == summary.MEMORY_BOUND:
             more = {"the update of the parameters": _update_s(self.other) - _update_s(self.plan)}
         else:
@@ -233,7 +295,7 @@ class WhyNot:
         """The innermost module with most of the loss, with all inside of it; empty where the loss is spread, and where
         the module is the whole model.
         """
-        own, others = (within(module_costs(record, self.knows_waits)) for record in (self.plan, self.other))
+        own, others = (within(self._module_costs(record)) for record in (self.plan, self.other))
         step_s = self.plan.predicted.step_time_s
         much = {
             path: seconds - own.get(path, 0.0)
@@ -270,7 +332,7 @@ class WhyNot:
         console.line(self.verdict, style="bold")
         table = Table("", "plan", "instead", "more")
         for q in (*self.quantities(), *self.memory()):
-            table.add_row(*map(escape, (q.name, *map(text_of(q.unit), (q.plan, q.other, q.more)))))
+            table.add_row(*map(escape, (q.name, *q.texts)))
         console.table(table)
         modules = self.modules()
         table = Table("module", "plan", "instead", "more", self._sends.split()[0], "sent more")
@@ -292,59 +354,51 @@ class WhyNot:
 
     __str__ = text
 
+    def difference_text(self, text_format: TextFormat = PLAIN) -> str:
+        """What differs as one table; arrays that are alike and differ alike are one row."""
+        rows = self._differing_choices()
+        rows += [(v.name if v.count == 1 else f"{v.name} ({v.count}x)", v.plan, v.other) for v in self.values()]
+        if not rows:
+            return "the plans are the same"
+        console, table = TextConsole(DIFFERENCE_COLUMNS, text_format), Table("what", "this plan", "other plan")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.table(table)
+        return console.text()
+
 
 def _under(record: PlanRecord) -> str:
     """The recipe of a plan."""
     return f", under {record.recipe}" if record.recipe else ""
 
 
-def text_of(unit: str) -> Any:
-    """What writes a quantity of a unit."""
-    return text_of_s if unit == "s" else text_of_bytes
-
-
 def _at_peak(record: PlanRecord) -> dict[MemoryKind, int]:
     return record.predicted.memory[summary.fullest(record).number].at_peak
 
 
-def _sent_bytes(record: PlanRecord) -> float:
-    return sum(cost.sent_bytes for cost in module_costs(record, knows_waits=False).values())
+def _by_kind(record: PlanRecord) -> dict[str, CollectiveRow]:
+    return {row.kind: row for row in collective_rows(record, record.modules, by_kind)}
 
 
-def module_costs(record: PlanRecord, knows_waits: bool = True) -> dict[str, ModuleCost]:
-    """What modules cost, by their names without numbers. `knows_waits`: the plan says what the step waits for."""
-    out: dict[str, ModuleCost] = {}
-    none = ModuleCost(exposed_s=0.0 if knows_waits else None)
-    for row in record.modules:
-        name = summary.folded(row.module) or NO_MODULE
-        out[name] = _added(out.get(name, none), row, summary.stage_share(record, row.stage))
-    return out
-
-
-def within(costs: Mapping[str, ModuleCost]) -> dict[tuple[str, ...], float]:
-    """Seconds of modules by path, each with all inside of it; what is in no module is left out."""
-    seconds: dict[tuple[str, ...], float] = {}
-    for name, cost in costs.items():
-        parts = tuple(name.split("/")) if name != NO_MODULE else ()
-        for depth in range(1, len(parts) + 1):
-            seconds[parts[:depth]] = seconds.get(parts[:depth], 0.0) + cost.seconds
-    return seconds
-
-
-def _waits_by_kind(record: PlanRecord) -> dict[str, float]:
-    """Seconds that the step waits for the collectives of each kind."""
-    return {row.kind: row.waited_s for row in collective_rows(record, record.modules, by_kind)}
+def _sent_text(row: CollectiveRow | None) -> str:
+    return "none" if row is None else f"{text_of_bytes(row.sent_bytes)}, {row.count_text}{row.where_text}"
 
 
 def _update_s(record: PlanRecord) -> float:
     return sum(summary.stage_share(record, row.stage) * row.update_time_s for row in record.modules)
 
 
-def _added(cost: ModuleCost, row: ModuleRow, share: float) -> ModuleCost:
-    exposed_s = None if cost.exposed_s is None else cost.exposed_s + share * (row.exposed_s or 0.0)
-    return ModuleCost(
-        compute_s=cost.compute_s + share * row.compute_time_s,
-        send_s=cost.send_s + share * row.send_s,
-        exposed_s=exposed_s,
-        sent_bytes=cost.sent_bytes + share * sum(c.sent_bytes for c in row.collectives),
-    )
+def _values_of(record: PlanRecord) -> dict[str, PlannedValue]:
+    return {value.path: value for value in (*record.arguments, *record.results)}
+
+
+def _lies(record: PlanRecord, value: PlannedValue | None) -> tuple[object, ...]:
+    """What tells places of values apart; last the stage, which layers that are alike do not have in common."""
+    if value is None:
+        return (ABSENT, None)
+    layout = value.layout.text(summary.stage_mesh(record, value.stage))
+    return layout, value.in_host, value.stages, record.pipeline is not None, value.stage
+
+
+def _place(record: PlanRecord, values: list[PlannedValue]) -> str:
+    return summary.place(record, values) if values else ABSENT
