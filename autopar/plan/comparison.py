@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from rich.markup import escape
@@ -27,6 +28,7 @@ MODULES_SHOWN = 8
 MOST, ALIKE = 0.5, 0.01
 TOLD_SHARE = 0.25  # of what a plan is slower by: parts from this on are told beside the largest
 ABSENT = "absent"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,26 +123,27 @@ class Comparison:
         return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
 
     def quantities(self) -> tuple[Quantity, ...]:
-        """Step time, peak, host memory where there is some and bytes sent, and the parts of the step time."""
-        a, b = self.plan.predicted, self.other.predicted
-        peaks = [summary.fullest(record).peak_bytes for record in (self.plan, self.other)]
-        hosts = [max(predicted.host_bytes, default=0) for predicted in (a, b)]
-        sent = [sum(row.sent_bytes for row in _by_kind(record).values()) for record in (self.plan, self.other)]
-        rows = [
-            Quantity(name="step time", unit="s", plan=a.step_time_s, other=b.step_time_s),
-            Quantity(name="peak of a device", unit="bytes", plan=peaks[0], other=peaks[1]),
-            *([Quantity(name="host memory", unit="bytes", plan=hosts[0], other=hosts[1])] if any(hosts) else []),
-            Quantity(name="sent by a device", unit="bytes", plan=sent[0], other=sent[1]),
-        ]
-        return (*rows, *self.parts())
+        """Step time, memory and bytes sent, and the parts of the step time."""
+        return (*self.totals(), *self.parts())
+
+    def totals(self) -> tuple[Quantity, ...]:
+        """Step time, peak, host memory where there is some, and bytes sent."""
+
+        def total(name: str, unit: str, of: Callable[[PlanRecord], float]) -> Quantity:
+            return Quantity(name=name, unit=unit, plan=of(self.plan), other=of(self.other))
+
+        host = total("host memory", "bytes", lambda record: max(record.predicted.host_bytes, default=0))
+        return (
+            total("step time", "s", lambda record: record.predicted.step_time_s),
+            total("peak of a device", "bytes", lambda record: summary.fullest(record).peak_bytes),
+            *([host] if host.plan or host.other else []),
+            total("sent by a device", "bytes", lambda record: sum(c.sent_bytes for c in _by_kind(record).values())),
+        )
 
     def parts(self) -> tuple[Quantity, ...]:
         """The parts that the step time consists of."""
-        own, others = ({s.name: s.seconds for s in summary.shares(record)} for record in (self.plan, self.other))
-        return tuple(
-            Quantity(name=name, unit="s", plan=own.get(name, 0.0), other=others.get(name, 0.0))
-            for name in dict.fromkeys((*own, *others))
-        )
+        rows = self._beside(lambda record: {part.name: part.seconds for part in summary.shares(record)}, 0.0)
+        return tuple(Quantity(name=name, unit="s", plan=a, other=b) for name, a, b in rows)
 
     def memory(self) -> tuple[Quantity, ...]:
         """The memory at the peak by purpose, of the device that comes nearest to its limit."""
@@ -153,46 +156,32 @@ class Comparison:
 
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
-        own, others = (self._module_costs(record) for record in (self.plan, self.other))
-        rows = [
-            ModuleDifference(module=m, plan=own.get(m, ModuleCost()), other=others.get(m, ModuleCost()))
-            for m in dict.fromkeys((*own, *others))
-        ]
-        return tuple(sorted(rows, key=lambda row: -row.more_s))
-
-    def _module_costs(self, record: PlanRecord) -> dict[str, ModuleCost]:
-        """What modules cost; what the step waits for only where both plans say it."""
-        costs = module_costs(record)
-        if self.knows_waits:
-            return costs
-        return {name: dataclasses.replace(cost, exposed_s=None) for name, cost in costs.items()}
+        rows = self._beside(self._module_costs, ModuleCost())
+        found = [ModuleDifference(module=module, plan=a, other=b) for module, a, b in rows]
+        return tuple(sorted(found, key=lambda row: -row.more_s))
 
     def collectives(self) -> tuple[CollectiveDifference, ...]:
         """The collectives of each kind."""
-        own, others = _by_kind(self.plan), _by_kind(self.other)
-        return tuple(
-            CollectiveDifference(kind=kind, plan=own.get(kind), other=others.get(kind))
-            for kind in dict.fromkeys((*own, *others))
-        )
+        rows = self._beside(_by_kind, None)
+        return tuple(CollectiveDifference(kind=kind, plan=a, other=b) for kind, a, b in rows)
 
     def values(self, *, one_by_one: bool = False) -> tuple[ValueDifference, ...]:
         """The arguments and results that lie differently, those that are alike and differ alike as one."""
-        own, others = _values_of(self.plan), _values_of(self.other)
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for path in dict.fromkeys((*own, *others)):
-            lies, differs = _lies(self.plan, own.get(path)), _lies(self.other, others.get(path))
+        groups: dict[tuple[object, ...], list[tuple[str, PlannedValue | None, PlannedValue | None]]] = {}
+        for path, a, b in self._beside(_values_of, None):
+            lies, differs = _lies(self.plan, a), _lies(self.other, b)
             if lies != differs:
                 parts = parts_of(summary.folded(path))
                 key = (path,) if one_by_one else (parts[0], *parts[-2:], lies[:-1], differs[:-1])
-                groups.setdefault(key, []).append(path)
+                groups.setdefault(key, []).append((path, a, b))
         return tuple(
             ValueDifference(
-                name=summary.common_name(paths),
-                count=len(paths),
-                plan=_place(self.plan, [own[path] for path in paths if path in own]),
-                other=_place(self.other, [others[path] for path in paths if path in others]),
+                name=summary.common_name([path for path, _, _ in rows]),
+                count=len(rows),
+                plan=_place(self.plan, [a for _, a, _ in rows]),
+                other=_place(self.other, [b for _, _, b in rows]),
             )
-            for paths in groups.values()
+            for rows in groups.values()
         )
 
     def differences(self) -> list[tuple[str, str, str]]:
@@ -201,15 +190,31 @@ class Comparison:
         return [*self._differing_choices(), *rows]
 
     def _differing_choices(self) -> list[tuple[str, str, str]]:
-        """The recipe, the mesh, quantities and collectives where they differ."""
-        parts = {q.name for q in self.parts()}
+        """The recipe, the mesh, totals and collectives where they differ."""
         rows = [
             ("recipe", self.plan.recipe or "none", self.other.recipe or "none"),
             ("mesh", summary.meshes_text(self.plan), summary.meshes_text(self.other)),
-            *((q.name, *q.texts[:2]) for q in self.quantities() if q.name not in parts),
+            *((q.name, *q.texts[:2]) for q in self.totals()),
             *((c.kind, _sent_text(c.plan), _sent_text(c.other)) for c in self.collectives()),
         ]
         return [row for row in rows if row[1] != row[2]]
+
+    def _beside(self, of: Callable[[PlanRecord], Mapping[str, T]], absent: T) -> list[tuple[str, T, T]]:
+        """What both plans have by name: the name, and what is there in each."""
+        own, others = of(self.plan), of(self.other)
+        return [(name, own.get(name, absent), others.get(name, absent)) for name in dict.fromkeys((*own, *others))]
+
+    def _module_costs(self, record: PlanRecord) -> dict[str, ModuleCost]:
+        """What modules cost; what the step waits for only where both plans say it."""
+        costs = module_costs(record)
+        if self.knows_waits:
+            return costs
+        return {name: dataclasses.replace(cost, exposed_s=None) for name, cost in costs.items()}
+
+    def _largest_losses(self, most: int | None = None) -> list[Quantity]:
+        """The part of the step that takes the most longer, and those next to it that tell much of the loss."""
+        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)[:most]
+        return larger[:1] + [q for q in larger[1:] if q.more >= TOLD_SHARE * self.slower_s]
 
     @property
     def verdict(self) -> str:
@@ -237,9 +242,7 @@ class Comparison:
             f"It takes {text_of_s(other_s)} a step, {other_s / step_s:.2f} times the {text_of_s(step_s)} of the plan: "
             f"slower by {text_of_s(self.slower_s)}."
         )
-        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
-        told = larger[:1] + [q for q in larger[1:] if q.more >= TOLD_SHARE * self.slower_s]
-        if told:
+        if told := self._largest_losses():
             parts = ", then ".join(f"{q.name}: {text_of_s(q.more)} more" for q in told)
             text += f" The largest part of that is {parts}."
         losing = next(iter(self.modules()), None)
@@ -259,11 +262,9 @@ class Comparison:
             return f"as fast, {self._memory_beside}"
         if self.slower_s < 0:
             return f"{text_of_part(-self.slower_s / step_s)} faster"
-        larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)
-        told = larger[:1] + [q for q in larger[1:2] if q.more >= TOLD_SHARE * self.slower_s]
         times = self.other.predicted.step_time_s / step_s
         text = f"{text_of_part(times - 1)} slower" if times < 2 else f"{times:.3g} times as long"
-        if told:
+        if told := self._largest_losses(2):
             parts = [f"{text_of_s(q.more)} more {q.name}{self._cause_of(q)}" for q in told]
             text += f": {' and '.join(parts)}"
         module = self._losing_module
@@ -400,5 +401,6 @@ def _lies(record: PlanRecord, value: PlannedValue | None) -> tuple[object, ...]:
     return layout, value.in_host, value.stages, record.pipeline is not None, value.stage
 
 
-def _place(record: PlanRecord, values: list[PlannedValue]) -> str:
-    return summary.place(record, values) if values else ABSENT
+def _place(record: PlanRecord, values: Sequence[PlannedValue | None]) -> str:
+    present = [value for value in values if value is not None]
+    return summary.place(record, present) if present else ABSENT
