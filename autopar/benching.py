@@ -25,8 +25,7 @@ from autopar.manual.making import Made, made_of, outcome_of
 from autopar.manual.settings import Attempt, Problem, Walk
 from autopar.manual.ways import QUICK, WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
-from autopar.plan import bench_text
-from autopar.plan.bench_row import SEARCH, BenchRow, ranked, setting_of
+from autopar.plan.bench import SEARCH, BenchRow, by_cluster, line_of, ranked, setting_of, write
 from autopar.plan.context import StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
@@ -82,8 +81,8 @@ class Bench:
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """A table for each cluster, with bars, and where each way loses to the best."""
         console = TextConsole(COLUMNS, text_format)
-        for cluster in self.clusters:
-            bench_text.write(console, self.step, self.of(cluster), self.best(cluster))
+        for rows in by_cluster(self.rows):
+            write(console, self.step, rows)
         return console.text()
 
     __str__ = text
@@ -203,7 +202,7 @@ def _on_one_cluster(
                 problem = dataclasses.replace(problem, whole_fits=True)
             rows.append(row)
             told([*rows, *(dataclasses.replace(blank, name=waiting) for waiting in [*ways][at:])])
-            logger.info("%s", bench_text.line_of(row))
+            logger.info("%s", line_of(row))
     save_rules(step)
     return rows
 

@@ -21,7 +21,7 @@ from autopar.manual.settings import Outcome, Point, Problem
 from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan import summary
-from autopar.plan.bench_row import PARTS, BenchRow, limits, parts, ranked
+from autopar.plan.bench import PARTS, BenchRow, limits, parts, ranked
 from autopar.plan.rivals import advice_and_notes
 from autopar.recipes.parse import ALIASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state

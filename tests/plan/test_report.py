@@ -14,7 +14,7 @@ from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.plan import summary
-from autopar.plan.bench_row import sent
+from autopar.plan.bench import sent
 from autopar.plan.report import data, page
 from autopar.plan.report.data import (
     PARTS,

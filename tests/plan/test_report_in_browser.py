@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.benching import Bench
 from autopar.fitting import FitRow, Fitting
-from autopar.plan.bench_row import BenchRow
+from autopar.plan.bench import BenchRow
 from autopar.plan.schema import PlanRecord
 from tests.browser import CHROMIUM, SCHEMES, Page, Visit, browser
 from tests.plan.plans_to_see import PLANS, plan_of

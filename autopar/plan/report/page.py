@@ -8,6 +8,7 @@ JSON in which no character can end the element that holds them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,8 @@ from autopar.common.units import (
     text_of_part,
     text_of_s,
 )
-from autopar.plan import summary
-from autopar.plan.bench_row import BenchRow
+from autopar.plan import bench, summary
 from autopar.plan.comparison import Comparison
-from autopar.plan.report.bench_data import BenchData, bench_data
 from autopar.plan.report.data import PARTS, ReportData, TimelineData, report_data, tokens_of
 from autopar.plan.report.fit_data import FitData, FitRow, fit_data
 from autopar.plan.schema import MemoryKind, PlanRecord
@@ -61,12 +60,22 @@ def fitting_of(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) 
     return _render("fit.html.j2", _fields(fit_data(step, rows, multiples)))
 
 
-def bench_of(step: str, rows: Sequence[BenchRow]) -> str:
+def bench_of(step: str, rows: Sequence[bench.BenchRow]) -> str:
     """The page of `autopar.bench`."""
-    return _render("bench.html.j2", _fields(bench_data(step, rows)))
+    clusters = bench.by_cluster(rows)
+    records = [way.record for cluster in clusters for way in cluster.ways if way.record is not None]
+    values = {
+        "step": step,
+        "clusters": clusters,
+        # The parts of steps in the order of their colours.
+        "names": list(dict.fromkeys(share.name for record in records for share in summary.shares(record))),
+        "is_measured": any(row.measured_s is not None for row in rows),
+        "made_on": datetime.date.today().isoformat(),
+    }
+    return _render("bench.html.j2", values)
 
 
-def _fields(data: ReportData | FitData | BenchData) -> dict[str, Any]:
+def _fields(data: ReportData | FitData) -> dict[str, Any]:
     return {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
 
 
@@ -93,7 +102,7 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
         "ticks": round_ticks,
         "timeline": timeline_json,
     }
-    return environment.get_template(template).render(values, summary=summary)
+    return environment.get_template(template).render(values, summary=summary, bench=bench)
 
 
 def time_text(seconds: float) -> str:
