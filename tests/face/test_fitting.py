@@ -15,7 +15,7 @@ from autopar import recipes
 from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, largest, unit_of
-from autopar.plan.report.fit_data import fit_data
+from autopar.plan.report.fit_data import fit_values
 from autopar.step_views import peak_on_more_examples, peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster
 
@@ -320,7 +320,7 @@ def test_the_page_has_a_line_for_each_cluster(tmp_path):
 )
 def test_the_numbers_of_an_axis_are_round_and_have_room(batches, expected):
     rows = [row_of("c", batch, 1.0 * batch) for batch in batches]
-    time, memory = fit_data("train", rows, {"c": 1}).charts
+    time, memory = fit_values("train", rows, {"c": 1})["charts"]
     assert [text for _, text in time.x_ticks] == [text for _, text in memory.x_ticks] == expected
     assert [text for _, text in time.y_ticks] == ["1 s"]
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors
 from autopar.plan.comparison import Comparison
-from autopar.plan.report.data import report_data
+from autopar.plan.report.page import page_of
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,
@@ -168,7 +168,7 @@ def works(plan: autopar.Plan, original: autopar.Plan, folder: Path) -> None:
     assert "Plan of" in str(plan)
     assert "Plan of" in plan.table()
     assert json.dumps(plan.to_dict())
-    assert report_data(plan.record).sentence
+    assert page_of(plan.record)
     assert str(Comparison(plan=original.record, other=plan.record))
     assert repr(plan)
     for value in (*plan.record.arguments, *plan.record.results):

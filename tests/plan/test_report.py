@@ -324,7 +324,7 @@ def test_the_chart_has_the_plan_and_what_came_next_by_time():
 
 def test_the_title_names_the_hosts():
     record = pipeline(layers=4, stages=4, cluster=Cluster.preset("dgx-h100", hosts=2))
-    assert data.report_data(record).where == "dgx-h100, 2 hosts of 8"
+    assert "Plan of train on dgx-h100, 2 hosts of 8" in checked(page.page_of(record)).text_in("title")
 
 
 def test_two_plans_side_by_side(tmp_path):

@@ -1,6 +1,6 @@
-"""A plan as one page for a browser: `ReportData`, the values of a record in the order of the page, and the page itself.
+"""Plans, comparisons, rows of `autopar.bench` and of `autopar.fit` as pages for a browser.
 
-In: `PlanRecord`, `WhyNot`.
-Out: `ReportData`; HTML that needs no network.
+In: `PlanRecord`, `Comparison`, `BenchRow`, `FitRow`.
+Out: HTML that needs no network.
 May import: common to lowering, and the modules of `autopar.plan` below `plan.py`.
 """

@@ -6,15 +6,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from autopar.common.trace_events import DEVICES, Timeline, TraceEvent
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import modules, rivals, summary
 from autopar.plan.modules import CollectiveRow, ModuleCost
-from autopar.plan.report.drawing import Drawing, LinkLoad, drawing_of, link_loads
+from autopar.plan.report.drawing import drawing_of, link_loads
 from autopar.plan.rivals import advice_and_notes
-from autopar.plan.schema import MeasuredRecord, MemoryHolder, MemoryKind, ModuleRow, PlanRecord, RejectionRecord
-from autopar.plan.summary import Share, StageGroup, StateGroup
+from autopar.plan.schema import MemoryHolder, MemoryKind, ModuleRow, PlanRecord, RejectionRecord
+from autopar.plan.summary import StateGroup
 
 # Layouts as text in pieces, so that each mesh axis in them can have its colour.
 
@@ -303,88 +304,36 @@ class CandidateRow:
     relative: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReportData:
-    """The page of a plan. `where`: the cluster with its hosts. `num_parameters`: 0 where the record does not tell them
-    from the rest of the state. `bars`: the candidates with the shortest times.
-    """
-
-    step: str
-    where: str
-    batch: BatchFacts
-    num_parameters: int
-    cluster: str
-    device: str
-    devices: int
-    sentence: str
-    step_time_s: float
-    interval: str
-    peak_bytes: int
-    limit_bytes: int | None
-    flops: float
-    mfu: float
-    sent_bytes: float
-    host_bytes: int
-    shares: tuple[Share, ...]
-    advantage: str
-    tensor: str
-    axes: tuple[AxisRow, ...]
-    stages: tuple[StageGroup, ...]
-    schedule: str
-    drawing: Drawing
-    loads: tuple[LinkLoad, ...]
-    modules: tuple[ModuleNode, ...]
-    costliest: tuple[CollectiveRow, ...]
-    arguments: tuple[ArgumentRow, ...]
-    memory: MemoryPanel
-    available: str
-    timeline: TimelineData
-    candidates: tuple[CandidateRow, ...]
-    bars: tuple[CandidateRow, ...]
-    measured: tuple[MeasuredRecord, ...]
-    notes: tuple[str, ...]
-
-
-def report_data(record: PlanRecord) -> ReportData:
-    """The values of the page of a plan."""
-    predicted, pipeline, full = record.predicted, record.pipeline, summary.fullest(record)
-    candidates = candidate_rows(record)
-    return ReportData(
-        step=record.step,
-        where=summary.where(record.cluster),
-        batch=batch_facts(record),
-        num_parameters=summary.num_parameters(record),
-        cluster=record.cluster.name,
-        device=record.cluster.device.name,
-        devices=summary.num_devices(record),
-        sentence=summary.sentence(record),
-        step_time_s=predicted.step_time_s,
-        interval=summary.interval_text(record),
-        peak_bytes=full.peak_bytes,
-        limit_bytes=full.limit_bytes,
-        flops=predicted.model_flops,
-        mfu=predicted.mfu,
-        sent_bytes=sum(c.sent_bytes for c in modules.collectives_of(record, record.modules)),
-        host_bytes=max(predicted.host_bytes, default=0),
-        shares=summary.shares(record),
-        advantage=rivals.advantage(record),
-        tensor=rivals.tensor_parallelism(record),
-        axes=axis_rows(record),
-        stages=summary.stage_groups(record),
-        schedule=pipeline.schedule if pipeline is not None else "",
-        drawing=drawing_of(record),
-        loads=link_loads(record),
-        modules=module_tree(record),
-        costliest=modules.costliest(record),
-        arguments=argument_rows(record),
-        memory=memory_panel(record),
-        available=summary.memory_text(record),
-        timeline=timeline_data(record),
-        candidates=candidates,
-        bars=fastest(candidates),
-        measured=record.measured,
-        notes=advice_and_notes(record),
-    )
+def report_values(record: PlanRecord) -> dict[str, Any]:
+    """The values of the page of a plan by the names that its template has for them."""
+    full, candidates = summary.fullest(record), candidate_rows(record)
+    return {
+        "record": record,
+        "where": summary.where(record.cluster),
+        "step_time_s": record.predicted.step_time_s,
+        "peak_bytes": full.peak_bytes,
+        "limit_bytes": full.limit_bytes,
+        "sent_bytes": sum(c.sent_bytes for c in modules.collectives_of(record, record.modules)),
+        "host_bytes": max(record.predicted.host_bytes, default=0),
+        "batch": batch_facts(record),
+        "num_parameters": summary.num_parameters(record),
+        "interval": summary.interval_text(record),
+        "advantage": rivals.advantage(record),
+        "tensor": rivals.tensor_parallelism(record),
+        "axes": axis_rows(record),
+        "stages": summary.stage_groups(record),
+        "drawing": drawing_of(record),
+        "loads": link_loads(record),
+        "modules": module_tree(record),
+        "costliest": modules.costliest(record),
+        "arguments": argument_rows(record),
+        "memory": memory_panel(record),
+        "available": summary.memory_text(record),
+        "timeline": timeline_data(record),
+        "candidates": candidates,
+        "bars": fastest(candidates),
+        "notes": advice_and_notes(record),
+    }
 
 
 def axis_rows(record: PlanRecord) -> tuple[AxisRow, ...]:

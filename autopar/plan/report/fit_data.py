@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from autopar.common.units import text_of_s
 
@@ -86,18 +87,8 @@ class FittedCluster:
     rows: tuple[FitRow, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FitData:
-    """What the page of `autopar.fit` shows."""
-
-    step: str
-    clusters: tuple[FittedCluster, ...]
-    charts: tuple[Chart, ...]
-    is_priced: bool
-
-
-def fit_data(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> FitData:
-    """The rows of all clusters as charts."""
+def fit_values(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> dict[str, Any]:
+    """The values of the page of `autopar.fit` by the names that its template has for them: all rows, and charts."""
     fitting = [row for row in rows if row.example_s is not None]
     clusters = []
     for name, multiple in multiples.items():
@@ -121,7 +112,7 @@ def fit_data(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) ->
         )
         charts = (time, memory)
     priced = any(row.price is not None for row in rows)
-    return FitData(step=step, clusters=tuple(clusters), charts=charts, is_priced=priced)
+    return {"step": step, "clusters": clusters, "charts": charts, "is_priced": priced}
 
 
 def _chart(

@@ -7,7 +7,6 @@ JSON in which no character can end the element that holds them.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import math
@@ -27,8 +26,8 @@ from autopar.common.units import (
 )
 from autopar.plan import bench, summary
 from autopar.plan.comparison import Comparison
-from autopar.plan.report.data import PARTS, ReportData, TimelineData, report_data, tokens_of
-from autopar.plan.report.fit_data import FitData, FitRow, fit_data
+from autopar.plan.report.data import PARTS, TimelineData, report_values, tokens_of
+from autopar.plan.report.fit_data import FitRow, fit_values
 from autopar.plan.schema import MemoryKind, PlanRecord
 
 # The colours of categories of events, as the script has them, and what they mean.
@@ -47,7 +46,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 def page_of(record: PlanRecord) -> str:
     """The page of a plan."""
-    return _render("report.html.j2", _fields(report_data(record)))
+    return _render("report.html.j2", report_values(record))
 
 
 def comparison_of(record: PlanRecord, other: PlanRecord) -> str:
@@ -57,7 +56,7 @@ def comparison_of(record: PlanRecord, other: PlanRecord) -> str:
 
 def fitting_of(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> str:
     """The page of `autopar.fit`."""
-    return _render("fit.html.j2", _fields(fit_data(step, rows, multiples)))
+    return _render("fit.html.j2", fit_values(step, rows, multiples))
 
 
 def bench_of(step: str, rows: Sequence[bench.BenchRow]) -> str:
@@ -73,10 +72,6 @@ def bench_of(step: str, rows: Sequence[bench.BenchRow]) -> str:
         "made_on": datetime.date.today().isoformat(),
     }
     return _render("bench.html.j2", values)
-
-
-def _fields(data: ReportData | FitData) -> dict[str, Any]:
-    return {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
 
 
 def _render(template: str, values: Mapping[str, Any]) -> str:
