@@ -14,7 +14,7 @@ from autopar.common.cache_dir import leave_aside, read_whole, write_whole
 from autopar.common.jax_compat import lowering_flags
 from autopar.errors import AutoparError
 from autopar.ir.graph import Rule
-from autopar.plan.file import decode, encode
+from autopar.plan.file import checksum, decode, encode
 from autopar.plan.schema import PlanRecord
 from autopar.sharding.rules import RuleBook
 
@@ -71,7 +71,7 @@ class DiskCache:
             return {}
         try:
             file = msgspec.json.decode(data, type=_Rules)
-            if _checksum(bytes(file.rules)) != file.checksum:
+            if checksum(bytes(file.rules)) != file.checksum:
                 leave_aside(path, "expected rules as they were saved, got changed ones (checksum)")
                 return {}
             return msgspec.json.decode(file.rules, type=dict[str, Rule])
@@ -83,7 +83,7 @@ class DiskCache:
         """Writes the rules if any was asked for since they were loaded."""
         if rules.asked:
             body = msgspec.json.encode(rules.known)
-            self._write(_rules_name(), msgspec.json.encode(_Rules(checksum=_checksum(body), rules=msgspec.Raw(body))))
+            self._write(_rules_name(), msgspec.json.encode(_Rules(checksum=checksum(body), rules=msgspec.Raw(body))))
 
     def _path(self, name: str) -> Path | None:
         return None if self.directory is None else self.directory / name
@@ -103,7 +103,3 @@ def _rules_name() -> str:
     """Rules are read from how equations are lowered, which follows jax's configuration."""
     flags = hashlib.sha256(repr(lowering_flags()).encode()).hexdigest()[:8]
     return f"rules-jax{jax.__version__}-{SEARCH_VERSION}-{flags}.json"
-
-
-def _checksum(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()

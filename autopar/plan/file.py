@@ -28,7 +28,7 @@ from autopar.plan.schema import (
     PlanRecord,
     PredictedCollective,
 )
-from autopar.plan.summary import num_stages, stage_mesh
+from autopar.plan.summary import device_groups, num_stages, stage_mesh
 
 # Validity of a plan record, whatever its step: ranges of numbers, meshes, layouts, table indices.
 #
@@ -250,9 +250,7 @@ def _decisions(place: str, decisions: Decisions, mesh: LogicalMesh) -> Iterator[
 
 
 def _predicted(record: PlanRecord) -> Iterator[Fault]:
-    predicted, groups = record.predicted, 1
-    if record.pipeline is not None:
-        groups = len({stage.first_device for stage in record.pipeline.stages})
+    predicted, groups = record.predicted, len(device_groups(record))
     lengths = {"peak_bytes": predicted.peak_bytes, "memory": predicted.memory, "host_bytes": predicted.host_bytes}
     for name, per_group in lengths.items():
         if len(per_group) != groups and (name != "host_bytes" or per_group):
@@ -303,7 +301,7 @@ def _pipeline(record: PlanRecord) -> Iterator[Fault]:
     for name in ("num_microbatches", "chunks", "scan_parts"):
         if getattr(pipeline, name) < 1:
             yield Fault(place=f"{place}.{name}", expected="one or more", got=str(getattr(pipeline, name)))
-    groups = len({stage.first_device for stage in pipeline.stages})
+    groups = len(device_groups(record))
     if pipeline.chunks * groups != len(pipeline.stages):
         expected = f"{len(pipeline.stages)} stages on {groups} group(s) of devices, as many on each"
         yield Fault(place=f"{place}.chunks", expected=expected, got=f"{pipeline.chunks} on each")
@@ -361,7 +359,7 @@ class _File(msgspec.Struct, omit_defaults=True):
 def encode(record: PlanRecord, key: str = "") -> bytes:
     """JSON with the format's version and a checksum, and the key if the plan is in the cache."""
     body = msgspec.json.encode(record)
-    file = _File(format_version=FORMAT_VERSION, checksum=_checksum(body), key=key, plan=msgspec.Raw(body))
+    file = _File(format_version=FORMAT_VERSION, checksum=checksum(body), key=key, plan=msgspec.Raw(body))
     return msgspec.json.encode(file)
 
 
@@ -388,7 +386,7 @@ def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
         raise PlanFormatError(
             where=where, expected=f"the plan of key {key}", got=f"that of key {file.key!r}", hint=_HINT
         )
-    changed = "" if _checksum(bytes(file.plan)) == file.checksum else "; it was changed since it was saved (checksum)"
+    changed = "" if checksum(bytes(file.plan)) == file.checksum else "; it was changed since it was saved (checksum)"
     record = _record(bytes(file.plan))
     if isinstance(record, Fault):
         raise PlanFormatError(
@@ -415,5 +413,6 @@ def _record(body: bytes) -> PlanRecord | Fault:
     return first_fault(record) or record
 
 
-def _checksum(body: bytes) -> str:
+def checksum(body: bytes) -> str:
+    """Digits that tell whether a file was changed."""
     return hashlib.sha256(body).hexdigest()

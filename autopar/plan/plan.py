@@ -144,10 +144,7 @@ class Plan:
 
     def stage_mesh(self, stage: int) -> tuple[LogicalMesh, int]:
         """(mesh of a stage, its first device)."""
-        if self.record.pipeline is None:
-            return LogicalMesh(axis_sizes=self.record.axis_sizes), 0
-        stage_record = self.record.pipeline.stages[stage]
-        return LogicalMesh(axis_sizes=stage_record.axis_sizes), stage_record.first_device
+        return summary.stage_mesh(self.record, stage), summary.first_device(self.record, stage)
 
     @property
     def compiler_options(self) -> dict[str, OptionValue]:

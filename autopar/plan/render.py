@@ -14,6 +14,7 @@ from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
+    device_groups,
     flops_text,
     folded,
     fullest,
@@ -131,7 +132,7 @@ def _pins_lines(out: TextConsole, record: PlanRecord, pinned: PinsRecord) -> Non
 
 
 def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
-    sizes = {s.first_device: LogicalMesh(axis_sizes=s.axis_sizes).num_devices for s in pipeline.stages}
+    sizes = device_groups(record)
     chunks = f", {pipeline.chunks} on each of {len(sizes)} groups of devices" if pipeline.chunks > 1 else ""
     return (
         f"Plan of {record.step} on {record.cluster.name}: {sum(sizes.values())} device(s), "

@@ -187,7 +187,7 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
     rows = [
         (
             f"{c.count_text} {c.kind} over {axes_text(c.axes)}{c.where_text}",
-            c.module or "(no module)",
+            c.module or modules.NO_MODULE,
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
             "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),

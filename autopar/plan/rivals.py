@@ -17,7 +17,6 @@ from autopar.plan.schema import MemoryKind, MeshTrial, PlanRecord, RejectionReco
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
 TENSOR_PARALLEL = "tensor parallelism"
-TENSOR = "tensor"  # the role of mesh axes that split the matrices
 # Devices of a tensor group in Megatron-LM's plans (Narayanan et al., 2021, section 5), those of a DGX.
 MEGATRON_GROUP = 8
 
@@ -149,12 +148,12 @@ def _waits_of_tensor(record: PlanRecord) -> str:
     time_s, waited_s = 0.0, 0.0
     for row in record.modules:
         mesh, roles = summary.stage_mesh(record, row.stage), summary.axis_roles(record, row.stage)
-        tensor = {name for name, role in zip(mesh.axis_names, roles, strict=True) if role == TENSOR}
+        tensor = {name for name, role in zip(mesh.axis_names, roles, strict=True) if role == summary.TENSOR}
         share = summary.stage_share(record, row.stage)
         for c in row.collectives:
             if tensor.intersection(c.axes):
                 time_s += share * c.time_s
-                waited_s += share * (c.time_s if c.exposed_s is None else c.exposed_s)
+                waited_s += share * c.waited_s
     if not time_s:
         return ""
     step_s = record.predicted.step_time_s
@@ -169,7 +168,7 @@ def _ways_of(trial: MeshTrial) -> int:
 
 def _ways(sizes: tuple[int, ...], roles: tuple[str, ...]) -> int:
     """Into how many parts tensor parallelism splits the matrices; 1 where no role is known."""
-    return math.prod(n for n, role in zip(sizes, roles, strict=False) if role == TENSOR)
+    return math.prod(n for n, role in zip(sizes, roles, strict=False) if role == summary.TENSOR)
 
 
 def tensor_group(cluster: Cluster) -> int:

@@ -93,6 +93,11 @@ class PredictedCollective:
     time_s: float
     exposed_s: float | None = None
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which the step waits, or could where that is not recorded."""
+        return self.time_s if self.exposed_s is None else self.exposed_s
+
 
 class MemoryKind(enum.Enum):
     """The purpose of memory."""

@@ -113,12 +113,11 @@ class _Grid:
 
 def stages_of_devices(record: PlanRecord) -> dict[int, tuple[int, ...]]:
     """The stages that each device runs, by its number; devices that the plan leaves idle have none."""
-    if record.pipeline is None:
-        return dict.fromkeys(range(summary.num_devices(record)), (0,))
     out: dict[int, tuple[int, ...]] = {}
-    for number, stage in enumerate(record.pipeline.stages):
-        for device in range(stage.first_device, stage.first_device + math.prod(stage.axis_sizes)):
-            out[device] = (*out.get(device, ()), number)
+    for stage in range(summary.num_stages(record)):
+        first = summary.first_device(record, stage)
+        for device in range(first, first + summary.stage_mesh(record, stage).num_devices):
+            out[device] = (*out.get(device, ()), stage)
     return out
 
 
@@ -208,7 +207,7 @@ def _sent_between_stages(record: PlanRecord) -> dict[str, tuple[float, float]]:
     """
     if record.pipeline is None:
         return {}
-    groups, domain = _groups(record), record.cluster.domain_devices
+    groups, domain = sorted(summary.device_groups(record).items()), record.cluster.domain_devices
     found: dict[str, tuple[float, float]] = {}
     for row, (nbytes, seconds) in _sent_over_links(summary.timeline_of(record)).items():
         ends = _ends(record.pipeline.timeline.links[row], len(groups))
@@ -232,12 +231,6 @@ def _sent_over_links(timeline: Timeline) -> dict[int, tuple[float, float]]:
     return sent
 
 
-def _groups(record: PlanRecord) -> list[tuple[int, int]]:
-    """The groups of devices of a pipeline: (the first device, their number)."""
-    stages = record.pipeline.stages if record.pipeline is not None else ()
-    return sorted({s.first_device: math.prod(s.axis_sizes) for s in stages}.items())
-
-
 def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     """The sends between the groups of devices of a pipeline, from its timeline."""
     pipeline = record.pipeline
@@ -246,7 +239,7 @@ def _wires(record: PlanRecord, grid: _Grid) -> tuple[Wire, ...]:
     step_s, timeline = record.predicted.step_time_s, summary.timeline_of(record)
     sent = _sent_over_links(timeline)
     most = max((nbytes for nbytes, _ in sent.values()), default=0.0)
-    firsts = _groups(record)
+    firsts = sorted(summary.device_groups(record).items())
     centres = [_centre(grid, first, devices) for first, devices in firsts]
     wires = []
     for row, (nbytes, seconds) in sent.items():

@@ -26,6 +26,7 @@ from autopar.common.units import (
 )
 from autopar.plan import bench, summary
 from autopar.plan.comparison import Comparison
+from autopar.plan.modules import NO_MODULE
 from autopar.plan.report.data import PARTS, TimelineData, report_values, tokens_of
 from autopar.plan.report.fit_data import FitRow, fit_values
 from autopar.plan.schema import MemoryKind, PlanRecord
@@ -97,7 +98,7 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
         "ticks": round_ticks,
         "timeline": timeline_json,
     }
-    return environment.get_template(template).render(values, summary=summary, bench=bench)
+    return environment.get_template(template).render(values, summary=summary, bench=bench, no_module=NO_MODULE)
 
 
 def time_text(seconds: float) -> str:
