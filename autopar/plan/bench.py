@@ -25,9 +25,9 @@ from autopar.plan.schema import PlanRecord
 # The parts of a step in the order of bars, and the parts of `summary.shares` in each; what is in none is waiting.
 PARTS = ("arithmetic", "memory", "collectives", "bubble")
 _PART_OF = {
-    "arithmetic at the devices' peak rate": "arithmetic",
-    "matrix products below the peak rate": "arithmetic",
-    "computation below the peak rate": "arithmetic",
+    summary.AT_PEAK_RATE: "arithmetic",
+    summary.PRODUCTS: "arithmetic",
+    summary.BELOW_PEAK_RATE: "arithmetic",
     summary.MEMORY_BOUND: "memory",
     summary.HOST_COPIES: "memory",
     summary.COLLECTIVES: "collectives",
@@ -204,10 +204,7 @@ class ClusterRows:
 
 def by_cluster(rows: Sequence[BenchRow]) -> list[ClusterRows]:
     """Ranked rows of several clusters, those of each together."""
-    found: dict[str, list[BenchRow]] = {}
-    for row in rows:
-        found.setdefault(row.cluster, []).append(row)
-    return [ClusterRows(tuple(own)) for own in found.values()]
+    return [ClusterRows(tuple(own)) for own in summary.grouped(rows, lambda row: row.cluster).values()]
 
 
 def parts(record: PlanRecord) -> dict[str, float]:

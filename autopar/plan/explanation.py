@@ -210,9 +210,7 @@ def _of_values(values: Sequence[ExplainedValue]) -> list[str]:
     """
     if len(values) <= DRAWN:
         return [line for v in values for line in (_of_value(v.path, v), *_picture(v))]
-    groups: dict[tuple[Any, ...], list[ExplainedValue]] = {}
-    for v in values:
-        groups.setdefault((summary.folded(v.path), v.dtype, v.shape, v.kind, v.lies), []).append(v)
+    groups = summary.grouped(values, lambda v: (summary.folded(v.path), v.dtype, v.shape, v.kind, v.lies))
     lines = []
     for (folded, *_), alike in groups.items():
         paths = [f"{folded} ({len(alike)}x)"] if len(alike) > DRAWN else [v.path for v in alike]
@@ -255,11 +253,9 @@ def _numbers(devices: Sequence[int]) -> str:
 
 def _of_modules(rows: Sequence[ModuleRow]) -> list[str]:
     """The lines of each module. Those that differ in the numbers in their names only, such as layers, are told once."""
-    alike: dict[tuple[str, ...], list[ModuleRow]] = {}
-    for row in rows:
-        alike.setdefault((summary.folded(row.module), *_of_module(row)), []).append(row)
+    groups = summary.grouped(rows, lambda row: (summary.folded(row.module), *_of_module(row)))
     lines = []
-    for (folded, first, *others), modules in alike.items():
+    for (folded, first, *others), modules in groups.items():
         name = modules[0].module if len(modules) == 1 else f"{folded} ({len(modules)}x), each"
         lines += [f"{name or NO_MODULE}: {first}", *others]
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.units import LEAST_S, text_of_count
 from autopar.plan.schema import ModuleRow, PlanRecord, PredictedCollective
-from autopar.plan.summary import exposed_s, first_device, folded, num_stages, stage_share, stages_text
+from autopar.plan.summary import exposed_s, first_device, folded, grouped, num_stages, stage_share, stages_text
 
 NO_MODULE = "(no module)"
 # Of the step: a module that takes so much is no answer to the question where.
@@ -54,9 +54,7 @@ def cost_of(record: PlanRecord, rows: Sequence[ModuleRow]) -> ModuleCost:
 
 def module_costs(record: PlanRecord) -> dict[str, ModuleCost]:
     """What modules cost, by their names without numbers."""
-    alike: dict[str, list[ModuleRow]] = {}
-    for row in record.modules:
-        alike.setdefault(folded(row.module) or NO_MODULE, []).append(row)
+    alike = grouped(record.modules, lambda row: folded(row.module) or NO_MODULE)
     return {name: cost_of(record, rows) for name, rows in alike.items()}
 
 

@@ -12,13 +12,14 @@ from autopar.common.text_console import PLAIN, TextConsole, TextFormat
 from autopar.common.units import text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
-from autopar.plan.schema import MemoryKind, MeshTrial, ModuleRow, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
     device_groups,
     flops_text,
     folded,
     fullest,
     group_names,
+    grouped,
     interval_text,
     place,
     stage_devices,
@@ -93,11 +94,8 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
 
 def _tried_lines(record: PlanRecord) -> list[str]:
     """The ways that were tried on each mesh, the fastest first; on the mesh of the plan the plan itself."""
-    by_mesh: dict[tuple[int, ...], list[MeshTrial]] = {}
-    for trial in record.tried:
-        by_mesh.setdefault(trial.axis_sizes, []).append(trial)
     lines = []
-    for sizes, trials in by_mesh.items():
+    for sizes, trials in grouped(record.tried, lambda trial: trial.axis_sizes).items():
         step_s = record.predicted.step_time_s if sizes == record.axis_sizes else None
         own = next((t for t in trials if t.step_time_s == step_s), None) if step_s is not None else None
         texts = [_trial_text(t) for t in sorted(trials, key=_by_time) if t is not own]
@@ -172,10 +170,11 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
 
 def _values_table(record: PlanRecord) -> Table:
     rows = Table("arguments", "kind", "n", "shape", "layout", "per device", title=None)
-    groups: dict[tuple, list[PlannedValue]] = {}
-    for v in record.arguments:
-        groups.setdefault((folded(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host), []).append(v)
-    for (_, kind, shape, layout, stage, stages, _), values in groups.items():
+
+    def key_of(v: PlannedValue) -> tuple:
+        return folded(v.path), v.kind, v.shape, v.layout, v.stage, v.stages, v.in_host
+
+    for (_, kind, shape, layout, stage, stages, _), values in grouped(record.arguments, key_of).items():
         mesh = stage_mesh(record, stage)
         name = values[0].path if len(values) == 1 else folded(values[0].path)
         local = sum(v.nbytes for v in values) // (layout.shards(mesh) * max(len(stages), 1))
@@ -191,11 +190,8 @@ def _modules_table(record: PlanRecord) -> Table:
     rows_shown = Table(
         "module", "matrix products: operands -> result", "sends (per device and step)", "compute", "send", "keeps"
     )
-    groups: dict[tuple, list[ModuleRow]] = {}
-    for row in record.modules:
-        if row.collectives or row.splits:
-            groups.setdefault((folded(row.module), row.splits), []).append(row)
-    for (pattern, splits), rows in groups.items():
+    shown = (row for row in record.modules if row.collectives or row.splits)
+    for (pattern, splits), rows in grouped(shown, lambda row: (folded(row.module), row.splits)).items():
         cost = cost_of(record, rows)
         lines = [
             f"{c.count_text} {c.kind} {axes_text(c.axes)} {text_of_bytes(c.sent_bytes)}{c.where_text}"

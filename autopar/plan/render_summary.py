@@ -216,7 +216,7 @@ def _state(page: _Page, groups: Sequence[StateGroup], splits_batch: bool) -> lis
             g.kind,
             g.count_text,
             f"{'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}",
-            g.layout + (" in host memory" if g.in_host else ""),
+            g.lies,
             text_of_bytes(g.device_bytes),
         )
         for g in shown

@@ -9,7 +9,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -21,7 +22,12 @@ from autopar.hardware.cluster_parts import memory_share, part_at
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
+IN_HOST = ", in host memory"  # after a layout
+AT_PEAK_RATE, BELOW_PEAK_RATE = "arithmetic at the devices' peak rate", "computation below the peak rate"
+PRODUCTS = "matrix products below the peak rate"
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 HOST_COPIES = "copies from and to the host"
 MEMORY_BOUND, COLLECTIVES = "operations bound by memory", "exposed collectives"
@@ -111,9 +117,22 @@ class StateGroup:
     dims: tuple[tuple[int, ...], ...]
 
     @property
+    def lies(self) -> str:
+        """The layout, and whether the arrays are in the memory of the host."""
+        return f"{self.layout}{IN_HOST if self.in_host else ''}"
+
+    @property
     def count_text(self) -> str:
         """`96`, or `8 of 96` where the device has no more."""
         return str(self.count) if self.device_count == self.count else f"{self.device_count} of {self.count}"
+
+
+def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
+    """What is alike together, in order of appearance, by what it has in common."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
+    return groups
 
 
 def folded(path: str) -> str:
@@ -137,12 +156,9 @@ def num_parameters(record: PlanRecord) -> int:
     Of arrays whose paths end alike those with the shortest paths are parameters, the others are their moments. Their
     bytes must be those that the plan counts as parameters.
     """
-    alike: dict[tuple, list[PlannedValue]] = {}
-    for value in record.arguments:
-        if value.kind == "state" and value.shape:
-            alike.setdefault((parts_of(value.path)[-1:], value.shape), []).append(value)
+    arrays = (value for value in record.arguments if value.kind == "state" and value.shape)
     found: list[PlannedValue] = []
-    for values in alike.values():
+    for values in grouped(arrays, lambda value: (parts_of(value.path)[-1:], value.shape)).values():
         shortest = min(len(parts_of(value.path)) for value in values)
         found += [value for value in values if len(parts_of(value.path)) == shortest]
     counted = max((use.throughout.get(MemoryKind.PARAMETER, 0) for use in record.predicted.memory), default=0)
@@ -223,11 +239,9 @@ def group_names(record: PlanRecord) -> list[str]:
     if record.pipeline is None:
         return ["the mesh"]
     groups = len(record.predicted.peak_bytes)
-    stages: dict[int, list[str]] = {}
-    for number, stage in enumerate(record.pipeline.stages):
-        stages.setdefault(stage.first_device, []).append(str(number))
+    stages = grouped(range(num_stages(record)), lambda stage: first_device(record, stage))
     assert len(stages) == groups, f"{len(stages)} groups of devices have {groups} peaks"
-    return [f"stage {', '.join(numbers)}" for numbers in stages.values()]
+    return [f"stage {', '.join(map(str, numbers))}" for numbers in stages.values()]
 
 
 def fullest(record: PlanRecord, limit_bytes: int | None = None) -> Fullest:
@@ -278,9 +292,7 @@ def sentence(record: PlanRecord, named: int = SPLITS_NAMED) -> str:
         if devices == 1:
             return "One program on one device."
         return f"One program on {devices} devices: {_splits(record, 0)}."
-    groups: dict[str, list[int]] = {}
-    for stage in range(len(pipeline.stages)):
-        groups.setdefault(_splits(record, stage), []).append(stage)
+    groups = grouped(range(len(pipeline.stages)), lambda stage: _splits(record, stage))
     sizes = sorted({stage_mesh(record, s).num_devices for s in range(len(pipeline.stages))})
     of_each = " or ".join(map(str, sizes)) + (" devices" if sizes != [1] else " device")
     on = f", {pipeline.chunks} on each group of devices" if pipeline.chunks > 1 else ""
@@ -321,7 +333,7 @@ def holders(record: PlanRecord, values: Sequence[PlannedValue]) -> str:
     if record.pipeline is not None:
         stages = sorted({stage for value in values for stage in value.stages or (value.stage,)})
         text = f"{', in parts' if values[0].stages else ''} on {stages_text(stages)}"
-    return f"{text}, in host memory" if values[0].in_host else text
+    return f"{text}{IN_HOST}" if values[0].in_host else text
 
 
 def axis_roles(record: PlanRecord, stage: int) -> tuple[str, ...]:
@@ -431,12 +443,12 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
         useful_s = predicted.mfu * done * step_s
     useful_s = min(useful_s, compute_s)
     bubble_s = predicted.bubble_fraction * step_s
-    parts = [Share(name="arithmetic at the devices' peak rate", seconds=useful_s, is_loss=False)]
+    parts = [Share(name=AT_PEAK_RATE, seconds=useful_s, is_loss=False)]
     if predicted.product_time_s is None:
-        parts.append(Share(name="computation below the peak rate", seconds=compute_s - useful_s))
+        parts.append(Share(name=BELOW_PEAK_RATE, seconds=compute_s - useful_s))
     else:
         products_s = max(predicted.product_time_s, useful_s)
-        parts.append(Share(name="matrix products below the peak rate", seconds=products_s - useful_s))
+        parts.append(Share(name=PRODUCTS, seconds=products_s - useful_s))
         parts.append(Share(name=MEMORY_BOUND, seconds=compute_s - products_s))
     besides_s = compute_s + bubble_s
     waits_s = exposed_s(record, record.modules)
@@ -514,13 +526,13 @@ def state_groups(record: PlanRecord) -> tuple[StateGroup, ...]:
     Alike are layers, and moments beside their parameters: their paths end alike, and shape, type and layout are equal.
     Their name is a pattern that matches the parameters among them.
     """
-    groups: dict[tuple, list[PlannedValue]] = {}
-    for v in record.arguments:
+
+    def key_of(v: PlannedValue) -> tuple:
         lies = v.layout.text(stage_mesh(record, v.stage))
-        tail = parts_of(folded(v.path))[-2:]
-        groups.setdefault((tail, v.kind, v.shape, v.dtype, lies, v.in_host), []).append(v)
+        return parts_of(folded(v.path))[-2:], v.kind, v.shape, v.dtype, lies, v.in_host
+
     rows = []
-    for (_, kind, shape, dtype, lies, in_host), values in groups.items():
+    for (_, kind, shape, dtype, lies, in_host), values in grouped(record.arguments, key_of).items():
         device_count, device_bytes = _on_fullest(record, values)
         rows.append(
             StateGroup(

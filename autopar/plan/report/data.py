@@ -420,7 +420,7 @@ def argument_rows(record: PlanRecord) -> tuple[ArgumentRow, ...]:
             group=group,
             pattern=summary.path_of(group.name),
             array=summary.array_text(group.dtype, group.shape),
-            tokens=tokens_of(group.layout),
+            tokens=tokens_of(group.lies),
             why_whole=_why_whole(record, group) if group in asked else "",
         )
         for group in groups
