@@ -168,7 +168,9 @@ class Comparison:
     def values(self, *, one_by_one: bool = False) -> tuple[ValueDifference, ...]:
         """The arguments and results that lie differently, those that are alike and differ alike as one."""
         groups: dict[tuple[object, ...], list[tuple[str, PlannedValue | None, PlannedValue | None]]] = {}
-        for path, a, b in self._beside(_values_of, None):
+        arguments = self._beside(lambda record: {value.path: value for value in record.arguments}, None)
+        results = self._beside(lambda record: {value.path: value for value in record.results}, None)
+        for path, a, b in (*arguments, *results):
             lies, differs = _lies(self.plan, a), _lies(self.other, b)
             if lies != differs:
                 parts = parts_of(summary.folded(path))
@@ -387,10 +389,6 @@ def _sent_text(row: CollectiveRow | None) -> str:
 
 def _update_s(record: PlanRecord) -> float:
     return sum(summary.stage_share(record, row.stage) * row.update_time_s for row in record.modules)
-
-
-def _values_of(record: PlanRecord) -> dict[str, PlannedValue]:
-    return {value.path: value for value in (*record.arguments, *record.results)}
 
 
 def _lies(record: PlanRecord, value: PlannedValue | None) -> tuple[object, ...]:

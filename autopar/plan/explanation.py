@@ -1,4 +1,7 @@
-"""Why a module or an argument lies as it does: its layout in words, who holds what, collectives, what binds it."""
+"""Why a module or an argument lies as it does: its layout in words, who holds what, collectives, what binds it.
+
+Other layouts of an argument are pinned, and the step is planned anew around each.
+"""
 
 from __future__ import annotations
 
@@ -300,9 +303,6 @@ def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> b
     first = summary.first_device(record, stage)
     domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
     return host_groups.spread(sizes, axes, domain_devices).hosts > 1
-
-
-# Other layouts of an argument: each is pinned, and the step planned anew around it.
 
 
 def argument_called(record: PlanRecord, what: str, most: int) -> PlannedValue:
