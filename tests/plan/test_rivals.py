@@ -1,10 +1,12 @@
-"""What a plan says of how the step could be changed."""
+"""What a plan says of the ways that were weighed beside it, and of what could be changed."""
 
 import dataclasses
 
+import autopar
+from autopar.plan import rivals
 from autopar.plan.rivals import advice
-from autopar.plan.schema import MemoryKind, MemoryUse
-from tests.plan.records import module, program, value
+from autopar.plan.schema import MemoryKind, MemoryUse, MeshTrial, RejectionRecord
+from tests.plan.records import module, pipeline, program, value
 
 
 def with_memory(record, peak_bytes: int, state_bytes: int):
@@ -38,3 +40,76 @@ def test_a_module_that_takes_much_of_the_step_is_named():
     assert advice(with_memory(record, 90, 20)) == ("50 % of the step is in layer*/mlp",)
     small = tuple(module(name, compute_s=0.1 * step_s) for name in ("attention", "mlp"))
     assert advice(with_memory(dataclasses.replace(record, modules=small), 90, 20)) == ()
+
+
+def test_the_advantage_over_recipes_is_taken_from_the_record():
+    assert rivals.advantage(program()) == (
+        "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best without tensor "
+        "parallelism."
+    )
+    assert (
+        rivals.advantage(pipeline())
+        == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
+    )
+    own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
+    assert (
+        rivals.advantage(program(tried=(own,), rejected=()))
+        == "The fastest found is a standard plan: data parallelism."
+    )
+    too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
+    assert rivals.advantage(program(tried=(), rejected=(too_large,))) == (
+        "Not compared with data parallelism (over the memory limit by 1 GB)."
+    )
+    # A program that the search made itself, of which all axes split the batch alone, is data parallelism.
+    alike = MeshTrial(axis_sizes=(8,), step_time_s=12.0, peak_bytes=1, status="optimal", axis_roles=("data",))
+    bounded = RejectionRecord(source="baselines", text="data parallelism", why="not tried: a bound says so")
+    assert rivals.advantage(program(tried=(alike,), rejected=(bounded,))) == (
+        "1.20x as fast as data parallelism (12 s)."
+    )
+    alone = program(axis_sizes=(1,), axis_roles=(("x",),), tried=(), rejected=())
+    assert rivals.advantage(alone) == ""
+    assert rivals.advantage(dataclasses.replace(alone, recipe="zero(1)")) == "Planned under zero(1)."
+    untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
+    assert rivals.advantage(program(tried=(), rejected=(untried,))) == (
+        "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
+    )
+
+
+def test_recipes_that_do_not_fit_are_not_said_to_be_slower():
+    over = {"why": "over the memory limit by 10 kB", "step_time_s": 15.0, "peak_bytes": 30_000}
+    lost = tuple(RejectionRecord(source="baselines", text=name, **over) for name in ("data parallelism", "ZeRO-1"))
+    fits = RejectionRecord(source="baselines", text="ZeRO-3", why="slower by 4 s", step_time_s=14.0, peak_bytes=9)
+    assert rivals.advantage(program(tried=(), rejected=(*lost, fits))) == (
+        "Data parallelism does not fit (30 kB a device, of 20 kB); 1.40x as fast as ZeRO-3 (14 s), the next best "
+        "without tensor parallelism."
+    )
+    (tensor,) = (MeshTrial(axis_sizes=(8,), step_time_s=9.0, peak_bytes=30_000, status="", axis_roles=("tensor",)),)
+    assert rivals.tensor_parallelism(program(axis_roles=(("data",),), tried=(tensor,))).endswith(
+        "the step does not fit (30 kB a device, of 20 kB)."
+    )
+
+
+def test_the_cost_of_tensor_parallelism():
+    assert rivals.tensor_parallelism(program()) == (
+        "Tensor parallelism is part of the plan: its collectives take 4 s, and the step waits 4 s for them (40%)."
+    )
+    in_one = pipeline(axis_roles=(("data",), ("tensor",)))
+    assert rivals.tensor_parallelism(in_one) == (
+        "Tensor parallelism is part of the plan, in stage 1: its collectives take 500 ms, and the step waits 500 ms "
+        "for them (5%)."
+    )
+    data = program(axis_roles=(("data",),))
+    assert rivals.tensor_parallelism(data) == (
+        "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
+    )
+    trials = [
+        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=15_000, status="optimal", axis_roles=("data", "tensor"))
+        for s in (40.0, 20.0)
+    ]
+    weighed = dataclasses.replace(data, tried=(*data.tried, *trials))
+    assert rivals.tensor_parallelism(weighed) == (
+        "With tensor parallelism, the batch split over 2, the matrices split over 4: 20 s a step (10 s here), peak "
+        "15 kB (10 kB here)."
+    )
+    assert "matrices split over 4: 20 s a step (10 s here)" in " ".join(str(autopar.Plan(weighed)).split())
+    assert rivals.tensor_parallelism(program(axis_sizes=(1,), axis_roles=(("x",),))) == ""

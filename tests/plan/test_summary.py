@@ -9,9 +9,9 @@ import pytest
 
 import autopar
 from autopar.common.paths import parts_of
-from autopar.plan import modules, render, render_summary, rivals, summary
+from autopar.plan import render, render_summary, summary
 from autopar.plan.file import decode, encode
-from autopar.plan.schema import MeshTrial, RejectionRecord
+from autopar.plan.schema import MeshTrial
 from tests.plan.records import module, pipeline, predicted, program, value
 from tests.small_steps import shapes, slow_cluster, transformer
 
@@ -121,35 +121,6 @@ def test_a_file_without_the_time_of_products_says_less():
     assert "operations bound by memory" not in parts
 
 
-def test_collectives_of_repeated_layers_are_one_row():
-    (row,) = modules.costliest(program(layers=3))
-    assert (row.module, row.count, row.sent_bytes, row.time_s) == ("layer*/mlp", 6, 24_000, 6.0)
-
-
-def test_collectives_of_stages_are_means_over_the_devices():
-    (row,) = modules.costliest(pipeline(layers=4, stages=2))
-    assert row.time_s == 4 * 0.5 / 2
-
-
-def test_collectives_are_counted_where_they_are():
-    """A mean of half a collective is one on half of the devices."""
-    one = module("embed", compute_s=1.0, send_s=1.0, stage=1)
-    (row,) = modules.costliest(pipeline(modules=(one,)))
-    assert (row.count_text, row.where_text, row.count, row.time_s) == ("2", " in stage 1", 1.0, 0.5)
-    more = tuple(module("layer0/mlp", compute_s=1.0, send_s=1.0, stage=s) for s in (0, 1, 1))
-    record = pipeline(modules=more)
-    (row,) = modules.costliest(record)
-    assert (row.count_text, row.where_text, row.count) == ("2 to 4", "", 3.0)
-    assert "2 to 4 all-reduce over x  layer*/mlp  12 kB      1.5 s" in str(autopar.Plan(record))
-    assert "2 to 4" in render.table(record)
-
-
-def test_collectives_that_are_hidden_rank_by_their_time():
-    """Sums leave traces of exposed time."""
-    rows = [module(name, compute_s=1.0, send_s=s, exposed_s=e) for name, s, e in (("a", 1.0, 1e-15), ("b", 2.0, 0.0))]
-    assert [row.module for row in modules.costliest(program(modules=tuple(rows)))] == ["b", "a"]
-
-
 def test_layers_and_moments_are_one_row():
     groups = summary.state_groups(program(layers=3))
     assert [(g.name, g.count, g.device_bytes) for g in groups] == [
@@ -212,79 +183,6 @@ def test_stages_that_are_alike_are_one_row():
         (0, 10),
         (11, 11),
     ]
-
-
-def test_the_advantage_over_recipes_is_taken_from_the_record():
-    assert rivals.advantage(program()) == (
-        "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best without tensor "
-        "parallelism."
-    )
-    assert (
-        rivals.advantage(pipeline())
-        == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
-    )
-    own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
-    assert (
-        rivals.advantage(program(tried=(own,), rejected=()))
-        == "The fastest found is a standard plan: data parallelism."
-    )
-    too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
-    assert rivals.advantage(program(tried=(), rejected=(too_large,))) == (
-        "Not compared with data parallelism (over the memory limit by 1 GB)."
-    )
-    # A program that the search made itself, of which all axes split the batch alone, is data parallelism.
-    alike = MeshTrial(axis_sizes=(8,), step_time_s=12.0, peak_bytes=1, status="optimal", axis_roles=("data",))
-    bounded = RejectionRecord(source="baselines", text="data parallelism", why="not tried: a bound says so")
-    assert rivals.advantage(program(tried=(alike,), rejected=(bounded,))) == (
-        "1.20x as fast as data parallelism (12 s)."
-    )
-    alone = program(axis_sizes=(1,), axis_roles=(("x",),), tried=(), rejected=())
-    assert rivals.advantage(alone) == ""
-    assert rivals.advantage(dataclasses.replace(alone, recipe="zero(1)")) == "Planned under zero(1)."
-    untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
-    assert rivals.advantage(program(tried=(), rejected=(untried,))) == (
-        "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
-    )
-
-
-def test_recipes_that_do_not_fit_are_not_said_to_be_slower():
-    over = {"why": "over the memory limit by 10 kB", "step_time_s": 15.0, "peak_bytes": 30_000}
-    lost = tuple(RejectionRecord(source="baselines", text=name, **over) for name in ("data parallelism", "ZeRO-1"))
-    fits = RejectionRecord(source="baselines", text="ZeRO-3", why="slower by 4 s", step_time_s=14.0, peak_bytes=9)
-    assert rivals.advantage(program(tried=(), rejected=(*lost, fits))) == (
-        "Data parallelism does not fit (30 kB a device, of 20 kB); 1.40x as fast as ZeRO-3 (14 s), the next best "
-        "without tensor parallelism."
-    )
-    (tensor,) = (MeshTrial(axis_sizes=(8,), step_time_s=9.0, peak_bytes=30_000, status="", axis_roles=("tensor",)),)
-    assert rivals.tensor_parallelism(program(axis_roles=(("data",),), tried=(tensor,))).endswith(
-        "the step does not fit (30 kB a device, of 20 kB)."
-    )
-
-
-def test_the_cost_of_tensor_parallelism():
-    assert rivals.tensor_parallelism(program()) == (
-        "Tensor parallelism is part of the plan: its collectives take 4 s, and the step waits 4 s for them (40%)."
-    )
-    in_one = pipeline(axis_roles=(("data",), ("tensor",)))
-    assert rivals.tensor_parallelism(in_one) == (
-        "Tensor parallelism is part of the plan, in stage 1: its collectives take 500 ms, and the step waits 500 ms "
-        "for them (5%)."
-    )
-    data = program(axis_roles=(("data",),))
-    assert rivals.tensor_parallelism(data) == (
-        "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
-    )
-    trials = [
-        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=15_000, status="optimal", axis_roles=("data", "tensor"))
-        for s in (40.0, 20.0)
-    ]
-    weighed = dataclasses.replace(data, tried=(*data.tried, *trials))
-    assert rivals.tensor_parallelism(weighed) == (
-        "With tensor parallelism, the batch split over 2, the matrices split over 4: 20 s a step (10 s here), peak "
-        "15 kB (10 kB here)."
-    )
-    assert "matrices split over 4: 20 s a step (10 s here)" in " ".join(str(autopar.Plan(weighed)).split())
-    assert rivals.tensor_parallelism(program(axis_sizes=(1,), axis_roles=(("x",),))) == ""
 
 
 def test_the_mesh_of_the_plan_has_its_time():
