@@ -37,10 +37,7 @@ from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
 
-# A plan as plain values, for programs: what `print(plan)` says, and the record without what only machines replay.
-
-
-# The decisions are numbers of operations, of use to `Plan.load` only; the timeline is `Plan.trace`'s.
+# Of a plan as plain values: the decisions are numbers of operations, of use to `Plan.load` only; the timeline is `Plan.trace`'s.
 LEFT_OUT = ("decisions", "timeline")
 
 
@@ -373,10 +370,10 @@ class Plan:
             )
         limited = dataclasses.replace(instead.request, memory_limit_bytes=self.record.memory_limit_bytes)
         try:
-            return Comparison(plan=self.record, other=replan(limited).record)
+            other = replan(limited)
         except MemoryLimitError:
-            unlimited = dataclasses.replace(limited, memory_limit_bytes=UNLIMITED_BYTES)
-            return Comparison(plan=self.record, other=replan(unlimited).record)
+            other = replan(dataclasses.replace(limited, memory_limit_bytes=UNLIMITED_BYTES))
+        return Comparison(plan=self.record, other=other.record)
 
     def _replan(self, method: str) -> Callable[[PlanRequest], Plan]:
         """Raises: UnsupportedError for a plan of a file that is not bound to its step."""

@@ -189,10 +189,7 @@ def advice_and_notes(record: PlanRecord) -> tuple[str, ...]:
 
 def _largest_module(record: PlanRecord) -> str:
     """The innermost module in which much of the time goes, with all inside of it; not one that has all of the step."""
-    step_s, seconds = (
-        record.predicted.step_time_s,
-        within(module_costs(record)),
-    )
+    step_s, seconds = record.predicted.step_time_s, within(module_costs(record))
     much = [path for path, s in seconds.items() if MUCH_OF_STEP * step_s <= s < ALL_OF_STEP * step_s]
     if not much:
         return ""
