@@ -37,7 +37,8 @@ from autopar.plan.file import decode, encode
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
 
-# Of a plan as plain values: the decisions are numbers of operations, of use to `Plan.load` only; the timeline is `Plan.trace`'s.
+# Of a plan as plain values. The decisions are numbers of operations, of use to `Plan.load` only; the timeline is
+# `Plan.trace`'s.
 LEFT_OUT = ("decisions", "timeline")
 
 
