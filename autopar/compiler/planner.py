@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -27,6 +26,7 @@ from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimit
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
@@ -168,16 +168,14 @@ def faster_split(
     return (best, *plans[1:])
 
 
-# Of a step's time, what a way to write it must be able to save to be planned although it does not fit as the plan is:
-# smaller micro-batches make room, and take longer.
-SMALLER_MICROBATCHES = 0.05
-
-# Ways to write the step that need less memory are planned where it does not fit otherwise, or its memory costs time.
+# Ways to write the step that save less are planned where it does not fit otherwise, or its memory costs time; ways that
+# save more, where that may fit too.
 
 
 def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans]) -> Plans:
-    """The plans of a step in the first of `ways`, or in another that is faster as the memory is. Ways that need more
-    memory than is free come last: they are searched for in smaller micro-batches, which takes long.
+    """The plans of a step in the first of `ways`, or in another that is faster as the memory is: next comes that with
+    the least time as far as the plans before it tell (`expected_s`), until none may be faster; where nothing fits yet,
+    that which saves least.
 
     `plans_with` makes the plans of a request.
 
@@ -185,61 +183,95 @@ def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: C
     """
     deadline, refused = Deadline.after(request.time_limit_s), None
     plans: Plans = ()
-    taken: StepWay | None = None
-    refused_bytes, is_quick = math.inf, request.effort is Effort.QUICK
-    later: list[StepWay] = []
-    for way in itertools.chain(ways, later):
-        if way.saved_bytes >= refused_bytes or (taken is not None and not _may_gain(way, taken, plans[0], is_quick)):
-            continue
-        is_first = not plans and refused is None
+    refused_bytes = math.inf
+    known: list[tuple[StepWay, Plan]] = []
+    others, waiting = list[StepWay](), iter(ways)
+    way = next(waiting, None)
+    while way is not None:
+        is_first = not known and refused is None
         if deadline.passed and not is_first:
             untried = f"not all ways to write the step were planned: {deadline.text}"
             plans = tuple(plan.with_note(untried) for plan in plans)
             break
-        if taken is not None and way not in later and _exceeds(way, taken, plans[0]):
-            later.append(way)
-            continue
         left_s = request.time_limit_s if is_first or request.time_limit_s is None else deadline.left_s
+        others += waiting
         try:
             found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
         except MemoryLimitError as error:
             refused = error if refused is None else min(refused, error, key=lambda e: e.needed_bytes)
-            refused_bytes = min(refused_bytes, way.saved_bytes or math.inf)
-            continue
-        if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
-            plans, taken = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found), way
+            # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it.
+            fitting = [other.saved_bytes for other, _ in known if other.saved_bytes < way.saved_bytes]
+            halfway = (way.saved_bytes + max(fitting)) / 2 if fitting else way.saved_bytes or math.inf
+            refused_bytes = min(refused_bytes, halfway)
+        else:
+            known.append((way, found[0]))
+            if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
+                plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found)
+        others = [other for other in others if other is not way and other.saved_bytes < refused_bytes]
+        if known:
+            expected = [(expected_s(other, known), i) for i, other in enumerate(others)]
+            step_s, i = min(expected, default=(math.inf, 0))
+            worthwhile_s = (1 - request.effort.least_gain) * plans[0].predicted.step_time_s
+            way = others[i] if step_s < worthwhile_s else None
+        else:
+            way = min(others, key=lambda other: (other.least_s == math.inf, other.saved_bytes), default=None)
     if plans:
         return plans
     assert refused is not None, "there is a way, with a plan or without one that fits"
     raise refused
 
 
-def _may_gain(way: StepWay, taken: StepWay, plan: Plan, is_quick: bool) -> bool:
-    """Whether a way may have a faster plan than the one found: it may take less time, and needs memory that is free, or
-    less memory where that decides.
+def expected_s(way: StepWay, known: Iterable[tuple[StepWay, Plan]]) -> float:
+    """The least step time that is expected of a way, by the programs that plans of others found: each of them takes as
+    much longer or shorter as computing does, if it then fits. inf: none of them fits.
     """
-    if way.least_s >= plan.predicted.step_time_s:
-        return False
-    if way.saved_bytes <= taken.saved_bytes or plan.record.memory_limit_bytes is None:
-        return _costs_time(plan.record)
-    if not _exceeds(way, taken, plan):
-        return True
-    return not is_quick and way.least_s < (1 - SMALLER_MICROBATCHES) * plan.predicted.step_time_s
+    found = math.inf
+    for other, plan in known:
+        limit_bytes = plan.record.memory_limit_bytes or math.inf
+        for program in _programs(plan, other):
+            more_bytes = (way.saved_bytes - other.saved_bytes) * program.share
+            if program.peak_bytes + more_bytes <= (1 + PEAK_ERROR) * limit_bytes:
+                found = min(found, program.step_s + way.least_s - other.least_s)
+    return max(found, way.least_s)
 
 
-def _exceeds(way: StepWay, taken: StepWay, plan: Plan) -> bool:
-    """Whether a way needs more memory than is free under the plan found, as the step is cut there."""
-    pipeline = plan.record.pipeline
-    parts = plan.cluster.num_devices * (pipeline.num_microbatches if pipeline is not None else 1)
-    needed_bytes = max(plan.predicted.peak_bytes) + (way.saved_bytes - taken.saved_bytes) / parts
-    return needed_bytes > (plan.record.memory_limit_bytes or math.inf)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _KnownProgram:
+    """A program that a plan found or tried, or one in other micro-batches: `share` of what the backward pass reads of
+    the whole batch is on a device at once.
+    """
+
+    step_s: float
+    peak_bytes: float
+    share: float
 
 
-def _costs_time(record: PlanRecord) -> bool:
-    """Whether the memory decides on a plan: it has micro-batches or recomputes, or a faster program does not fit."""
-    limit_bytes, step_s = record.memory_limit_bytes or math.inf, record.predicted.step_time_s
-    large = (trial for trial in record.tried if trial.peak_bytes is not None and trial.peak_bytes > limit_bytes)
-    return record.pipeline is not None or any(t.step_time_s is None or t.step_time_s < step_s for t in large)
+def _programs(plan: Plan, way: StepWay) -> list[_KnownProgram]:
+    """The programs of a plan, those without stages that do not fit, and, with micro-batches, what lies between: what is
+    not there through the whole step shrinks with them, and each adds the same time.
+    """
+    pipeline, num_devices = plan.record.pipeline, plan.cluster.num_devices
+    number, stages = (pipeline.num_microbatches, len(pipeline.stages)) if pipeline is not None else (1, 1)
+    share = min(number, stages) / number / num_devices
+    taken = _KnownProgram(plan.predicted.step_time_s, max(plan.predicted.peak_bytes), share)
+    whole = [
+        _KnownProgram(way.least_s if t.step_time_s is None else t.step_time_s, t.peak_bytes, 1 / num_devices)
+        for t in plan.record.tried
+        if t.peak_bytes is not None
+    ]
+    programs = [taken, *(program for program in whole if program.step_s < taken.step_s)]
+    each_s = 0.0
+    lasting_bytes = float(max(sum(memory.throughout.values()) for memory in plan.predicted.memory))
+    if number > 1 and whole:
+        first = min(whole, key=lambda program: program.step_s)
+        each_s = max(0.0, taken.step_s - first.step_s) / (number - 1)
+        lasting_bytes = first.peak_bytes - (first.peak_bytes - taken.peak_bytes) / (1 - 1 / number)
+    for m in (1 << i for i in range(1, number.bit_length() + 2)):
+        if m != number:
+            peak_bytes = lasting_bytes + (taken.peak_bytes - lasting_bytes) * number / m
+            step_s = taken.step_s + each_s * (m - number)
+            programs.append(_KnownProgram(step_s, peak_bytes, min(m, stages) / m / num_devices))
+    return programs
 
 
 # The sources of candidates in order, and the requests and steps to which each applies.

@@ -9,16 +9,17 @@ from collections.abc import Iterator
 from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.notes import chosen_note
-from autopar.common.units import text_of_s
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.compiler.saved_values import LayerValues
 from autopar.compiler.whole_graph import whole_graph
 from autopar.cost.least_time import least_time_s
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
-from autopar.ir.graph import OpGraph, OpKind, Role, read_by
+from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
-from autopar.passes.saved_arrays import offloaded_by_policy
+from autopar.passes.saved_arrays import offloaded_by_policy, waiting_in_host
 from autopar.plan.context import StepGraphs
 from autopar.plan.options import Attention, PlanRequest
 from autopar.sharding.rules import RuleBook
@@ -37,6 +38,7 @@ class StepWay:
         scan_recompute: As of `TracedStep`.
         least_s: The least time of a step in it; inf: it is taken only where nothing else fits.
         saved_bytes: What the backward pass reads of the forward pass of the whole batch, over all devices.
+        sends: Whether values wait for the backward pass in the memory of the hosts.
         notes: Those of a plan in which it was chosen.
     """
 
@@ -44,6 +46,7 @@ class StepWay:
     scan_recompute: str = ""
     least_s: float = 0.0
     saved_bytes: float = 0.0
+    sends: bool = False
     notes: tuple[str, ...] = ()
 
     def of(self, request: PlanRequest) -> PlanRequest:
@@ -139,38 +142,45 @@ class StepWays:
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
         if offloaded_by_policy(plain):
             return
-        has_scans = any(op.kind is OpKind.SCAN for op in plain.ops())
-        policies = [Recompute.CHEAP, Recompute.HALF, Recompute.ALL] if has_scans else []
-        if any(op.recomputes for op in plain.ops()):
-            policies.insert(0, Recompute.NOTHING)
-        seen = {way.saved_bytes}
-        for policy in policies:
-            again = dataclasses.replace(way, scan_recompute=policy.value)
-            graph = whole_graph(self.step(again), self.rules, self.graphs).graph
-            if (saved_bytes := bytes_saved(graph)) in seen:
-                continue
-            seen.add(saved_bytes)
-            least_s = self.least_s(again)
-            change_s = least_s - self.least_s(way)
-            change = f"{text_of_s(abs(change_s))} {'more' if change_s > 0 else 'less'} of a step"
-            notes = (*way.notes, f"{_KEPT[policy]}: computing takes {change} than as the code has it")
-            least_s = max(least_s, way.least_s) if way.least_s == math.inf else least_s
-            yield dataclasses.replace(again, least_s=least_s, saved_bytes=saved_bytes, notes=notes)
+        texts = [Recompute.NOTHING.value] if any(op.recomputes for op in plain.ops()) else []
+        texts += [choice.text for choice in LayerValues(plain, self.cluster).choices()]
+        others = [self._saving(text, way) for text in dict.fromkeys(texts)]
+        least_bytes = {True: math.inf, False: math.inf}  # of those with values in the memory of the hosts, and without
+        for other in sorted(others, key=lambda other: (other.least_s, other.saved_bytes)):
+            # What takes longer than another and saves as much is left out.
+            if other.saved_bytes < least_bytes[other.sends] and other.saved_bytes != way.saved_bytes:
+                yield other
+            least_bytes[other.sends] = min(least_bytes[other.sends], other.saved_bytes)
+
+    def _saving(self, text: str, way: StepWay) -> StepWay:
+        """A way with this in the place of what it saves. What is sent to the hosts must be worth it, as kernels are."""
+        other = self.measured(dataclasses.replace(way, scan_recompute=text))
+        graph = whole_graph(self.step(other), self.rules, self.graphs).graph
+        change_s, in_host_bytes = other.least_s - way.least_s, bytes_saved(graph, in_host=True)
+        change = f"{text_of_s(abs(change_s))} {'more' if change_s > 0 else 'less'} of a step than as the code has it"
+        if text == Recompute.NOTHING.value:
+            saved = "computes nothing again, as memory is free"
+        else:
+            of_hosts = f" and {text_of_bytes(in_host_bytes)} from the memory of the hosts" if in_host_bytes else ""
+            saved = (
+                f"of scans over layers reads {text_of_bytes(other.saved_bytes)}{of_hosts}, over all devices, "
+                "and computes the rest again"
+            )
+        notes = (*way.notes, f"the backward pass {saved}: computing takes {change}")
+        least_s = math.inf if way.least_s == math.inf else other.least_s
+        if in_host_bytes:
+            least_s /= 1 - WORTH_A_KERNEL
+        return dataclasses.replace(other, least_s=least_s, sends=in_host_bytes > 0, notes=notes)
 
 
-_KEPT = {
-    Recompute.NOTHING: "the backward pass computes nothing again, as memory is free",
-    Recompute.CHEAP: "of scans over layers the backward pass computes all but products and attention again",
-    Recompute.HALF: "of scans over layers the backward pass computes all but half of the products and attention again",
-    Recompute.ALL: "of scans over layers the backward pass computes all again from the input of each layer",
-}
-
-
-def bytes_saved(graph: OpGraph) -> int:
-    """Bytes of the values of the forward pass that the backward pass reads, over all devices."""
+def bytes_saved(graph: OpGraph, *, in_host: bool = False) -> int:
+    """Bytes of the values of the forward pass that the backward pass reads, over all devices, or of those `in_host`
+    memory.
+    """
     made = {v for op in graph.block.ops if op.role is Role.FORWARD for v in op.outputs}
     read = {v for op in graph.block.ops if op.role is Role.BACKWARD for v in read_by(op)}
-    return sum(graph.values[v].nbytes for v in made & read)
+    waiting = waiting_in_host(graph, offloaded_by_policy(graph))
+    return sum(graph.values[v].nbytes for v in made & read if (v in waiting) is in_host)
 
 
 def least_s_of(traced: TracedStep, cluster: Cluster, rules: RuleBook, graphs: StepGraphs) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cost.roofline import flops_of
-from autopar.frontend.build_graph import build_graph
+from autopar.frontend.build_graph import graph_as_written, saving_in_scans
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.graph_views import GraphViews
@@ -15,12 +15,15 @@ from autopar.plan.context import StepGraphs
 from autopar.sharding.rules import RuleBook
 
 
-def program_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
+def program_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs | None = None) -> OpGraph:
     """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so.
+    `graphs` keeps the graph as it is written.
 
     Raises: as `build_graph`.
     """
-    graph = build_graph(traced, rules)
+    written = dataclasses.replace(traced, scan_recompute="", stacked_over=0, uneven_over=0)
+    graph = (graphs or StepGraphs()).of(written, "as written", lambda: graph_as_written(written, rules))
+    graph = saving_in_scans(graph, traced.scan_recompute, rules)
     if traced.stacked_over:
         graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
     return _rounded(graph, traced)
@@ -32,7 +35,7 @@ def _rounded(graph: OpGraph, traced: TracedStep) -> OpGraph:
 
 def whole_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs) -> GraphViews:
     """The views of the step's graph, kept in `graphs`. Raises: UnsupportedError as `build_graph`."""
-    return graphs.of(traced, "whole", lambda: GraphViews(program_graph(traced, rules), flops_of))
+    return graphs.of(traced, "whole", lambda: GraphViews(program_graph(traced, rules, graphs), flops_of))
 
 
 def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: StepGraphs) -> TracedStep:

@@ -17,7 +17,7 @@ from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
 from autopar.frontend.parameter_names import with_parameter_names
-from autopar.frontend.recompute_in_scans import Recompute, recompute_in_scans
+from autopar.frontend.recompute_in_scans import Recompute, choice_of, recompute_in_scans
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
@@ -42,6 +42,11 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
 
     Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`).
     """
+    return saving_in_scans(graph_as_written(traced, rules), traced.scan_recompute, rules)
+
+
+def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
+    """The graph before it is said what is saved of scans. Raises: as `build_graph`."""
     builder = _Builder(traced.written)
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
     builder.constants += traced.constants
@@ -65,8 +70,15 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
-    if traced.scan_recompute:
-        graph = recompute_in_scans(graph, Recompute(traced.scan_recompute))
+    return graph
+
+
+def saving_in_scans(graph: OpGraph, scan_recompute: str, rules: RuleBook) -> OpGraph:
+    """A graph of `graph_as_written` with what is saved of its scans (`TracedStep.scan_recompute`)."""
+    if scan_recompute:
+        all_kept = scan_recompute == Recompute.NOTHING.value
+        graph = recompute_in_scans(graph, choice_of(scan_recompute), all_kept=all_kept)
+        graph = dataclasses.replace(graph, block=with_rules(graph.block, rules))
     return mark_score_kernels(graph)
 
 

@@ -1,23 +1,28 @@
 """Rematerialisation inside of scans over layers: the backward pass computes values again instead of reading them.
 
-A scan over layers stacks what the scan that goes back over it reads. A policy keeps some of it, as
-`jax.checkpoint(layer, policy=...)` round the body does: the layer's input and what the policy names are stacked, the
-rest is computed again from them in the turn that reads it. What the code computes again for such a policy of its own
-is found by its equations, and is kept where this one keeps it. Source: Chen et al., "Training deep nets with sublinear
-memory cost", arXiv:1604.06174.
+A scan over layers stacks what the scan that goes back over it reads. Some of it is saved, as
+`jax.checkpoint(layer, policy=...)` round the body does, on the devices or in the memory of the hosts: the layer's input
+and what is named are stacked, the rest is computed again from them in the turn that reads it. What the code computes
+again for a policy of its own is found by its equations, and is kept where this one keeps it. Source: Chen et al.,
+"Training deep nets with sublinear memory cost", arXiv:1604.06174.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from autopar.common import jax_compat, jax_remat
 from autopar.common.records import replaced
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, has_effects, read_by, walk
+from autopar.errors import PlanMismatchError
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, named, reading, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels.local import runs_locally
+from autopar.sharding.rules import equation_key
 
 
 class Recompute(enum.Enum):
@@ -49,14 +54,101 @@ def is_plain_product(op: Op) -> bool:
     return not batch
 
 
-def recompute_in_scans(graph: OpGraph, policy: Recompute) -> OpGraph:
-    """The graph with recomputation by a policy in the bodies of its scans, in place of that of the code; the same graph
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedValues:
+    """The values of a layer's forward pass that its backward pass reads: `kept` on the devices, or `in_host`, in the
+    memory of their hosts. The others that it needs are computed again. All inputs of the layer are kept that are not in
+    the memory of the hosts.
+    """
+
+    kept: frozenset[int] = frozenset()
+    in_host: frozenset[int] = frozenset()
+
+
+# The bodies of two scans, of which nothing is computed again, and all values -> what is saved; None: all that is read.
+Choice = Callable[[JoinedBodies, Sequence[Value]], SavedValues | None]
+BY_VALUE = "values "  # what a text begins with that names values
+_IN_HOST = "host"
+
+
+def by_policy(policy: Recompute) -> Choice:
+    """What a policy saves of each layer."""
+
+    def saved(joined: JoinedBodies, _: Sequence[Value]) -> SavedValues | None:
+        if policy in (Recompute.NOTHING, Recompute.ALL):
+            return None if policy is Recompute.NOTHING else SavedValues()
+        kept = [op for op in joined.forward if is_kept(op)]
+        again = [op.id for op in joined.forward if is_plain_product(op)][1::2] if policy is Recompute.HALF else []
+        return SavedValues(kept=frozenset(v for op in kept if op.id not in again for v in op.outputs))
+
+    return saved
+
+
+def places_of(joined: JoinedBodies) -> dict[str, int]:
+    """The values of a layer's forward pass, by their places in it: `input0` of what is carried, `12.1` the second
+    result of its operation 12.
+    """
+    results = {f"{i}.{k}": v for i, op in enumerate(joined.forward) for k, v in enumerate(op.outputs)}
+    return {f"input{i}": v for i, v in enumerate(joined.carried)} | results
+
+
+def name_of(joined: JoinedBodies) -> str:
+    """A short name of what the forward pass of a layer computes, whatever its sizes: that of layers whose places mean
+    the same, as of the parts of one scan.
+    """
+    return f"{zlib.crc32(' '.join(op.primitive for op in joined.forward).encode()):x}"
+
+
+def text_of_saved(saved: Mapping[str, tuple[Iterable[str], Iterable[str]]]) -> str:
+    """What layers save, by their names: the places kept on the devices, and those in the memory of the hosts. As plans
+    have it: `values 5f3a: input0 12.0 host 14.1; 90bc: input0 host`.
+    """
+    return BY_VALUE + "; ".join(f"{name}: {' '.join([*kept, _IN_HOST, *host])}" for name, (kept, host) in saved.items())
+
+
+def saves_inputs_alone(text: str) -> bool:
+    """Whether a text, or a policy, saves of each layer nothing but what enters it, on the devices or elsewhere."""
+    return text == Recompute.ALL.value or (text.startswith(BY_VALUE) and "." not in text)
+
+
+def choice_of(text: str) -> Choice:
+    """The choice of a text of `text_of_saved`, or of a policy. Raises: PlanMismatchError for a text that is none, or
+    names what no layer of the step has (when the choice is asked).
+    """
+    if not text.startswith(BY_VALUE):
+        known = [policy.value for policy in Recompute]
+        if text not in known:
+            raise _mismatch(" or ".join(map(repr, [*known, BY_VALUE + "..."])), repr(text))
+        return by_policy(Recompute(text))
+    layers = dict(layer.partition(": ")[::2] for layer in text.removeprefix(BY_VALUE).split("; "))
+
+    def saved(joined: JoinedBodies, _values: Sequence[Value]) -> SavedValues:
+        value_at, name = places_of(joined), name_of(joined)
+        if name not in layers:
+            raise _mismatch(f"what the layer {name} of a scan saves", f"layers {', '.join(layers)}")
+        kept, _, in_host = layers[name].partition(_IN_HOST)
+        unknown = [place for place in (*kept.split(), *in_host.split()) if place not in value_at]
+        if unknown:
+            raise _mismatch(f"places of values of the layer {name} of a scan", ", ".join(unknown))
+        return SavedValues(*(frozenset(value_at[place] for place in places.split()) for places in (kept, in_host)))
+
+    return saved
+
+
+def _mismatch(expected: str, got: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        where="$.plan.scan_recompute", expected=expected, got=got, hint="plan anew; the step is another one"
+    )
+
+
+def recompute_in_scans(graph: OpGraph, choose: Choice, *, all_kept: bool = False) -> OpGraph:
+    """The graph with what `choose` saves of the bodies of its scans, in place of what the code saves; the same graph
     where nothing changes.
 
-    NOTHING takes recomputation out of the rest of the step too. The same equations are run on the same operands: random
-    numbers are functions of their key.
+    `all_kept` takes recomputation out of the rest of the step too. The same equations are run on the same operands:
+    random numbers are functions of their key. Values in the memory of the hosts are named by equations without a rule.
     """
-    rewriter = _Rewriter(policy, Fresh(graph))
+    rewriter = _Rewriter(choose, Fresh(graph), all_kept)
     block = rewriter.in_block(graph.block, _Equal({}, {}))
     if not rewriter.has_changed:
         return graph
@@ -65,10 +157,10 @@ def recompute_in_scans(graph: OpGraph, policy: Recompute) -> OpGraph:
 
 
 class _Rewriter:
-    """Rewrites blocks by a policy. `has_changed`: whether any was."""
+    """Rewrites blocks by a choice. `has_changed`: whether any was."""
 
-    def __init__(self, policy: Recompute, fresh: Fresh) -> None:
-        self.policy, self.fresh, self.has_changed = policy, fresh, False
+    def __init__(self, choose: Choice, fresh: Fresh, all_kept: bool) -> None:
+        self.choose, self.fresh, self.all_kept, self.has_changed = choose, fresh, all_kept, False
 
     def in_block(self, block: Block, around: _Equal) -> Block:
         """A block, of whose inputs `around` knows those that are values around it."""
@@ -90,53 +182,78 @@ class _Rewriter:
             return self.in_scans(joined, known)
 
         block = with_joined_scans(dataclasses.replace(block, ops=tuple(ops)), self.fresh, in_scans)
-        if self.policy is not Recompute.NOTHING:
+        if not self.all_kept:
             return block
         kept = _with_all_kept(block, around.copy())
         self.has_changed |= kept is not block
         return kept
 
     def in_scans(self, joined: JoinedBodies, known: _Equal) -> JoinedBodies | None:
-        """The bodies of two scans: all that the code computes again is kept, but for what the policy computes again."""
+        """The bodies of two scans: all that the code computes again is kept, but for what is chosen otherwise."""
         kept = dataclasses.replace(joined, block=_with_all_kept(joined.block, known))
-        again = self.recomputed(kept) if self.policy is not Recompute.NOTHING else None
+        saved = self.choose(kept, self.fresh.values)
+        again = self.saving(kept, saved) if saved is not None else None
         if again is None and kept.block is joined.block:
             return None
         self.has_changed = True
         return again or kept
 
-    def recomputed(self, joined: JoinedBodies) -> JoinedBodies | None:
-        """The bodies with clones of forward operations before those of the second."""
-        block = joined.block
-        forward = [op for op in block.ops if op.id in joined.first]
-        backward = [op for op in block.ops if op.id not in joined.first]
-        kept = {op.id for op in forward if has_effects(op) or op.kind is OpKind.BARRIER}
-        if self.policy is not Recompute.ALL:
-            kept.update(op.id for op in forward if is_kept(op))
-        if self.policy is Recompute.HALF:
-            kept.difference_update([op.id for op in forward if is_plain_product(op)][1::2])
-        makers = {v: op for op in forward if op.id not in kept for v in op.outputs}
-        ends = block.outputs[len(block.outputs) - joined.num_ends :]
-        read = {v for op in backward for v in read_by(op)} | {a for a in ends if isinstance(a, int)}
-        needed: set[int] = set()
-        stack = [v for v in read if v in makers]
-        while stack:
-            op = makers[stack.pop()]
-            if op.id not in needed:
-                needed.add(op.id)
-                stack += [v for v in read_by(op) if v in makers]
-        if not needed:
+    def saving(self, joined: JoinedBodies, saved: SavedValues) -> JoinedBodies | None:
+        """The bodies with clones of forward operations where the second reads them, and what goes to the hosts after
+        the operation that makes it.
+        """
+        ends = joined.block.outputs[len(joined.block.outputs) - joined.num_ends :]
+        backward = [op for op in joined.block.ops if op.id not in joined.first]
+        there = saved.kept | saved.in_host
+        makers = {v: op for op in joined.forward if not is_never_again(op) for v in op.outputs if v not in there}
+        sent = {v: self.fresh.copy_of(v) for v in saved.in_host}
+        first = [self.sent(v, joined.forward[0], sent[v]) for v in joined.carried if v in sent]
+        for op in joined.forward:
+            first += [op, *(self.sent(v, op, sent[v]) for v in op.outputs if v in sent)]
+        names, second = dict(sent), list[Op]()
+
+        def make(value: int) -> None:
+            stack = [value]
+            while stack:
+                op = makers.get(stack[-1]) if stack[-1] not in names else None
+                missing = [v for v in read_by(op) if v in makers and v not in names] if op is not None else []
+                if missing:
+                    stack += reversed(missing)
+                    continue
+                stack.pop()
+                if op is not None:
+                    made: dict[int, int] = dict(names)
+                    second.append(replaced(clone(op, made, self.fresh), role=Role.BACKWARD, recomputes=True))
+                    names.update({v: made[v] for v in op.outputs if v not in there})
+
+        for op in backward:
+            for v in sorted(read_by(op)):
+                make(v)
+            second.append(reading(op, names))
+        for a in ends:
+            if isinstance(a, int):
+                make(a)
+        if not names:
             return None
-        names: dict[int, int] = {}
-        clones = [
-            replaced(clone(op, names, self.fresh), role=Role.BACKWARD, recomputes=True)
-            for op in forward
-            if op.id in needed
-        ]
-        starts = block.outputs[: len(block.outputs) - joined.num_ends]
-        ops = (*forward, *clones, *(reading(op, names) for op in backward))
-        outputs = (*starts, *named(ends, names))
-        return dataclasses.replace(joined, block=dataclasses.replace(block, ops=ops, outputs=outputs))
+        starts = joined.block.outputs[: len(joined.block.outputs) - joined.num_ends]
+        block = dataclasses.replace(joined.block, ops=(*first, *second), outputs=(*starts, *named(ends, names)))
+        return dataclasses.replace(joined, block=block, first=frozenset(op.id for op in first))
+
+    def sent(self, value: int, like: Op, name: int) -> Op:
+        """The operation that names a value of the memory of the host, of the layer of another operation."""
+        known = self.fresh.values[value]
+        variables = (jax_compat.variable_of(known.shape, known.dtype, known.weak_type) for _ in range(2))
+        eqn = jax_remat.in_host_memory(like.eqn, *variables)
+        return Op(
+            id=self.fresh.op_id(), kind=OpKind.EQUATION, primitive=eqn.primitive.name, eqn=eqn, inputs=(value,),
+            outputs=(name,), rule=None, role=Role.FORWARD, module=like.module, count=like.count,
+            key=equation_key(eqn), section=like.section, parameters=like.parameters,
+        )  # fmt: skip
+
+
+def is_never_again(op: Op) -> bool:
+    """Whether an operation runs once: it has effects, or holds back those after it."""
+    return has_effects(op) or op.kind is OpKind.BARRIER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

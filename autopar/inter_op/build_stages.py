@@ -9,7 +9,7 @@ from autopar.common.cached_attribute import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
-from autopar.frontend.recompute_in_scans import Recompute, is_product
+from autopar.frontend.recompute_in_scans import Recompute, is_product, saves_inputs_alone
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
@@ -145,7 +145,7 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> Remat
     if all(p == "nothing" for p in policies):
         return Rematerialised(graph=microbatched.graph, assignment=microbatched.assignment)
     layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
-    if microbatched.step.traced.scan_recompute == Recompute.ALL.value:
+    if saves_inputs_alone(microbatched.step.traced.scan_recompute):
         # What scans compute again turn by turn need not be computed again before, as a whole.
         ops = zip(microbatched.graph.block.ops, microbatched.assignment.layer_of, strict=True)
         scans = {layer for op, layer in ops if op.kind is OpKind.SCAN and is_product(op)}

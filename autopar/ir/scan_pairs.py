@@ -13,12 +13,20 @@ from autopar.ir.rewrite import Fresh, reading, scan_equation
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedBodies:
     """The bodies of two scans as one block, that of the first before that of the second. `first`: ids of the operations
-    of the first; the last `num_ends` outputs are those of the second.
+    of the first; the last `num_ends` outputs are those of the second; `carried` are what the first hands from turn to
+    turn, as it enters one of `trips`.
     """
 
     block: Block
     first: frozenset[int]
     num_ends: int
+    carried: tuple[int, ...]
+    trips: int
+
+    @property
+    def forward(self) -> tuple[Op, ...]:
+        """The operations of the first body."""
+        return tuple(op for op in self.block.ops if op.id in self.first)
 
 
 # Both scans, and their bodies as one -> these rewritten; None where nothing changes.
@@ -96,7 +104,13 @@ class _Pair:
             outputs=(*carried, *(self.stacked[v] for v in self.handed_on), *ends),
             ops=(*one.ops, *(reading(op, self.same) for op in two.ops)),
         )
-        return JoinedBodies(block=block, first=frozenset(op.id for op in one.ops), num_ends=len(ends))
+        return JoinedBodies(
+            block=block,
+            first=frozenset(op.id for op in one.ops),
+            num_ends=len(ends),
+            carried=one.inputs[self.first.num_consts :][: self.first.num_carry],
+            trips=self.first.trips,
+        )
 
     def parted(self, found: JoinedBodies, fresh: Fresh) -> tuple[Op, Op]:
         """The two scans of rewritten bodies."""

@@ -47,8 +47,8 @@ class TracedStep:
     function once more, on the leaves' shapes or on others. `is_pure()`: two traces of it agree, where that was to be
     checked. `attention_kernel`: in its graphs attention that this kernel takes is one operation a pass, by the name
     of `autopar.attention.kernels.Kernel` (BLOCKS takes all that is found); empty: attention is as it is written.
-    `scan_recompute`: what the backward pass computes again in the bodies of its scans, in place of reading it, by the
-    value of `autopar.frontend.recompute_in_scans.Recompute`; empty: nothing that the code does not have computed again.
+    `scan_recompute`: what the bodies of its scans save for the backward pass, by the value of a policy or a text of
+    `autopar.frontend.recompute_in_scans`; empty: what the code saves.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
     (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in
     the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,

@@ -356,7 +356,7 @@ class PlanRecord:
     (`autopar.compiler.write_plan`). `timeline`: that of a step in one program; a pipeline has its own.
     `attention_kernel`: attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation a pass of
     the graph; empty: it is as it is written.
-    `scan_recompute`: what the backward pass computes again in the bodies of scans in it; empty: what the code says.
+    `scan_recompute`: what the bodies of scans in it save for the backward pass; empty: what the code saves.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.

@@ -129,7 +129,7 @@ def test_scans_compute_again_what_does_not_fit(devices, share):
     plan = step.plan(state, batch)
     assert plan.record.scan_recompute
     assert max(plan.predicted.peak_bytes) <= limit_bytes
-    assert any(note.startswith("of scans over layers ") for note in plan.record.notes)
+    assert any(note.startswith("the backward pass of scans over layers reads ") for note in plan.record.notes)
     expected = jax.jit(scanned)(state, batch)
     got = step(jax.tree.map(jnp.copy, state), batch)
     assert_close(jax.tree.map(np.asarray, got), expected)
@@ -138,12 +138,14 @@ def test_scans_compute_again_what_does_not_fit(devices, share):
 # The order in which ways are tried, by plans that are made up.
 
 
-def made_up(step_time_s, *, costs_time=True, notes=(), trial_s=1.0):
-    peak = 200 if costs_time else 50
-    trial = MeshTrial(axis_sizes=(1,), step_time_s=trial_s, peak_bytes=peak, status="optimal")
-    predicted = types.SimpleNamespace(step_time_s=step_time_s, peak_bytes=(50,))
+def made_up(step_time_s, *, peak_bytes=50, trial_bytes=200, trial_s=1.0, microbatches=1):
+    """A plan in 100 bytes, of which 40 are needed throughout, and a program that was tried."""
+    trial = MeshTrial(axis_sizes=(1,), step_time_s=trial_s, peak_bytes=trial_bytes, status="optimal")
+    memory = types.SimpleNamespace(throughout={"parameters": 40})
+    predicted = types.SimpleNamespace(step_time_s=step_time_s, peak_bytes=(peak_bytes,), memory=(memory,))
+    pipeline = types.SimpleNamespace(num_microbatches=microbatches, stages=(1,)) if microbatches > 1 else None
     record = types.SimpleNamespace(
-        pipeline=None, tried=(trial,), memory_limit_bytes=100, notes=notes, predicted=predicted
+        pipeline=pipeline, tried=(trial,), memory_limit_bytes=100, notes=(), predicted=predicted
     )
     cluster = types.SimpleNamespace(num_devices=1)
     return types.SimpleNamespace(record=record, predicted=predicted, cluster=cluster)
@@ -154,8 +156,8 @@ def too_large(needed_bytes):
 
 
 WAYS = (
-    StepWay(attention=Attention.AS_WRITTEN, least_s=1.0),
-    StepWay(attention=Attention.KERNEL, least_s=2.0),
+    StepWay(attention=Attention.AS_WRITTEN, least_s=1.0, saved_bytes=150),
+    StepWay(attention=Attention.KERNEL, least_s=2.0, saved_bytes=30),
     StepWay(attention=Attention.BLOCKWISE, least_s=float("inf")),
 )
 
@@ -179,7 +181,7 @@ def tried(answers, ways=WAYS):
 
 
 def test_where_memory_is_ample_the_first_way_is_taken():
-    plan = made_up(3.0, costs_time=False)
+    plan = made_up(3.0, trial_bytes=50, trial_s=3.0)
     assert tried({Attention.AS_WRITTEN: plan}) == (["as written"], (plan,))
 
 
@@ -197,19 +199,25 @@ def test_a_slower_program_that_does_not_fit_asks_for_no_leaner_way():
     assert tried({Attention.AS_WRITTEN: plan}) == (["as written"], (plan,))
 
 
-def test_a_way_that_needs_more_memory_than_is_free_is_tried_last():
-    first, large, lean = (
-        StepWay(attention=attention, least_s=1.0, saved_bytes=saved_bytes)
-        for attention, saved_bytes in zip(Attention, (20, 120, 10), strict=False)
-    )
-    answers = {way.attention: made_up(3.0 - i) for i, way in enumerate((first, large, lean))}
-    asked, found = tried(answers, (first, large, lean))
-    assert asked == [first.attention, lean.attention]  # after which the large one can gain nothing
-    assert found == (answers[lean.attention],)
-    answers[lean.attention] = made_up(4.0)
-    asked, found = tried(answers, (first, large, lean))
-    assert asked == [first.attention, lean.attention, large.attention]
-    assert found == (answers[large.attention],)
+SAVING = [
+    StepWay(attention=attention, least_s=least_s, saved_bytes=saved_bytes)
+    for attention, least_s, saved_bytes in zip(Attention, (1.0, 1.2, 1.4, 1.6), (150, 90, 60, 10), strict=False)
+]
+
+
+def test_the_way_comes_next_that_saves_as_much_as_fits():
+    # In one micro-batch 200 bytes are 60 more than fit, in two 120: the way with 90 of 150 fits in two.
+    first = made_up(2.0, peak_bytes=80, microbatches=4)
+    answers = {SAVING[0].attention: first, SAVING[1].attention: made_up(1.3), SAVING[2].attention: made_up(1.9)}
+    assert tried(answers, SAVING) == ([SAVING[0].attention.value, SAVING[1].attention.value], (made_up(1.3),))
+
+
+def test_where_the_first_does_not_fit_the_leanest_is_next_and_then_what_lies_between():
+    answers = {way.attention: too_large(300 - 10 * i) for i, way in enumerate(SAVING)}
+    answers[SAVING[3].attention] = made_up(2.0, trial_bytes=50)
+    asked, found = tried(answers, SAVING)
+    assert found == (answers[SAVING[3].attention],)
+    assert asked == [SAVING[0].attention.value, SAVING[3].attention.value, SAVING[2].attention.value]
 
 
 def test_the_last_way_is_taken_where_nothing_else_fits():

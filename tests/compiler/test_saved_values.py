@@ -1,0 +1,163 @@
+"""What layers save by value: the integer program against every choice there is, and the step that comes of it."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.common.progress import Progress
+from autopar.compiler import saved_values
+from autopar.compiler.planner import make_plan
+from autopar.compiler.saved_values import LayerValues, SavingProgram
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.recompute_in_scans import name_of
+from autopar.ir.graph import OpKind, read_by
+from autopar.passes.saved_arrays import offloaded_by_policy, waiting_in_host
+from autopar.plan.options import PlanRequest
+from autopar.plan.plan import Trees
+from autopar.sharding.rules import RuleBook
+from tests.frontend.test_recompute_in_scans import (
+    FORMS,
+    HIDDEN,
+    INPUT,
+    LAYERS,
+    PRODUCT,
+    WIDTH,
+    arguments,
+    in_16_bits,
+    in_scans,
+    stepped,
+    traced,
+    turned_and_checkpointed,
+)
+from tests.small_steps import assert_close, slow_cluster
+
+
+@pytest.fixture(autouse=True)
+def _any_size_is_sent(monkeypatch):
+    monkeypatch.setattr(saved_values, "SENT_FROM_BYTES", 0)
+
+
+def layers_of(form, devices=2):
+    return LayerValues(build_graph(traced(form, ""), RuleBook()), slow_cluster(devices))
+
+
+def two_products(state, batch):
+    def layer(x, p):
+        return x + jnp.tanh(jnp.tanh(x @ p["up"]) @ p["down"]), None
+
+    return jax.lax.scan(layer, batch["x"], state["layers"])[0]
+
+
+def every_choice(layers):
+    """(seconds, bytes kept, bytes sent) of each way to keep, send or compute again the values of one layer."""
+    (joined,), device = layers.bodies, layers.cluster.device
+    makers = {v: op for op in joined.forward for v in op.outputs}
+    ends = joined.block.outputs[-joined.num_ends :]
+    read = {v for op in joined.block.ops if op.id not in joined.first for v in read_by(op)} | set(ends)
+    values = [*joined.carried, *makers]
+    size = {v: joined.trips * layers.values[v].nbytes for v in values}
+    for places in itertools.product(("kept", "sent", "again"), repeat=len(values)):
+        place = dict(zip(values, places, strict=True))
+        again, waiting = {}, [v for v in read if place.get(v) == "again"]
+        while waiting and waiting[-1] in makers:
+            op = makers[waiting.pop()]
+            if op.id not in again:
+                again[op.id] = op
+                waiting += [v for v in read_by(op) if place.get(v) == "again"]
+        if waiting:
+            continue  # what a layer is given cannot be made again
+        there = [v for v in values if place[v] != "again"]
+        moved_s = sum(device.memory_s(2 * size[v]) / layers.cluster.num_devices for v in there)
+        seconds = moved_s + sum(map(layers.seconds, again.values()))
+        yield seconds, *(sum(size[v] for v in there if place[v] == kind) for kind in ("kept", "sent"))
+
+
+def test_no_choice_takes_less_in_as_many_bytes():
+    layers = layers_of(two_products)
+    program, choices = SavingProgram(layers), list(every_choice(layers))
+    seconds_of = np.array(program.costs)[:, 0]
+    for most_bytes, most_sent_bytes in itertools.product((0, 2048, 4096, 8192, 16384, 1e9), (0, 2048, 8192, 1e9)):
+        fitting = [s for s, kept, sent in choices if kept <= most_bytes and sent <= most_sent_bytes]
+        if fitting:
+            taken = program.taken(most_bytes, most_sent_bytes)
+            assert seconds_of @ taken == pytest.approx(min(fitting), rel=2e-3)
+    assert program.least_bytes() == min(kept for _, kept, sent in choices if not sent) == LAYERS * 8 * WIDTH * 4
+
+
+def test_fewer_bytes_save_less():
+    choices = list(layers_of(FORMS[0]).choices())
+    assert [c.kept_bytes for c in choices] == sorted((c.kept_bytes for c in choices), reverse=True)
+    assert choices[-1].text.endswith(": input0 host")
+    assert choices[-1].kept_bytes == INPUT
+    assert not any(c.in_host_bytes for c in choices)  # virtual CPU devices keep all in one memory
+
+
+def first_product(form):
+    """The name of the layer, and the place of that result in it."""
+    (joined,) = layers_of(form).bodies
+    return name_of(joined), f"{[op.primitive for op in joined.forward].index('dot_general')}.0"
+
+
+def test_what_a_text_names_is_stacked_and_nothing_else():
+    # Of x + gelu(tanh(x * scale) @ up) @ down, the input and the first product.
+    name, product = first_product(FORMS[0])
+    kept = in_scans(FORMS[0], f"values {name}: input0 {product} host")
+    assert kept == in_scans(FORMS[0], "matmuls") == ([(2, 2), (4, 2)], INPUT + PRODUCT)
+    assert in_scans(FORMS[0], f"values {name}: input0 host") == ([(2, 2), (5, 2)], INPUT)
+
+
+def test_what_is_sent_waits_in_the_memory_of_the_hosts():
+    graph = build_graph(traced(FORMS[0], "values {}: input0 host {}".format(*first_product(FORMS[0]))), RuleBook())
+    (sent,) = offloaded_by_policy(graph)
+    assert graph.values[sent].shape == (8, HIDDEN)
+    stacked = waiting_in_host(graph, frozenset({sent})) - {sent}
+    assert [graph.values[v].shape for v in stacked] == [(LAYERS, 8, HIDDEN)]
+    forward = next(op for op in graph.ops() if op.kind is OpKind.SCAN)
+    assert stacked < set(forward.outputs)
+
+
+def texts_of(form):
+    """What is saved in half of the bytes: on the devices, and in the memory of the hosts too."""
+    program = SavingProgram(layers_of(form))
+    least, most = program.least_bytes(), program.solved(math.inf, 0.0).kept_bytes
+    return [program.solved((least + most) / 2, 0.0).text, program.solved(0.0, math.inf).text]
+
+
+@pytest.mark.parametrize("form", [*FORMS, turned_and_checkpointed], ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"num_microbatches": 2}), (4, {})])
+def test_results_are_those_of_jit(form, devices, options):
+    state, batch = arguments()
+    trees = Trees(
+        arguments=(jax.tree.structure(state), jax.tree.structure(batch)), names=("state", "batch"),
+        donated=frozenset({0}), batch=frozenset({1}),
+    )  # fmt: skip
+    expected = jax.jit(stepped(form))(state, batch)
+    for text in texts_of(form):
+        request = PlanRequest(scan_recompute=text, **options)
+        plan = make_plan(traced(form, ""), trees, slow_cluster(devices), request, RuleBook(), Progress("", show=False))
+        assert plan.record.scan_recompute == text
+        step = autopar.parallelize(stepped(form), plan=plan, cache_dir=None)
+        got = step(jax.tree.map(jnp.copy, state), batch)
+        assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if form is in_16_bits else 1e-5)
+
+
+def test_layers_of_one_name_save_the_same():
+    def form(state, batch):
+        return FORMS[0](state, {"x": FORMS[0](state, batch)})
+
+    once, twice = layers_of(FORMS[0]), layers_of(form)
+    assert len({name_of(joined) for joined in (*once.bodies, *twice.bodies)}) == 1
+    assert len(twice.bodies) == 2
+    assert [c.text for c in twice.choices()] == [c.text for c in once.choices()]
+    assert next(twice.choices()).kept_bytes == 2 * next(once.choices()).kept_bytes
+
+
+def test_a_step_without_scans_has_nothing_to_save():
+    step = dataclasses.replace(traced(lambda state, batch: batch["x"] @ state["layers"]["up"][0][:, :WIDTH], ""))
+    assert list(LayerValues(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []
