@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from autopar.attention.checks import check_attention
 from autopar.attention.match import check_blockwise
@@ -17,8 +16,9 @@ from autopar.compiler.advice import advice_note, advised, with_pins_of_code
 from autopar.compiler.comparison import best_program, choose, near, notes, rejections
 from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.no_plan import no_plan_error, refuse_large_state
+from autopar.compiler.plans_in_memory import Plans, plans_in_memory
 from autopar.compiler.saved_names import fastest_saving
-from autopar.compiler.step_ways import StepWay, StepWays, as_requested, has_rings, least_s_of
+from autopar.compiler.step_ways import StepWays, as_requested, has_rings, least_s_of
 from autopar.compiler.whole_graph import stacked_step, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
@@ -26,7 +26,6 @@ from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimit
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
@@ -107,9 +106,6 @@ def _record(pins: PinsOnMesh, step_time_s: float, free_s: float | None, alone: M
 # A batch that devices do not divide: planned with its examples split unevenly too, and the faster plan taken.
 
 
-Plans = tuple[Plan, ...]
-
-
 def uneven_parts(traced: TracedStep, request: PlanRequest, num_devices: int) -> int:
     """Over how many devices a request may split the examples of a step, where these are more and do not divide; else 0.
 
@@ -168,112 +164,6 @@ def faster_split(
     return (best, *plans[1:])
 
 
-# Ways to write the step that save less are planned where it does not fit otherwise, or its memory costs time; ways that
-# save more, where that may fit too.
-
-
-def plans_in_memory(request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans]) -> Plans:
-    """The plans of a step in the first of `ways`, or in another that is faster as the memory is: next comes that with
-    the least time as far as the plans before it tell (`expected_s`), until none may be faster; where nothing fits yet,
-    that which saves least.
-
-    `plans_with` makes the plans of a request.
-
-    Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
-    """
-    deadline, refused = Deadline.after(request.time_limit_s), None
-    plans: Plans = ()
-    refused_bytes = math.inf
-    known: list[tuple[StepWay, Plan]] = []
-    others, waiting = list[StepWay](), iter(ways)
-    way = next(waiting, None)
-    while way is not None:
-        is_first = not known and refused is None
-        if deadline.passed and not is_first:
-            untried = f"not all ways to write the step were planned: {deadline.text}"
-            plans = tuple(plan.with_note(untried) for plan in plans)
-            break
-        left_s = request.time_limit_s if is_first or request.time_limit_s is None else deadline.left_s
-        others += waiting
-        try:
-            found = plans_with(dataclasses.replace(way.of(request), time_limit_s=left_s))
-        except MemoryLimitError as error:
-            refused = error if refused is None else min(refused, error, key=lambda e: e.needed_bytes)
-            # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it.
-            fitting = [other.saved_bytes for other, _ in known if other.saved_bytes < way.saved_bytes]
-            halfway = (way.saved_bytes + max(fitting)) / 2 if fitting else way.saved_bytes or math.inf
-            refused_bytes = min(refused_bytes, halfway)
-        else:
-            known.append((way, found[0]))
-            if not plans or found[0].predicted.step_time_s < plans[0].predicted.step_time_s:
-                plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in found)
-        others = [other for other in others if other is not way and other.saved_bytes < refused_bytes]
-        if known:
-            expected = [(expected_s(other, known), i) for i, other in enumerate(others)]
-            step_s, i = min(expected, default=(math.inf, 0))
-            worthwhile_s = (1 - request.effort.least_gain) * plans[0].predicted.step_time_s
-            way = others[i] if step_s < worthwhile_s else None
-        else:
-            way = min(others, key=lambda other: (other.least_s == math.inf, other.saved_bytes), default=None)
-    if plans:
-        return plans
-    assert refused is not None, "there is a way, with a plan or without one that fits"
-    raise refused
-
-
-def expected_s(way: StepWay, known: Iterable[tuple[StepWay, Plan]]) -> float:
-    """The least step time that is expected of a way, by the programs that plans of others found: each of them takes as
-    much longer or shorter as computing does, if it then fits. inf: none of them fits.
-    """
-    found = math.inf
-    for other, plan in known:
-        limit_bytes = plan.record.memory_limit_bytes or math.inf
-        for program in _programs(plan, other):
-            more_bytes = (way.saved_bytes - other.saved_bytes) * program.share
-            if program.peak_bytes + more_bytes <= (1 + PEAK_ERROR) * limit_bytes:
-                found = min(found, program.step_s + way.least_s - other.least_s)
-    return max(found, way.least_s)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _KnownProgram:
-    """A program that a plan found or tried, or one in other micro-batches: `share` of what the backward pass reads of
-    the whole batch is on a device at once.
-    """
-
-    step_s: float
-    peak_bytes: float
-    share: float
-
-
-def _programs(plan: Plan, way: StepWay) -> list[_KnownProgram]:
-    """The programs of a plan, those without stages that do not fit, and, with micro-batches, what lies between: what is
-    not there through the whole step shrinks with them, and each adds the same time.
-    """
-    pipeline, num_devices = plan.record.pipeline, plan.cluster.num_devices
-    number, stages = (pipeline.num_microbatches, len(pipeline.stages)) if pipeline is not None else (1, 1)
-    share = min(number, stages) / number / num_devices
-    taken = _KnownProgram(plan.predicted.step_time_s, max(plan.predicted.peak_bytes), share)
-    whole = [
-        _KnownProgram(way.least_s if t.step_time_s is None else t.step_time_s, t.peak_bytes, 1 / num_devices)
-        for t in plan.record.tried
-        if t.peak_bytes is not None
-    ]
-    programs = [taken, *(program for program in whole if program.step_s < taken.step_s)]
-    each_s = 0.0
-    lasting_bytes = float(max(sum(memory.throughout.values()) for memory in plan.predicted.memory))
-    if number > 1 and whole:
-        first = min(whole, key=lambda program: program.step_s)
-        each_s = max(0.0, taken.step_s - first.step_s) / (number - 1)
-        lasting_bytes = first.peak_bytes - (first.peak_bytes - taken.peak_bytes) / (1 - 1 / number)
-    for m in (1 << i for i in range(1, number.bit_length() + 2)):
-        if m != number:
-            peak_bytes = lasting_bytes + (taken.peak_bytes - lasting_bytes) * number / m
-            step_s = taken.step_s + each_s * (m - number)
-            programs.append(_KnownProgram(step_s, peak_bytes, min(m, stages) / m / num_devices))
-    return programs
-
-
 # The sources of candidates in order, and the requests and steps to which each applies.
 
 # Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
@@ -301,18 +191,30 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         check_state_fits(context)
     context = _bound(context)
     if admits_one_program(context):
-        context = context.after(mesh_candidates(context))
-        context = context.after(advised(context))
+        context = _with_one_program(context)
         refuse_large_state(context)
+        if request.defer_stages and context.fastest_s == math.inf:
+            return context
     best = best_program(context)
     context = context.after(_stage_with_stacks(context))
-    if best is not None or context.fastest_s < math.inf:
-        beaten_s = best.step_time_s if best is not None else math.inf
-        context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s))
+    beaten_s = best.step_time_s if best is not None else math.inf
+    context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s, request.to_beat_s))
     context = context.after(_pipelines_that_may_pay(context, best))
     if not context.candidates and not admits_one_program(context):
         context = context.after(one_stage_candidates(_for_stages(context)))
     return context
+
+
+def _with_one_program(context: PlanningContext) -> PlanningContext:
+    """The context with programs without stages, which are searched for once for all requests that allow the same."""
+    alike = dataclasses.replace(context.request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
+
+    def results() -> tuple[Candidate | Rejection, ...]:
+        searched = context.after(mesh_candidates(context))
+        return searched.after(advised(searched)).results
+
+    what = "one program", alike, context.limit_bytes, context.keep_tolerance, context.cluster
+    return dataclasses.replace(context, results=context.graphs.of(context.traced, what, results))
 
 
 def _for_stages(context: PlanningContext) -> PlanningContext:
@@ -477,7 +379,7 @@ def make_plans(
         return faster_split(traced, asked, cluster.num_devices, plans_of)
 
     ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
-    return plans_in_memory(request, ways, plans_with)
+    return plans_in_memory(request, ways, plans_with, cluster.num_devices)
 
 
 def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[PlanRequest], Plan]) -> tuple[Plan, ...]:
@@ -491,7 +393,8 @@ def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[Plan
         refused = error
     chosen = choose(context) if refused is None else None
     if chosen is None:
-        plan, why = last_resort(context, plan_under)
+        is_first = not context.request.defer_stages and context.request.to_beat_s == math.inf
+        plan, why = last_resort(context, plan_under) if is_first else (None, [])
         if plan is not None:
             return (plan,)
         none_fits = refused or no_plan_error(context, trees)

@@ -294,6 +294,8 @@ class _Search:
         """Whether several stages may be faster than one. Where the whole batch is asked for as one micro-batch they
         wait for one another; then one is built first, and is enough if it fits and sends little (`least_in_turn_s`).
         """
+        if not any(map(self.several_may_be_faster, cuts.values())):
+            return False
         request, cluster = self.context.request, self.context.cluster
         in_turn = request.num_microbatches == 1 and request.admits_one_program and not cluster.parts
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
@@ -397,8 +399,15 @@ class _Search:
 
     def may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
         """Whether a pipeline in these micro-batches may take less than the best program that fits, or is wanted beside
-        it. One stage is no faster than that: it does what a program does, in more tasks.
+        it. One stage is no faster than that: it does what a program does, in more tasks. The time to beat may be that
+        of a step that is written in another way, which one stage may be faster than.
         """
+        context = self.context
+        is_of_another = context.fastest_s == math.inf and context.least_s < context.keep_tolerance * context.to_beat_s
+        return is_of_another or self.several_may_be_faster(microbatched)
+
+    def several_may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
+        """Whether several stages in these micro-batches may take less than the plan that is there."""
         context = self.context
         too_long_s = context.keep_tolerance * context.to_beat_s
         return too_long_s == math.inf or (

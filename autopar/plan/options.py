@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
@@ -137,6 +138,8 @@ class PlanRequest:
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
         remat: The names that `jax.checkpoint` saves: as written, those of the fastest plan (auto), or these.
+        defer_stages: Whether stages and micro-batches are not searched for where the step does not fit without them.
+        to_beat_s: Step time of a plan that is there; slower ones are not wanted.
         recipe: The name of the recipe that the request is of; it decides nothing.
     """
 
@@ -161,6 +164,8 @@ class PlanRequest:
     per_microbatch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     remat: str | tuple[str, ...] = AS_WRITTEN
+    defer_stages: bool = False
+    to_beat_s: float = math.inf
     recipe: str = dataclasses.field(default="", compare=False)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiler.planner import plans_in_memory
+from autopar.compiler.plans_in_memory import plans_in_memory
 from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError
 from autopar.plan.options import Attention, PlanRequest
@@ -163,21 +163,26 @@ WAYS = (
 
 
 def tried(answers, ways=WAYS):
-    """(attention of the ways that were planned, the plans or the error)"""
-    asked = []
+    """(attention of the ways that were planned, the plans or the error): of those that fit as one program, which are
+    tried first, then of those in any program.
+    """
+    asked, one_program = [], []
 
     def plans_with(request):
-        asked.append(request.attention.value)
+        if not request.defer_stages:
+            asked.append(request.attention.value)
+        elif request.attention in answers and not isinstance(answers[request.attention], Exception):
+            one_program.append(request.attention.value)
         answer = answers[request.attention]
         if isinstance(answer, Exception):
             raise answer
         return (answer,)
 
     try:
-        found = plans_in_memory(PlanRequest(), ways, plans_with)
+        found = plans_in_memory(PlanRequest(), ways, plans_with, 1)
     except MemoryLimitError as error:
         found = error
-    return asked, found
+    return one_program + asked, found
 
 
 def test_where_memory_is_ample_the_first_way_is_taken():
@@ -218,6 +223,24 @@ def test_where_the_first_does_not_fit_the_leanest_is_next_and_then_what_lies_bet
     asked, found = tried(answers, SAVING)
     assert found == (answers[SAVING[3].attention],)
     assert asked == [SAVING[0].attention.value, SAVING[3].attention.value, SAVING[2].attention.value]
+
+
+def test_one_program_is_tried_first_and_then_what_is_faster_in_micro_batches():
+    first, *_, leanest = SAVING
+    asked = []
+
+    def plans_with(request):
+        asked.append((request.attention, request.defer_stages, request.to_beat_s))
+        if request.attention is leanest.attention:
+            return (made_up(1.65, trial_bytes=50, trial_s=1.65),)
+        raise too_large(200)
+
+    (plan,) = plans_in_memory(PlanRequest(), SAVING, plans_with, 1)
+    assert plan.predicted.step_time_s == 1.65
+    # Of the 200 bytes 140 less are saved in the leanest, which takes 1.6 s at least.
+    assert asked[:2] == [(first.attention, True, float("inf")), (leanest.attention, True, float("inf"))]
+    assert asked[2] == (first.attention, False, 1.65)
+    assert all(to_beat_s == 1.65 for _, _, to_beat_s in asked[2:])
 
 
 def test_the_last_way_is_taken_where_nothing_else_fits():

@@ -1,0 +1,195 @@
+"""The plans of a step in the way to write it that is fastest in the memory that there is.
+
+Ways that save less for the backward pass are planned where the step does not fit otherwise, or its memory costs time;
+ways that save more, where that may fit too. Each plan tells what to expect of the other ways. One program comes first,
+as it takes less time to search for than stages and micro-batches do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from autopar.common.deadline import Deadline
+from autopar.compiler.step_ways import StepWay
+from autopar.errors import MemoryLimitError, SolverError
+from autopar.inter_op.evaluate import PEAK_ERROR
+from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
+from autopar.plan.plan import Plan
+
+Plans = tuple[Plan, ...]
+
+
+def plans_in_memory(
+    request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans], num_devices: int
+) -> Plans:
+    """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
+
+    `plans_with` makes the plans of a request.
+
+    Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
+    """
+    search = _Search(request, plans_with, num_devices)
+    others = iter(ways)
+    first = next(others)
+    if request.admits_one_program and request.leaves_layouts_free and not request.in_host:
+        search.as_one_program(first, others)
+    if not search.plans:
+        search.plan(first)
+    while (way := search.next_of(others)) is not None:
+        if search.deadline.passed:
+            untried = f"not all ways to write the step were planned: {search.deadline.text}"
+            return tuple(plan.with_note(untried) for plan in search.found())
+        search.plan(way)
+    return search.found()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownProgram:
+    """A program that a plan found or tried, or one in other micro-batches: `share` of what the backward pass reads of
+    the whole batch is on a device at once.
+    """
+
+    step_s: float
+    peak_bytes: float
+    share: float
+
+
+class _Search:
+    """The plans of a step in some ways to write it.
+
+    Attributes:
+        plans: The fastest so far, and those near it.
+        fitting: The ways that have a plan.
+        known: The programs that are known of ways: of their plans, and those that do not fit.
+        waiting: The ways that were not planned yet.
+        refused: The error of the way nearest to fitting.
+        refused_bytes: What ways save at least that do not fit, or are no faster, in any micro-batches.
+    """
+
+    def __init__(self, request: PlanRequest, plans_with: Callable[[PlanRequest], Plans], num_devices: int) -> None:
+        self.request, self.plans_with, self.num_devices = request, plans_with, num_devices
+        self.deadline = Deadline.after(request.time_limit_s)
+        self.plans: Plans = ()
+        self.fitting: list[StepWay] = []
+        self.known: list[tuple[StepWay, list[KnownProgram]]] = []
+        self.waiting: list[StepWay] = []
+        self.limit_bytes = math.inf
+        self.refused: MemoryLimitError | None = None
+        self.refused_bytes = math.inf
+
+    def found(self) -> Plans:
+        if self.plans:
+            return self.plans
+        assert self.refused is not None, "there is a way, with a plan or without one that fits"
+        raise self.refused
+
+    def as_one_program(self, first: StepWay, others: Iterator[StepWay]) -> None:
+        """Plans the fastest way that fits as one program, as far as those before it tell."""
+        way: StepWay | None = first
+        while way is not None and not (self.known and self.deadline.passed):
+            try:
+                return self.enter(way, self.plans_of(way, defer_stages=True))
+            except SolverError:
+                return None
+            except MemoryLimitError as error:
+                self.limit_bytes = error.limit_bytes
+                self.known.append((way, [KnownProgram(way.least_s, error.needed_bytes, 1 / self.num_devices)]))
+            self.waiting += others
+            tried = {id(other) for other, _ in self.known}
+            may_fit = [w for w in self.waiting if id(w) not in tried and self.expected_s(w) < math.inf]
+            way = min(may_fit, key=lambda w: w.least_s, default=None)
+        return None
+
+    def plan(self, way: StepWay) -> None:
+        """Plans a way in any program that is faster than the best so far."""
+        self.waiting = [other for other in self.waiting if other is not way]
+        try:
+            self.enter(way, self.plans_of(way, to_beat_s=self.step_s))
+        except MemoryLimitError as error:
+            if self.refused is None or error.needed_bytes < self.refused.needed_bytes:
+                self.refused = error
+            # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it.
+            less = [other.saved_bytes for other in self.fitting if other.saved_bytes < way.saved_bytes]
+            halfway = (way.saved_bytes + max(less)) / 2 if less else way.saved_bytes or math.inf
+            self.refused_bytes = min(self.refused_bytes, halfway)
+
+    def next_of(self, others: Iterator[StepWay]) -> StepWay | None:
+        """The way that is expected to be fastest, where that is worth it; where nothing fits yet, that which saves
+        least.
+        """
+        self.waiting += others
+        ways = [way for way in self.waiting if way.saved_bytes < self.refused_bytes]
+        if not self.plans:
+            return min(ways, key=lambda way: (way.least_s == math.inf, way.saved_bytes), default=None)
+        gain = self.request.effort.least_gain
+        gain = gain if self.request.effort is Effort.THOROUGH else max(gain, WORTHWHILE)
+        expected = [(self.expected_s(way), i) for i, way in enumerate(ways)]
+        step_s, i = min(expected, default=(math.inf, 0))
+        return ways[i] if step_s < (1 - gain) * self.step_s else None
+
+    @property
+    def step_s(self) -> float:
+        return self.plans[0].predicted.step_time_s if self.plans else math.inf
+
+    def plans_of(self, way: StepWay, *, defer_stages: bool = False, to_beat_s: float = math.inf) -> Plans:
+        limit_s = self.request.time_limit_s
+        if limit_s is not None and (self.known or self.refused is not None):
+            limit_s = self.deadline.left_s
+        asked = dataclasses.replace(way.of(self.request), defer_stages=defer_stages, to_beat_s=to_beat_s)
+        return self.plans_with(dataclasses.replace(asked, time_limit_s=limit_s))
+
+    def enter(self, way: StepWay, plans: Plans) -> None:
+        whole = [program for other, programs in self.known if other is way for program in programs]
+        self.known.append((way, known_programs(plans[0], way, whole)))
+        self.fitting.append(way)
+        self.waiting = [other for other in self.waiting if other is not way]
+        self.limit_bytes = plans[0].record.memory_limit_bytes or math.inf
+        if plans[0].predicted.step_time_s < self.step_s:
+            self.plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in plans)
+
+    def expected_s(self, way: StepWay) -> float:
+        """The least step time that is expected of a way: each program that is known takes as much longer or shorter in
+        it as computing does, if it then fits. inf: none fits.
+        """
+        if way.least_s == math.inf:
+            return math.inf
+        found = math.inf
+        for other, programs in self.known:
+            for program in programs:
+                more_bytes = (way.saved_bytes - other.saved_bytes) * program.share
+                if program.peak_bytes + more_bytes <= (1 + PEAK_ERROR) * self.limit_bytes:
+                    found = min(found, program.step_s + way.least_s - other.least_s)
+        return max(found, way.least_s)
+
+
+def known_programs(plan: Plan, way: StepWay, whole: Sequence[KnownProgram]) -> list[KnownProgram]:
+    """The programs of a plan of a way, those of one micro-batch that are faster but do not fit, and what lies between:
+    what is not there through the whole step shrinks with the size of micro-batches, each of which adds the same time.
+    `whole` are those of one micro-batch that are known beside those of the plan.
+    """
+    pipeline, num_devices = plan.record.pipeline, plan.cluster.num_devices
+    number, stages = (pipeline.num_microbatches, len(pipeline.stages)) if pipeline is not None else (1, 1)
+    share = min(number, stages) / number / num_devices
+    taken = KnownProgram(plan.predicted.step_time_s, max(plan.predicted.peak_bytes), share)
+    tried = [
+        KnownProgram(way.least_s if t.step_time_s is None else t.step_time_s, t.peak_bytes, 1 / num_devices)
+        for t in plan.record.tried
+        if t.peak_bytes is not None
+    ]
+    tried = tried or [*whole]
+    programs = [taken, *(program for program in tried if program.step_s < taken.step_s)]
+    each_s = 0.0
+    lasting_bytes = float(max(sum(memory.throughout.values()) for memory in plan.predicted.memory))
+    if number > 1 and tried:
+        first = min(tried, key=lambda program: program.step_s)
+        each_s = max(0.0, taken.step_s - first.step_s) / (number - 1)
+        lasting_bytes = first.peak_bytes - (first.peak_bytes - taken.peak_bytes) / (1 - 1 / number)
+    for m in (1 << i for i in range(1, number.bit_length() + 2)):
+        if m != number:
+            peak_bytes = lasting_bytes + (taken.peak_bytes - lasting_bytes) * number / m
+            step_s = taken.step_s + each_s * (m - number)
+            programs.append(KnownProgram(step_s, peak_bytes, min(m, stages) / m / num_devices))
+    return programs
