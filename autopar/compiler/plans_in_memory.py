@@ -34,6 +34,7 @@ def plans_in_memory(
     search = _Search(request, plans_with, num_devices)
     others = iter(ways)
     first = next(others)
+    search.waiting.append(first)
     if request.admits_one_program and request.leaves_layouts_free and not request.in_host:
         search.as_one_program(first, others)
     if not search.plans:
