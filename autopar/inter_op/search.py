@@ -28,7 +28,7 @@ from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_counts import MicrobatchCounts, refine_in_other_counts
 from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
 from autopar.inter_op.one_stage import least_in_turn_s
-from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, retry_without_hoisted_casts
+from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
 from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
 from autopar.inter_op.requested_step import split_step, whole_batch
 from autopar.inter_op.search_space import (
@@ -247,16 +247,21 @@ class _Search:
             refine_in_other_counts(builder, others)
             recompute_in_some_layers(builder, others)
         builder.work_out_near(answered.posed, answered.answers)
-        if screen is not None and screen.has_left_out:
-            best = builder.best  # where the tables promised too much, others may be needed that were left out
-            is_slow = best is not None and screen.has_left_out_for_pipeline and best.step_time_s > screen.longest_s
-            if best is None or not best.fits(self.context.limit_bytes) or is_slow:
-                return dataclasses.replace(self, screens=False).run()
+        if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
+            return dataclasses.replace(self, screens=False).run()
         found_any = any(isinstance(answer, StagePlan) for answer in answered.answers)
         slow = builder.best is None and found_any  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = self.nothing(why_no_pipeline(answered.answers))
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+
+    def needs_left_out(self, screen: MeshScreen, best: PipelineCandidate | PipelineEstimate | None) -> bool:
+        """Whether meshes that a screen left out may be needed, as the tables promised too much: none fits, where there
+        is no other plan of the step, or all are slow.
+        """
+        if best is None or not best.fits(self.context.limit_bytes):
+            return self.context.request.to_beat_s == math.inf
+        return screen.has_left_out_for_pipeline and best.step_time_s > screen.longest_s
 
     def nothing(self, why: str) -> Rejection:
         """That there is no pipeline, and a note on it where no program fits either."""

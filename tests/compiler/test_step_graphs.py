@@ -40,10 +40,10 @@ def test_plans_that_share_graphs_are_those_that_each_would_be(monkeypatch):
         return make_plan(step, trees, slow_cluster(2), request, rules, Progress("", show=False), shared).record
 
     alone = [plan(request) for request in REQUESTS]
-    counted(monkeypatch, whole_graph, "build_graph", calls)
+    counted(monkeypatch, whole_graph, "graph_as_written", calls)
     counted(monkeypatch, requested_step, "cut_layers", calls)
     assert [plan(request, graphs) for request in REQUESTS] == alone
-    assert calls == ["build_graph", "cut_layers"]
+    assert calls == ["graph_as_written", "cut_layers"]
 
 
 def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monkeypatch):
