@@ -88,6 +88,7 @@ def _steps() -> dict[str, Callable[[], Any]]:
 
     four = autopar.Cluster.preset("dgx-h100").submesh(1, 4)
     small_gpt = dict(layers=2, width=128, heads=4, vocabulary=1024, length=64, batch=8)
+    scanned_gpt = dict(layers=8, width=512, heads=8, vocabulary=1024, length=1024, batch=16)
     return {
         "two stages": lambda: autopar.plan(chain, *args, cluster=hosts, cache_dir=None),
         "micro-batches in 3 MB": zoo(
@@ -95,6 +96,9 @@ def _steps() -> dict[str, Callable[[], Any]]:
         ),
         "gpt": zoo("gpt", "p3.16xlarge", None, **small_gpt),
         "gpt in 15 MB": zoo("gpt", four, autopar.Search(memory_limit_bytes=15_000_000), **small_gpt),
+        "scanned gpt in 1.2 GB": zoo(
+            "gpt_scan", "dgx-h100:1", autopar.Search(memory_limit_bytes=1_200_000_000), **scanned_gpt
+        ),
         "tensor parallel": zoo("gpt", four, None, plan=autopar.recipes.tensor_parallel(), **small_gpt),
         "moe": zoo("gshard_moe", "p3.16xlarge", None),
     }
