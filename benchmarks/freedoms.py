@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import autopar
 from autopar import recipes
@@ -28,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "freedoms.json"
 SHARES = (1.0, 0.5, 0.25)
 AMPLE_BYTES = 1 << 50
 TIMEOUT_S = 1800.0
-DEFAULT, OFFLOAD = "default", "offload, asked for"
+DEFAULT, BY_POLICY, OFFLOAD = "default", "values", "offload, asked for"
 # Searches without a freedom.
 WITHOUT = {
     "recomputation": autopar.Search(remat="as written"),
@@ -47,18 +48,24 @@ JOBS = (
     ("draw 5", "dgx-h100:1"),
     ("vit", "dgx-h100:1"),
 )
+# What layers in scans save of each layer alike, as policies of `jax.checkpoint` do, in place of the choice by value.
+POLICIES = ("matmuls", "half matmuls", "input")
 HEAD = """# The worth of each freedom of the search
 
 `python -m benchmarks.freedoms`: predicted steps by default in as much memory as the default plan takes where memory
 is ample, in half and in a quarter of it; beside them those of a search without a freedom, as multiples. `none`: no
-plan fits without it, or the step does not admit it. "offload, asked for": ZeRO-3 with the optimizer's state in the
-memory of the hosts, in the default's micro-batches and recomputation; under 1 the search missed it."""
+plan fits without it, or the step does not admit it. Without values a layer in a scan keeps its products and attention,
+half of them, or its input, whichever is fastest, and sends nothing to the hosts. "offload, asked for": ZeRO-3 with the
+optimizer's state in the memory of the hosts, in the default's micro-batches, with products and attention kept; under 1
+the search missed it."""
 
 
 def planned(step: str, cluster: str) -> dict[str, Any]:
     """The steps in seconds of each way in each share of the memory; None where no plan fits."""
+    from autopar.compiler.saved_values import LayerValues, SavedChoice
     from benchmarks.decoder_grid.__main__ import case_of
 
+    by_policy = [SavedChoice(text=policy, kept_bytes=0.0, in_host_bytes=0.0) for policy in POLICIES]
     function, *arguments = case_of(int(step.removeprefix("draw ")) if step.startswith("draw ") else step)
 
     def plan(limit_bytes: int, search: autopar.Search, recipe: Any = None) -> autopar.Plan | None:
@@ -78,24 +85,27 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
         limit_bytes = int(share * peak_bytes)
         plans = {DEFAULT: plan(limit_bytes, autopar.Search())}
         plans |= {name: plan(limit_bytes, search) for name, search in WITHOUT.items()}
+        with mock.patch.object(LayerValues, "choices", return_value=by_policy):
+            plans[BY_POLICY] = plan(limit_bytes, autopar.Search())
         plans[OFFLOAD] = plan(limit_bytes, autopar.Search(attention="kernel"), _offloaded(plans[DEFAULT]))
         found[f"{share:.0%}"] = {name: p and p.predicted.step_time_s for name, p in plans.items()}
     return {"peak_bytes": peak_bytes, "steps_s": found}
 
 
 def _offloaded(default: autopar.Plan | None) -> recipes.Recipe:
-    """ZeRO-3 with the optimizer's state in the memory of the hosts, cut and recomputed as the default plan is."""
-    record = None if default is None else default.record
-    parts = record.pipeline.num_microbatches if record is not None and record.pipeline is not None else None
-    again = record.scan_recompute if record is not None and record.scan_recompute else "nothing"
-    return recipes.cut(recipes.zero(3, offload="optimizer"), num_microbatches=parts or 1, recompute=again)
+    """ZeRO-3 with the optimizer's state in the memory of the hosts, in the micro-batches of the default plan, products
+    and attention kept.
+    """
+    pipeline = None if default is None else default.record.pipeline
+    number = 1 if pipeline is None else pipeline.num_microbatches
+    return recipes.cut(recipes.zero(3, offload="optimizer"), num_microbatches=number, recompute="matmuls")
 
 
 def cells(rows: Rows) -> Iterator[list[str]]:
     for name, row in rows.items():
         for share, steps_s in row.get("steps_s", {}).items():
             default_s = steps_s[DEFAULT]
-            others = [_factor(steps_s[way], default_s) for way in (*WITHOUT, OFFLOAD)]
+            others = [_factor(steps_s[way], default_s) for way in (*WITHOUT, BY_POLICY, OFFLOAD)]
             yield [name, share, "-" if default_s is None else f"{default_s * 1e3:.4g}", *others]
 
 
@@ -111,7 +121,7 @@ def medians(rows: Rows) -> list[str]:
     for share in (f"{share:.0%}" for share in SHARES):
         steps = [row["steps_s"][share] for row in rows.values() if is_done(row) and row["steps_s"][share][DEFAULT]]
         told = []
-        for way in WITHOUT:
+        for way in (*WITHOUT, BY_POLICY):
             factors = [s[way] / s[DEFAULT] if s[way] else float("inf") for s in steps]
             told.append(f"{statistics.median(factors):.3f} without {way}" if factors else f"no step without {way}")
         texts.append(f"Median with {share} of the memory: {', '.join(told)}.")
@@ -135,7 +145,7 @@ def main() -> int:
             keep(RESULTS, rows)
             print(name, rows[name], flush=True)
     rows = load(RESULTS)
-    columns = ("step, cluster", "memory", "default, ms", *(f"without {way}" for way in WITHOUT), OFFLOAD)
+    columns = ("step, cluster", "memory", "default, ms", *(f"without {way}" for way in (*WITHOUT, BY_POLICY)), OFFLOAD)
     text = f"{HEAD}\n\n{description()}\n\n{markdown(columns, list(cells(rows)))}\n\n{' '.join(medians(rows))}\n"
     RESULTS.with_suffix(".md").write_text(text)
     print(text)
