@@ -18,6 +18,7 @@ NONE = {
     "compiler.memory_breakdown.COURSE_PARTS": "points that are shown",
     "compiler.memory_errors._NAMED": "rows that are shown",
     "compiler.planner.PRICED_ALONE": "rows that are shown",
+    "compiler.saved_values.SHOWN": "rows that are shown",
     "compiler.saved_values.SHARES": "amounts of memory that are tried: what lies between them is as good",
     "compiler.notes.LEAST_SPARED": "what a note is worth: changes no plan",
     "compiler.notes.MOST_FILLED": "the error of what a note says: changes no plan",

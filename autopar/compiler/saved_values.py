@@ -17,6 +17,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from autopar.common import jax_compat
+from autopar.common.units import text_of_bytes
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.least_time import in_turn_s
 from autopar.frontend.recompute_in_scans import (
@@ -37,6 +39,7 @@ SHARES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.22, 0.16, 0.1, 0.05, 0.0)
 # Of the bytes that cross the link to the host during the forward pass, those that are sent. In all of them a backward
 # pass waits: a 1.3-billion decoder on an H100, predicted, takes 1,410 ms with half of them and 1,616 with all (37 GiB).
 SENT_SHARE = 0.5
+SHOWN = 3  # of the largest values
 # Values of fewer bytes are not sent to a host: each copy is a transfer of its own.
 SENT_FROM_BYTES = 1 << 20
 
@@ -49,11 +52,13 @@ class SavedChoice:
         text: As a step has it (`TracedStep.scan_recompute`).
         kept_bytes: On all devices.
         in_host_bytes: In the memory of all hosts.
+        largest: The largest of these values, to be read.
     """
 
     text: str
     kept_bytes: float
     in_host_bytes: float
+    largest: tuple[str, ...] = ()
 
 
 class LayerValues:
@@ -101,6 +106,7 @@ class SavingProgram:
     def __init__(self, layers: LayerValues) -> None:
         self.layers = layers
         self.columns: dict[tuple[str, str, str], int] = {}  # (kind, name of the layer, place or number of operation)
+        self.made_by: dict[tuple[str, str], str] = {}  # of (name of the layer, place)
         self.costs: list[np.ndarray] = []  # (seconds, bytes kept, bytes sent, most) of each column
         self.rows: list[dict[int, float]] = []
         self.needed: list[float] = []
@@ -119,10 +125,13 @@ class SavingProgram:
             all_bytes = joined.trips * nbytes
             moved_s = device.memory_s(2 * all_bytes) / num_devices
             kept[v] = self._column(("kept", name, place), (moved_s, all_bytes, 0, 1))
+            self.made_by[name, place] = "the input of layers"
             sent[v] = self._column(("host", name, place), (moved_s, 0, all_bytes, nbytes >= SENT_FROM_BYTES))
         for i, op in enumerate(joined.forward):
             column = self._column(("again", name, str(i)), (self.layers.seconds(op), 0, 0, not is_never_again(op)))
             again.update(dict.fromkeys(op.outputs, column))
+            text = f"{op.primitive} at {jax_compat.source_line(op.eqn)}" if op.eqn is not None else op.primitive
+            self.made_by.update({(name, places[v]): text for v in op.outputs})
         ends = joined.block.outputs[len(joined.block.outputs) - joined.num_ends :]
         backward = [op for op in joined.block.ops if op.id not in joined.first]
         read = {v for op in backward for v in read_by(op)} | {a for a in ends if isinstance(a, int)}
@@ -160,8 +169,14 @@ class SavingProgram:
         for (kind, name, place), column in self.columns.items():
             if kind != "again" and taken[column]:
                 chosen[name][kind == "host"].append(place)
-        text = text_of_saved(chosen)
-        return SavedChoice(text=text, kept_bytes=float(size @ taken), in_host_bytes=float(sent @ taken))
+        found = [(size[c] + sent[c], name, place) for (kind, name, place), c in self.columns.items() if taken[c]]
+        largest = sorted((row for row in found if row[0]), key=lambda row: -row[0])[:SHOWN]
+        return SavedChoice(
+            text=text_of_saved(chosen),
+            kept_bytes=float(size @ taken),
+            in_host_bytes=float(sent @ taken),
+            largest=tuple(f"{self.made_by[name, place]} {text_of_bytes(n)}" for n, name, place in largest),
+        )
 
     def taken(self, most_bytes: float, most_sent_bytes: float) -> np.ndarray:
         """The columns of that solution."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
@@ -142,9 +142,11 @@ class StepWays:
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
         if offloaded_by_policy(plain):
             return
-        texts = [Recompute.NOTHING.value] if any(op.recomputes for op in plain.ops()) else []
-        texts += [choice.text for choice in LayerValues(plain, self.cluster).choices()]
-        others = [self._saving(text, way) for text in dict.fromkeys(texts)]
+        texts: dict[str, tuple[str, ...]] = (
+            {Recompute.NOTHING.value: ()} if any(op.recomputes for op in plain.ops()) else {}
+        )
+        texts |= {choice.text: choice.largest for choice in LayerValues(plain, self.cluster).choices()}
+        others = [self._saving(text, largest, way) for text, largest in texts.items()]
         least_bytes = {True: math.inf, False: math.inf}  # of those with values in the memory of the hosts, and without
         for other in sorted(others, key=lambda other: (other.least_s, other.saved_bytes)):
             # What takes longer than another and saves as much is left out.
@@ -152,7 +154,7 @@ class StepWays:
                 yield other
             least_bytes[other.sends] = min(least_bytes[other.sends], other.saved_bytes)
 
-    def _saving(self, text: str, way: StepWay) -> StepWay:
+    def _saving(self, text: str, largest: Sequence[str], way: StepWay) -> StepWay:
         """A way with this in the place of what it saves. What is sent to the hosts must be worth it, as kernels are."""
         other = self.measured(dataclasses.replace(way, scan_recompute=text))
         graph = whole_graph(self.step(other), self.rules, self.graphs).graph
@@ -161,10 +163,11 @@ class StepWays:
         if text == Recompute.NOTHING.value:
             saved = "computes nothing again, as memory is free"
         else:
+            named = f" (the largest: {', '.join(largest)})" if largest else ""
             of_hosts = f" and {text_of_bytes(in_host_bytes)} from the memory of the hosts" if in_host_bytes else ""
             saved = (
-                f"of scans over layers reads {text_of_bytes(other.saved_bytes)}{of_hosts}, over all devices, "
-                "and computes the rest again"
+                f"of scans over layers reads {text_of_bytes(other.saved_bytes)}{of_hosts}, over all devices"
+                f"{named}, and computes the rest again"
             )
         notes = (*way.notes, f"the backward pass {saved}: computing takes {change}")
         least_s = math.inf if way.least_s == math.inf else other.least_s
