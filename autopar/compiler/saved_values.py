@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autopar.common import jax_compat
 from autopar.common.units import text_of_bytes
@@ -185,6 +184,8 @@ class SavingProgram:
 
     def _solution(self, costs: np.ndarray, limits: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
         """Which columns are taken at least cost. `limits`: (what each column counts for, the most of it)."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a third of a second to import
+
         most = np.array(self.costs)[:, 3]
         rows = [LinearConstraint(self.matrix, self.needed, np.inf)]
         for counted, limit in limits:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import linprog
 
 from autopar.common.units import text_of_bytes
 from autopar.errors import InvalidArgumentError
@@ -277,6 +276,8 @@ def _least_relative(columns: Array, seconds: Array) -> list[float]:
     used = rows.max(axis=0) > 0
     scale = rows[:, used].max(axis=0)
     count, unknowns = rows.shape[0], int(used.sum())
+    from scipy.optimize import linprog  # takes a third of a second to import
+
     slack = sparse.eye_array(count)
     solved = linprog(
         c=np.concatenate([np.zeros(unknowns), np.ones(2 * count)]),

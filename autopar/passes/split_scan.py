@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
@@ -520,6 +519,8 @@ def _parts_with_state(cut: StackParts, groups: Sequence[int], first: int) -> lis
     """The part of the scans with which each part of the state lies, on a group of devices of its own: one that reads
     most of it. `first`: the number of the stack's first part.
     """
+    from scipy.optimize import linear_sum_assignment  # takes a third of a second to import
+
     own = sorted(set(groups[first : first + len(cut.ranges)]))
     read = np.zeros((len(cut.stored), len(own)))
     nearest: dict[tuple[int, int], tuple[int, int]] = {}  # (layers that are read, - part), by state and group
