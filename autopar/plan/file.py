@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from autopar.attention.kernels import Kernel
 from autopar.common.json_files import Fault, JsonFaultError, decoded, first_layout_twice
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.errors import InvalidArgumentError, PlanFormatError
@@ -48,7 +49,7 @@ COLLECTIVES = tuple(kind.value for kind in PLANNED_KINDS)
 
 def first_fault(record: PlanRecord) -> Fault | None:
     """The first fault of a record, with its place in the file; None for a valid record."""
-    checks = (_numbers, _meshes, _values, _all_decisions, _predicted, _axis_names, _pipeline, _timelines)
+    checks = (_numbers, _meshes, _values, _all_decisions, _predicted, _written, _axis_names, _pipeline, _timelines)
     return next((fault for check in checks for fault in check(record)), None)
 
 
@@ -261,6 +262,14 @@ def _predicted(record: PlanRecord) -> Iterator[Fault]:
         if not 0 <= row.stage < num_stages(record):
             yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(num_stages(record)), got=str(row.stage))
         yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
+
+
+def _written(record: PlanRecord) -> Iterator[Fault]:
+    """Of the way in which the step is written. What its scans save is told by the step (`choice_of`)."""
+    kernels = ("", *(kernel.name for kernel in Kernel))
+    if record.attention_kernel not in kernels:
+        expected, got = " or ".join(map(repr, kernels)), repr(record.attention_kernel)
+        yield Fault(place="$.plan.attention_kernel", expected=expected, got=got)
 
 
 def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iterator[Fault]:
