@@ -14,27 +14,47 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.jit_shardings import shardings_of_results
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import name_of
 
 
 def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that `FILE:FUNCTION` returns, and the shapes of its arguments: what the function makes takes no memory.
+    """The step that `FILE:FUNCTION` returns, and the shapes of its arguments, with the shardings that the function
+    gives to them: what it makes takes no memory.
 
     Raises:
         InvalidArgumentError: As `returned_by`.
     """
-    steps = []
+    made = []
 
-    def arguments() -> tuple[Any, ...]:
+    def arguments() -> list[Any]:
         step, returned = returned_by(name, given)
-        steps.append(step)
-        return set_apart(returned)  # functions and text within them are no arrays
+        leaves, structure = jax.tree.flatten(set_apart(returned))  # functions and text within them are no arrays
+        made.append((step, structure, [None if isinstance(leaf, jax_compat.Tracer) else leaf for leaf in leaves]))
+        return [_made(leaf) for leaf in leaves]
 
-    shapes = jax.eval_shape(arguments)
-    return steps[0], shapes
+    closed, shapes = jax.make_jaxpr(arguments, return_shape=True)()
+    step, structure, own = made[0]
+    rows = zip(shapes, shardings_of_results(closed), own, strict=True)
+    return step, jax.tree.unflatten(structure, [_with_sharding(*row) for row in rows])
+
+
+def _made(leaf: Any) -> Any:
+    """An array in place of a shape, which a function that is traced cannot return."""
+    return jnp.empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any, own: Any) -> jax.ShapeDtypeStruct:
+    """A shape with the sharding that the function gives to it, or that of an array from outside of the function."""
+    sharding = sharding or getattr(own, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return shape
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
 
 
 def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:

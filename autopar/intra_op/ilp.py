@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -60,14 +61,15 @@ class GivenLayouts:
     """Layouts that the program does not choose.
 
     `fixed`: the one layout of an argument; `transfers`: the layout of the operand of a SEND operation; `arrivals`: the
-    layout of a value from another stage; `pins`: requirements on the layouts of values. Arguments `in_host` are read
-    from the memory of the host.
+    layout of a value from another stage; `pins`: requirements on the layouts of values; `idle`: mesh axes that split
+    nothing. Arguments `in_host` are read from the memory of the host.
     """
 
     fixed: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
     transfers: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
     arrivals: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
     pins: Mapping[int, PinnedLayout] = dataclasses.field(default_factory=dict)
+    idle: frozenset[int] = frozenset()
     in_host: frozenset[int] = frozenset()
 
 
@@ -114,7 +116,7 @@ class IntraOp:
         self.relaxation: Relaxation | None = None
         self._known_slacks_s: dict[bool, tuple[float, ...]] = {}
         ilp = fix_layouts(ilp, given.fixed)
-        self._pinned = pinned_nodes(graph, self.choices, given.pins)
+        self._pinned = pinned_nodes(graph, self.choices, given.pins, without_axes(self.choices, given.idle))
         ilp = charge_batch(ilp, graph, model)
         self._free = charge_microbatching(ilp, graph, model)
         bound = constrain(self._free, self._pinned, self.masks)
@@ -248,9 +250,31 @@ class IntraOp:
         )
 
 
-def pinned_nodes(graph: OpGraph, choices: ChoiceGraph, pins: Mapping[int, PinnedLayout]) -> dict[int, np.ndarray]:
-    """For each pinned node, the strategies that its pins allow."""
+def without_axes(choices: ChoiceGraph, idle: frozenset[int]) -> dict[int, np.ndarray]:
+    """For each node, the strategies that split nothing over the `idle` mesh axes; nothing where there are none."""
+
+    def spares(layouts: Sequence[Layout]) -> bool:
+        return not any(idle & {*layout.sharded_axes, *layout.partial} for layout in layouts)
+
     allowed: dict[int, np.ndarray] = {}
+    for number, node in enumerate(choices.nodes if idle else ()):
+        good = np.ones(node.size, bool)
+        if node.layouts:
+            good &= [spares([layout]) for layout in node.layouts]
+        for _, strategies in node.members:
+            good &= [spares((*s.operands, *s.results)) and not idle & {*s.combined, *s.ring} for s in strategies]
+        allowed[number] = good
+    return allowed
+
+
+def pinned_nodes(
+    graph: OpGraph,
+    choices: ChoiceGraph,
+    pins: Mapping[int, PinnedLayout],
+    within: Mapping[int, np.ndarray] = MappingProxyType({}),
+) -> dict[int, np.ndarray]:
+    """For each pinned node, the strategies that its pins allow, of those of `within`."""
+    allowed: dict[int, np.ndarray] = dict(within)
     for value, pin in pins.items():
         site = choices.reduced.get(value)
         if site is None:

@@ -140,6 +140,7 @@ def _intra_op(
         GivenLayouts(
             fixed={arguments[i]: layout for i, layout in request.fixed if arguments[i] in stays},
             pins=pins.layouts(graph) if pins is not None else {},
+            idle=pins.idle if pins is not None else frozenset(),
             in_host=frozenset(arguments[i] for i in request.in_host if arguments[i] in stays),
         ),
         constraints=request.binding.on(model.links.mesh.num_devices)[1] if request.binding is not None else None,

@@ -51,12 +51,13 @@ class Pin:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
     """Pins and the sizes of those of their axes for which one was given. `in_code` are those of values of the step's
-    graph, by number, that its code names (`pins_in_code`).
+    graph, by number, that its code names (`pins_in_code`). `closed`: an axis that no pin has splits nothing.
     """
 
     pins: tuple[Pin, ...]
     axis_sizes: tuple[tuple[str, int], ...] = ()
     in_code: tuple[tuple[int, Pin], ...] = ()
+    closed: bool = False
 
     @property
     def every(self) -> tuple[Pin, ...]:
@@ -110,8 +111,8 @@ class Pins:
 class Pinned:
     """What is pinned in one step: leaves of its arguments by number, results of modules by the module's path.
 
-    `paths` are those of all leaves, in parts. `in_code`: values that the step's code lays. A wish is
-    kept where it can be.
+    `paths` are those of all leaves, in parts. `in_code`: values that the step's code lays. As wishes these are kept
+    where they can be.
     """
 
     pins: Pins
@@ -203,13 +204,20 @@ class PinsOnMesh:
             named = (*pin.dims, *((),) * (len(value.shape) - len(pin.dims)))
             dims = tuple(None if axes is None else self._axes(axes) for axes in named)
             uneven = [d for d, axes in enumerate(dims) if axes and value.shape[d] % self.mesh.size(axes)]
-            if uneven and self.pinned.is_wish:
+            is_wish = self.pinned.is_wish and value.id in self.pinned.in_code
+            if uneven and is_wish:
                 continue
             if uneven:
                 d = uneven[0]
                 raise _does_not_divide(pin, name, value.shape, d, self.mesh.size(dims[d] or ()))
-            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims, is_wish=self.pinned.is_wish)
+            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims, is_wish=is_wish)
         return found
+
+    @property
+    def idle(self) -> frozenset[int]:
+        """The axes that may split nothing."""
+        pins = self.pinned.pins
+        return frozenset(a for a, name in enumerate(self.names) if pins.closed and name not in pins.used)
 
     def _axes(self, names: Sequence[str]) -> tuple[int, ...]:
         """The axes of these names; what has one device only is none."""

@@ -1,0 +1,264 @@
+"""A step in the layouts that its author gives to its arguments and results, planned as one program on the author's mesh.
+
+Layouts of arguments and results bind. Of those in the code (`with_sharding_constraint`) each is kept where it can be.
+The search chooses the layouts of all else, in place of XLA's propagation. Mesh axes that the author names nowhere split
+nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from autopar.common import jax_compat
+from autopar.common.progress import Progress
+from autopar.compiler.planner import planning_context
+from autopar.compiler.whole_graph import whole_graph
+from autopar.compiler.write_plan import plan_of
+from autopar.cost import peak_memory
+from autopar.cost.cost_model import cost_model
+from autopar.errors import UnsupportedError
+from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, timed_sharding, with_memory
+from autopar.intra_op.spmd_search import search_mesh
+from autopar.ir.graph import Block, Op, OpGraph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.traced_step import TracedStep
+from autopar.manual.settings import Problem
+from autopar.plan.context import PlanningContext
+from autopar.plan.options import PlanRequest
+from autopar.plan.plan import Plan
+from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
+from autopar.sharding.pins_in_code import pins_in_code
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GivenLayouts:
+    """The author's mesh (its axes of several devices, major first), and the layouts of argument and result leaves, by
+    number. `keeps_code`: layouts in the code of the step count too.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    arguments: Mapping[int, Pin]
+    results: Mapping[int, Pin]
+    keeps_code: bool = True
+
+    def on(self, graph: OpGraph, traced: TracedStep) -> PinsOnMesh:
+        """The layouts as pins on the author's mesh."""
+        in_code = _results(graph, self.results)
+        written = pins_in_code(graph, LogicalMesh(axis_sizes=self.sizes).num_devices, is_wish=True)
+        if written is not None and self.keeps_code:
+            in_code |= dict(written.in_code)
+        for value in graph.block.inputs:
+            in_code.pop(value, None)
+        pins = Pins(
+            pins=tuple(self.arguments.values()), axis_sizes=self.axes, in_code=tuple(in_code.items()),
+            closed=bool(self.arguments or in_code),
+        )
+        pinned = Pinned(
+            pins=pins, leaves=self.arguments, modules={}, paths=traced.in_paths, in_code=in_code, is_wish=True
+        )
+        return PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=self.sizes), names=self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes) or ("x",)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(n for _, n in self.axes) or (1,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GivenPlan:
+    """The plan of a step in given layouts. `kept` of `named` values of the code and the results lie as given."""
+
+    context: PlanningContext
+    candidate: SpmdCandidate
+    plan: Plan
+    kept: int
+    named: int
+
+    @property
+    def step_time_s(self) -> float:
+        return self.candidate.step_time_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.candidate.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.context.limit_bytes
+
+
+def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -> GivenPlan:
+    """The step as it is written, in given layouts; where it does not fit, the smallest program that was found.
+
+    Raises: InvalidArgumentError for layouts that the step cannot have; UnsupportedError; SolverError.
+    """
+    context = _one_program(problem, request)
+    at = given.on(context.graph, context.traced)
+    model = cost_model(context.cluster, at.mesh)
+    folds = _is_folded_alike(context, at)
+    found = search_mesh(context, model, at, folds=folds, time_limit_s=context.deadline.solve_s())
+    if not isinstance(found, SpmdCandidate):
+        raise UnsupportedError(
+            where=f"the layouts of {context.traced.name}",
+            expected=f"a program in them on the mesh {dict(given.axes)}",
+            got=found.why,
+            hint="leave out layouts of results, or autopar.plan(step, ...) for the search's own",
+        )
+    made = plan_of(context, found, problem.trees)
+    layouts, lies = at.layouts(context.graph), found.sharding.reduced
+    named = [v for v in at.pinned.in_code if v in lies]
+    kept = sum(v in layouts and layouts[v].allows(lies[v]) for v in named)
+    record = dataclasses.replace(made.record, axis_names=given.names)
+    return GivenPlan(
+        context=context, candidate=found, plan=dataclasses.replace(made, record=record), kept=kept, named=len(named)
+    )
+
+
+def _one_program(problem: Problem, request: PlanRequest) -> PlanningContext:
+    """The input of the search for a step without stacks in its update, which its author's program has not."""
+    silent = Progress("", show=False)
+    context = planning_context(problem.traced, problem.cluster, request, problem.rules, silent, graphs=problem.graphs)
+    if not context.traced.stacked_over:
+        return context
+    traced = dataclasses.replace(context.traced, stacked_over=0)
+    views = whole_graph(traced, problem.rules, problem.graphs)
+    return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
+
+
+def _results(graph: OpGraph, results: Mapping[int, Pin]) -> dict[int, Pin]:
+    outputs = graph.block.outputs
+    found = ((outputs[leaf], pin) for leaf, pin in results.items())
+    return {value: pin for value, pin in found if isinstance(value, int)}
+
+
+def _is_folded_alike(context: PlanningContext, at: PinsOnMesh) -> bool:
+    """Whether repeated layers are pinned alike, so that the decisions of a few hold for all."""
+    step = context.views.folded
+    if step is None:
+        return False
+    layouts = at.layouts(context.graph)
+    dims: dict[int, set[Any]] = collections.defaultdict(set)
+    for value, like in step.value_of.items():
+        dims[like].add(layouts[value].dims if value in layouts else None)
+    return all(len(found) == 1 for found in dims.values())
+
+
+def laid_anew(problem: Problem, given: GivenLayouts) -> Problem:
+    """The step with a copy of each argument that the code lays in another way than it comes in."""
+    graph = whole_graph(problem.traced, problem.rules, problem.graphs).graph
+    first = len(graph.constants)
+    leaf_of = {value: leaf for leaf, value in enumerate(graph.block.inputs[first:])}
+    differing = {
+        leaf_of[value]
+        for value, written in graph.written
+        if value in leaf_of
+        and leaf_of[value] in given.arguments
+        and given.arguments[leaf_of[value]].dims != written.dims
+    }
+    if not differing:
+        return problem
+    jaxpr = problem.traced.jaxpr
+    copies, names = [], {}
+    for leaf in sorted(differing):
+        var = jaxpr.invars[leaf]
+        copy = jax_compat.open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, "laid anew"))(_struct(var))).eqns[0]
+        copies.append(copy.replace(invars=[var]))
+        names[id(var)] = copy.outvars[0]
+
+    def renamed(atoms: Any) -> list[Any]:
+        return [names.get(id(atom), atom) for atom in atoms]
+
+    eqns = [*copies, *(eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns)]
+    jaxpr = jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars))
+    written = tuple((names.get(id(var), var), layout) for var, layout in problem.traced.written)
+    traced = dataclasses.replace(problem.traced, jaxpr=jaxpr, written=written)
+    return dataclasses.replace(problem, traced=traced, graphs=StepGraphs())
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+# A plan by lines of the code: places of operations are names of lines, in letters, as tables star numbers.
+
+_LINE = re.compile(r"\bline_[a-z]+\b")
+_COLUMN = re.compile(r"(:\d+):\d+ \(")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ByLine:
+    """A plan whose modules are lines of the step's code. `text` tells the line of such a name."""
+
+    graph: OpGraph
+    candidate: SpmdCandidate
+    memory: ProgramMemory
+    plan: Plan
+    lines: Mapping[str, str]
+
+    def text(self, text: str) -> str:
+        """A text with the lines that it names."""
+        return _LINE.sub(lambda name: _short(self.lines.get(name[0], name[0])), text)
+
+    @property
+    def peak_line(self) -> str:
+        """The line that makes the last value before the memory is fullest."""
+        program, compiler = self.memory.program, self.candidate.model.compiler
+        course = self.memory.estimate.course
+        peak_at = max(course, key=lambda at: at[1])[0] if course else 0
+        makers = {v: op.module for op in self.graph.ops() for v in op.outputs}
+        alive = (r for r in peak_memory.live_ranges(program, compiler) if r.start <= peak_at < r.stop)
+        for r in sorted(alive, key=lambda r: -r.start):
+            value = self.memory.stands_for.get(r.value)
+            if value is not None and value[0] in makers:
+                return self.text(makers[value[0]])
+        return ""
+
+
+def by_line(made: GivenPlan) -> ByLine:
+    """The same program with the lines of the code in place of modules."""
+    lines: dict[str, str] = {}
+    graph = dataclasses.replace(made.context.graph, block=_block_by_line(made.context.graph.block, lines))
+    model, sharding = made.candidate.model, made.candidate.sharding
+    candidate, memory = with_memory(graph, model, timed_sharding(graph, model, sharding))
+    plan = plan_of(dataclasses.replace(made.context, graph=graph), candidate, made.plan.trees)
+    record = dataclasses.replace(plan.record, axis_names=made.plan.record.axis_names)
+    plan = dataclasses.replace(plan, record=record)
+    return ByLine(
+        graph=graph, candidate=candidate, memory=memory, plan=plan, lines={name: text for text, name in lines.items()}
+    )
+
+
+def _short(line: str) -> str:
+    """A line of a file below the working directory without that, and without its column."""
+    return _COLUMN.sub(r"\1 (", line.removeprefix(f"{Path.cwd()}/"))
+
+
+def _block_by_line(block: Block, lines: dict[str, str]) -> Block:
+    def named(op: Op) -> Op:
+        line = jax_compat.source_line(op.eqn) if op.eqn is not None else ""
+        name = lines.setdefault(line or op.place or "(no line)", f"line_{_letters(len(lines))}")
+        blocks = tuple(_block_by_line(inner, lines) for inner in op.blocks)
+        return dataclasses.replace(op, module=name, parameters="", blocks=blocks)
+
+    return dataclasses.replace(block, ops=tuple(map(named, block.ops)))
+
+
+def _letters(number: int) -> str:
+    """0 is a, 25 z, 26 ba."""
+    digits: list[str] = []
+    while number or not digits:
+        number, digit = divmod(number, 26)
+        digits.append(chr(ord("a") + digit))
+    return "".join(reversed(digits))

@@ -1,0 +1,500 @@
+"""`autopar.lint`: a step that stays on `jax.jit`, in its author's own shardings: what they cost, and what would pay."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.api import parallelize
+from autopar.attention.notes import large_scores
+from autopar.benching import as_cluster, problem_of
+from autopar.calls import nnx_objects
+from autopar.common import jax_compat
+from autopar.common.progress import Progress
+from autopar.common.units import text_of_bytes, text_of_s
+from autopar.compiler.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew, plan_as_given
+from autopar.compiler.planner import make_plan
+from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
+from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
+from autopar.frontend.recompute_in_scans import Recompute
+from autopar.frontend.tracing import abstract, tie_state
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.kinds import Platform
+from autopar.ir.graph import Purpose
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.traced_step import ShardingsInCode, TracedStep
+from autopar.lint_report import Change, Computed, Held, Lint, Sent
+from autopar.manual.settings import Problem
+from autopar.plan import summary
+from autopar.plan.collective_rows import collective_rows
+from autopar.plan.options import AS_FAST, WORTHWHILE, Attention, Effort, PlanRequest
+from autopar.plan.plan import Plan
+from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.pins import Pin
+from autopar.step import Step
+from autopar.step_views import function_of, on_cluster
+
+# Rows of a table; the part of a step, or of the limit of memory, from which on a row is told.
+ROWS, LEAST = 6, 0.002
+# Of the limit of memory: what a change has to save that saves no time.
+WORTH_BYTES = 0.02
+Dims = tuple[tuple[str, ...] | None, ...]
+
+
+def lint(
+    step: Step | Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | str | None = None,
+    search: bool = True,
+    effort: str = "quick",
+) -> Lint:
+    """Plans a step in the shardings that its author gave it, and says what these cost and what would pay.
+
+    Shardings of arguments are those of the step's own `jax.jit`, else those of the arrays or shapes; where any is
+    given, arguments without one are whole on each device. Results have those of `jax.jit`, and state goes out as it
+    comes in. Constraints in the code (`with_sharding_constraint`) are kept. The search chooses all else in XLA's place.
+
+    Args:
+        step: A function, mostly `jax.jit(step, in_shardings=..., donate_argnums=...)`, or a step of `parallelize`.
+        args: Its arguments, arrays or shapes (`jax.ShapeDtypeStruct`), which may have shardings.
+        cluster: The hardware to plan for, also as text; None: the devices of this program.
+        search: Whether the search plans the step too, without any of these shardings.
+        effort: How far searches go on, as of `autopar.Search`.
+
+    Raises: InvalidArgumentError for a step without shardings, and for a mesh of another size than the cluster;
+    UnsupportedError.
+    """
+    hardware = Cluster.local() if cluster is None else as_cluster(cluster)
+    args = nnx_objects.split(args)
+    jit = _shardings_of(step, args)
+    problem = problem_of(on_cluster(_step_of(step, args, jit), hardware), *args)
+    given = _given(problem, jit)
+    problem = laid_anew(problem, given)
+    as_written = dataclasses.replace(
+        problem.request,
+        attention=Attention.AS_WRITTEN,
+        scan_recompute="",
+        constraints=ShardingsInCode.IGNORE,
+        effort=Effort(effort),
+    )
+    own = _Planned(problem=problem, given=given, request=as_written)
+    made = own.plan()
+    lines = by_line(made)
+    changes, without_gain = _changes(own, made, jit)
+    found, why = _searched(problem, Effort(effort)) if search else (None, "")
+    name = cluster if isinstance(cluster, str) else hardware.name
+    return Lint(
+        plan=made.plan,
+        cluster=name,
+        axes=given.axes,
+        notes=tuple(_notes(made, given, jit)),
+        collectives=_sent(made, lines),
+        alike=_alike(lines),
+        whole=_whole(made, lines),
+        peak_line=lines.peak_line,
+        largest=_largest(lines),
+        recomputed=tuple(note for note in made.plan.record.notes if note.startswith("without jax.checkpoint")),
+        scores=_scores(made, lines),
+        changes=changes,
+        without_gain=without_gain,
+        search=found,
+        why_no_search=why,
+    )
+
+
+# What the author gave: shardings, a mesh, donated arguments.
+
+
+def _shardings_of(step: Step | Callable[..., Any], args: Sequence[Any]) -> JitShardings:
+    if any(map(nnx_objects.is_split, args)):  # `nnx.jit` does not tell its shardings
+        own = tuple(named_sharding(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(tuple(args)))
+        return JitShardings(arguments=own, results=(), donated=(False,) * len(own), out_tree=None, is_jit=False)
+    return jit_shardings_of(function_of(step) if isinstance(step, Step) else step, args)
+
+
+def _step_of(step: Step | Callable[..., Any], args: Sequence[Any], jit: JitShardings) -> Step:
+    """The step with its own options; of `jax.jit` with what that donates, and with the arguments that it does not
+    return as its batch.
+    """
+    if isinstance(step, Step):
+        return step
+    if jit.out_tree is None:
+        return parallelize(step, cache_dir=None)
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    owner = [i for i, n in enumerate(counts) for _ in range(n)]
+    returned = {owner[leaf] for leaf in _replaced(args, jit.out_tree)}
+    others = {i: jax.tree.leaves(arg) for i, arg in enumerate(args) if i not in returned}
+    sizes = {i: leaf.shape[0] for i, leaves in others.items() for leaf in leaves[:1] if getattr(leaf, "shape", ())}
+    donated = tuple(sorted({owner[i] for i, is_donated in enumerate(jit.donated) if is_donated}))
+    return parallelize(
+        step,
+        cache_dir=None,
+        donate_argnums=donated if jit.is_jit else tuple(sorted(returned)),
+        batch_argnums=tuple(i for i, n in sizes.items() if n == max(sizes.values())),
+    )
+
+
+def _replaced(args: Sequence[Any], results: Any) -> dict[int, int]:
+    """The result leaf that replaces an argument leaf, donated or not."""
+    inputs = [abstract(leaf, "an argument") for leaf in jax.tree.leaves(tuple(args))]
+    return tie_state(args, range(len(args)), jax.tree.structure(results), inputs, jax.tree.leaves(results))
+
+
+def _given(problem: Problem, jit: JitShardings) -> GivenLayouts:
+    """The author's mesh and layouts. Raises: InvalidArgumentError; UnsupportedError."""
+    traced = problem.traced
+    named = [s for s in (*jit.arguments, *jit.results) if s is not None]
+    sizes = dict(named[0].mesh.shape) if named else {}
+    for _, written in traced.written:
+        sizes = sizes or dict(written.axis_sizes)
+    if not sizes:
+        raise InvalidArgumentError(
+            where=traced.name,
+            expected="shardings: in_shardings of jax.jit, arguments with a NamedSharding, or with_sharding_constraint",
+            got="none",
+            hint="give some, or ask for a plan without any: autopar plan FILE:FUNCTION",
+        )
+    axes = tuple((name, n) for name, n in sizes.items() if n > 1)
+    _check_mesh(traced, sizes, axes, problem.cluster)
+    other = next((s for s in named if dict(s.mesh.shape) != sizes), None)
+    if other is not None:
+        raise UnsupportedError(
+            where=traced.name, expected=f"shardings over one mesh, {sizes}", got=f"one over {dict(other.mesh.shape)}",
+            hint="write all shardings over one mesh",
+        )  # fmt: skip
+
+    def pin(path: str, sharding: Any, rank: int) -> Pin:
+        return Pin(pattern=path, dims=dims_of(sharding.spec, rank) if sharding is not None else ((),) * rank)
+
+    arguments = {
+        i: pin(traced.in_paths[i], s, len(traced.in_avals[i].shape))
+        for i, s in enumerate(jit.arguments)
+        if any(jit.arguments)
+    }
+    results = {o: dataclasses.replace(arguments[i]) for i, o in _state(problem, jit).items() if i in arguments}
+    results |= {
+        o: pin(traced.out_paths[o], s, len(traced.out_avals[o].shape))
+        for o, s in enumerate(jit.results)
+        if s is not None
+    }
+    return GivenLayouts(axes=axes, arguments=arguments, results=results)
+
+
+def _check_mesh(traced: TracedStep, sizes: Mapping[str, int], axes: Sequence[Any], cluster: Cluster) -> None:
+    num_devices = 1
+    for n in sizes.values():
+        num_devices *= n
+    if num_devices != cluster.num_devices:
+        raise InvalidArgumentError(
+            where=f"{traced.name}, --cluster",
+            expected=f"a cluster of {num_devices} devices, those of the mesh {dict(sizes)} of the step's shardings",
+            got=f"{cluster.name} of {cluster.num_devices}",
+            hint="make the mesh for the cluster, or name a cluster of as many devices",
+        )
+    if len(axes) > len(AXIS_NAMES):
+        raise UnsupportedError(
+            where=f"the mesh of {traced.name}",
+            expected=f"at most {len(AXIS_NAMES)} axes of more than one device",
+            got=", ".join(f"{name}={n}" for name, n in axes),
+            hint="join axes that stand together in every spec",
+        )
+
+
+def _state(problem: Problem, jit: JitShardings) -> Mapping[int, int]:
+    """The result leaf that replaces a leaf of the state."""
+    traced = problem.traced
+    if traced.tied or jit.out_tree is None:
+        return traced.tied
+    args = [jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in traced.in_tree.children()]
+    return tie_state(args, range(len(args)), traced.out_tree, traced.in_avals, traced.out_avals)
+
+
+# Plans, and the changes that are planned.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What is planned: a step in layouts, under a request."""
+
+    problem: Problem
+    given: GivenLayouts
+    request: PlanRequest
+
+    def plan(self) -> GivenPlan:
+        return plan_as_given(self.problem, self.given, self.request)
+
+    def asking(self, **fields: Any) -> _Planned:
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, **fields))
+
+    def laying(self, **fields: Any) -> _Planned:
+        return dataclasses.replace(self, given=dataclasses.replace(self.given, **fields))
+
+    def donating(self, tied: Mapping[int, int]) -> _Planned:
+        traced = dataclasses.replace(self.problem.traced, donated=frozenset(tied), tied=dict(tied))
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, traced=traced, graphs=StepGraphs()))
+
+    def with_arguments(self, arguments: Mapping[int, Pin], state: Mapping[int, int]) -> _Planned:
+        """Other layouts of some arguments, and of the results that replace them."""
+        results = {state[i]: pin for i, pin in arguments.items() if i in state}
+        return self.laying(arguments={**self.given.arguments, **arguments}, results={**self.given.results, **results})
+
+
+def _searched(problem: Problem, effort: Effort) -> tuple[Plan | None, str]:
+    """The plan of the search, or why there is none."""
+    request = dataclasses.replace(problem.request, effort=effort, constraints=ShardingsInCode.IGNORE)
+    silent = Progress("", show=False)
+    try:
+        return make_plan(
+            problem.traced, problem.trees, problem.cluster, request, problem.rules, silent, problem.graphs
+        ), ""
+    except AutoparError as error:
+        return None, f"{error.where}: {error.got}"
+
+
+def _changes(own: _Planned, made: GivenPlan, jit: JitShardings) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """The changes that pay most, and the texts of those that do not."""
+    found, without_gain = [], []
+    limit, step_s = made.context.limit_bytes, made.step_time_s
+    for text, other, specs in _candidates(own, made, jit):
+        try:
+            plan = other.plan()
+        except AutoparError as error:
+            without_gain.append(f"{text} (no plan: {error.where}: {error.got})")
+            continue
+        change = Change(
+            text=text,
+            step_time_s=plan.step_time_s,
+            peak_bytes=plan.peak_bytes,
+            less_s=step_s - plan.step_time_s,
+            less_bytes=made.peak_bytes - plan.peak_bytes,
+            fits=plan.fits,
+            specs=_specs(plan) if specs is None else specs,
+        )
+        saves_bytes = change.less_bytes >= WORTH_BYTES * limit and change.less_s > -AS_FAST * step_s
+        pays = change.less_s >= WORTHWHILE * step_s or saves_bytes
+        if (plan.fits and pays) or (not made.fits and change.less_bytes > 0):
+            found.append(change)
+        else:
+            more = f"{text_of_s(abs(change.less_s))} {'less' if change.less_s > 0 else 'more'}"
+            without_gain.append(f"{text} ({more if plan.fits else 'does not fit'})")
+    found.sort(
+        key=lambda c: (not c.fits, -c.less_s if made.fits and abs(c.less_s) > AS_FAST * step_s else 0.0, -c.less_bytes)
+    )
+    return tuple(found), tuple(without_gain)
+
+
+Candidate = tuple[str, _Planned, tuple[tuple[str, str], ...] | None]
+
+
+def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[Candidate]:
+    """The changes that are planned, each with the specs to paste; None: those of its plan."""
+    graph = made.context.graph
+    if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
+        yield "attention by the device's kernel", own.asking(attention=Attention.KERNEL), ()
+    if any(op.recomputes for op in graph.ops()):
+        yield "no recomputation (leave out jax.checkpoint)", own.asking(scan_recompute=Recompute.NOTHING.value), ()
+    state = _state(own.problem, jit)
+    if own.problem.traced.donated < state.keys():
+        names = dict.fromkeys(own.problem.traced.argument_of[i] for i in sorted(state))
+        text = f"donate the state: jax.jit(..., donate_argnums={tuple(names)})"
+        yield text, own.donating(state), ()
+    yield from _spread(own, made, state)
+    if own.given.keeps_code and made.named > len(own.given.results):
+        yield "without the constraints in the code", own.laying(keeps_code=False), ()
+    if own.given.arguments:
+        free = own.laying(arguments={}, results={}, keeps_code=False)
+        yield "all layouts by the search, on this mesh", free, None
+
+
+def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator[Candidate]:
+    """Each mesh axis over which arrays of the batch, of the optimizer or of the state are held alike splits them."""
+    context, arguments = made.context, own.given.arguments
+    annotated = context.views.annotated
+    inputs = annotated.block.inputs[len(annotated.constants) :]
+    of_optimizer = [i for i in state if annotated.values[inputs[i]].purpose is Purpose.OPTIMIZER]
+    kinds = {
+        "the batch": sorted(context.traced.batch - state.keys()),
+        "the optimizer's state": of_optimizer,
+        "the whole state": list(state) if len(of_optimizer) < len(state) else [],
+    }
+    for kind, leaves in kinds.items():
+        for axis, n in own.given.axes:
+            split = {}
+            for i in leaves:
+                shape = context.traced.in_avals[i].shape
+                dim = context.traced.example_dim(i) if kind == "the batch" else None
+                dims = (
+                    _with_axis(arguments[i].dims, shape, axis, n, dict(own.given.axes), dim) if i in arguments else None
+                )
+                if dims is not None:
+                    split[i] = dataclasses.replace(arguments[i], dims=dims)
+            if split:
+                yield f"{kind} over {axis}", own.with_arguments(split, state), _folded_specs(split.values())
+
+
+def _with_axis(
+    dims: Dims, shape: Sequence[int], axis: str, n: int, sizes: Mapping[str, int], dim: int | None
+) -> Dims | None:
+    """A layout with one more axis, on the largest dimension that divides, or on the one named; None where it has it."""
+    if any(axes is None or axis in axes for axes in dims):
+        return None
+    local = []
+    for size, axes in zip(shape, dims, strict=True):
+        for name in axes or ():
+            size //= sizes.get(name, 1)
+        local.append(size)
+    fitting = [d for d, size in enumerate(local) if size and size % n == 0 and dim in (None, d)]
+    if not fitting:
+        return None
+    largest = max(fitting, key=lambda d: local[d])
+    return tuple((*(axes or ()), axis) if d == largest else axes for d, axes in enumerate(dims))
+
+
+def _folded_specs(pins: Any) -> tuple[tuple[str, str], ...]:
+    """The spec of each path, those of repeated layers and of moments alike as one."""
+    alike: dict[tuple[Any, str], list[str]] = {}
+    for pin in pins:
+        end = summary.parts_of(summary.folded(pin.pattern))[-2:]
+        alike.setdefault((end, spec_text(pin.dims)), []).append(pin.pattern)
+    return tuple((summary.path_of(summary.common_name(paths)), spec) for (_, spec), paths in alike.items())
+
+
+def _specs(plan: GivenPlan) -> tuple[tuple[str, str], ...]:
+    """The specs of the arguments of a plan, the largest first."""
+    groups = (group for group in summary.state_groups(plan.plan.record) if group.kind != "constant")
+    return tuple((summary.path_of(group.name), spec_text(_axes_of(plan, group.dims))) for group in groups)
+
+
+def _axes_of(plan: GivenPlan | ByLine, dims: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+    names = plan.plan.record.axis_names
+    return [tuple(names[a] for a in axes) for axes in dims]
+
+
+# What is read off the plan, by lines of the code.
+
+
+def _notes(made: GivenPlan, given: GivenLayouts, jit: JitShardings) -> Iterator[str]:
+    yield "Inside of the step the search chooses the layouts, in place of XLA's propagation, which may choose worse ones"
+    in_code = made.named - len(given.results)
+    if in_code > 0:
+        yield f"{made.kept} of {made.named} layouts of results and of constraints in the code are as written"
+    idle = [f"{name}={n}" for name, n in given.axes if name not in _named_axes(made, given)]
+    if idle:
+        yield f"No sharding names {' or '.join(idle)}: the devices along it do the same work"
+    if not given.arguments:
+        yield "No argument has a sharding: the search lays them, in place of XLA"
+    moved = [
+        (o, given.arguments[i])
+        for i, o in made.context.traced.tied.items()
+        if i in given.arguments and o in given.results and given.results[o].dims != given.arguments[i].dims
+    ]
+    for o, pin in moved[:1]:
+        out = spec_text(given.results[o].dims)
+        more = f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
+        yield (
+            f"{pin.pattern} comes in as {spec_text(pin.dims)} and goes out as {out}{more}: the next call compiles anew, "
+            "or moves it; give in_shardings and out_shardings one layout"
+        )
+    if not jit.is_jit and jit.out_tree is not None:
+        yield "The step is no jax.jit: its state is taken to be donated"
+
+
+def _named_axes(made: GivenPlan, given: GivenLayouts) -> set[str]:
+    at = given.on(made.context.graph, made.context.traced)
+    return set(at.pinned.pins.used)
+
+
+def _sent(made: GivenPlan, lines: ByLine) -> tuple[Sent, ...]:
+    """The collectives that a line causes, those that the step waits for the longest first."""
+    names = dict(zip(made.plan.mesh.axis_names, made.plan.record.axis_names, strict=True))
+    record = lines.plan.record
+    rows = sorted(
+        collective_rows(record, record.modules, lambda c, module: (c.kind, c.axes, module)),
+        key=lambda row: (-row.waited_s, -row.time_s),
+    )
+    return tuple(
+        Sent(
+            kind=row.kind,
+            axes=tuple(names[a] for a in row.axes),
+            line=lines.text(row.module),
+            count=row.count,
+            sent_bytes=row.sent_bytes,
+            time_s=row.time_s,
+            exposed_s=row.waited_s,
+        )
+        for row in rows[:ROWS]
+    )
+
+
+def _alike(lines: ByLine) -> tuple[Computed, ...]:
+    """The lines that several devices compute alike, by what sharing them would save."""
+    candidate, seconds = lines.candidate, collections.Counter[tuple[str, int]]()
+    num_devices = candidate.sharding.mesh.num_devices
+    for op in lines.graph.ops():
+        if op.id in candidate.compute_s and op.id in candidate.sharding.strategy:
+            copies = num_devices // candidate.sharding.strategy[op.id].split
+            seconds[op.module, copies] += candidate.compute_s[op.id]
+    rows = [Computed(line=lines.text(m), seconds=s, copies=n) for (m, n), s in seconds.items() if n > 1]
+    told = [row for row in rows if row.spare_s >= LEAST * candidate.step_time_s]
+    return tuple(sorted(told, key=lambda row: -row.spare_s)[:ROWS])
+
+
+def _largest(lines: ByLine) -> tuple[Held, ...]:
+    """The largest arrays at the peak."""
+    return tuple(sorted(_at_peak(lines), key=lambda row: -row.nbytes)[:ROWS])
+
+
+def _at_peak(lines: ByLine) -> list[Held]:
+    """What is alive at the peak: arguments by their paths, else the lines that make them; arrays that are alike as one."""
+    graph, mesh = lines.graph, lines.candidate.sharding.mesh
+    makers = {v: f"{op.primitive} at {lines.text(op.module)}" for op in graph.ops() for v in op.outputs}
+    sums: dict[tuple[str, str, str, int], list[int]] = {}
+    for number, nbytes in lines.memory.estimate.at_peak:
+        if number not in lines.memory.stands_for or not nbytes:
+            continue
+        v, (layout, _) = lines.memory.stands_for[number]
+        value = graph.values[v]
+        name = summary.path_of(summary.folded(value.name)) if value.name else makers.get(v, "a value")
+        spec = spec_text(_axes_of(lines, layout.dims))
+        array = summary.array_text(value.dtype, value.shape)
+        copies = mesh.num_devices // layout.shards(mesh) if not layout.partial else 1
+        sums.setdefault((name, array, spec, copies), []).append(nbytes)
+    return [
+        Held(name=name, array=array, spec=spec, copies=copies, count=len(sizes), nbytes=sum(sizes))
+        for (name, array, spec, copies), sizes in sums.items()
+    ]
+
+
+def _whole(made: GivenPlan, lines: ByLine) -> tuple[Held, ...]:
+    """What several devices hold alike and could split: arguments, and arrays at the peak."""
+    mesh, least = made.candidate.sharding.mesh, LEAST * made.context.limit_bytes
+    rows = []
+    for group in summary.state_groups(made.plan.record):
+        copies = mesh.num_devices // group.shards
+        if group.kind != "constant" and any(size % copies == 0 for size in group.shape):
+            rows.append(
+                Held(
+                    name=summary.path_of(group.name),
+                    array=summary.array_text(group.dtype, group.shape),
+                    spec=spec_text(_axes_of(made, group.dims)),
+                    count=group.count,
+                    nbytes=group.device_bytes,
+                    copies=copies,
+                )
+            )
+    rows += [row for row in _at_peak(lines) if " at " in row.name]
+    told = [row for row in rows if row.copies > 1 and row.spare_bytes >= least]
+    return tuple(sorted(told, key=lambda row: -row.spare_bytes)[:ROWS])
+
+
+def _scores(made: GivenPlan, lines: ByLine) -> tuple[str, ...]:
+    """The lines of attention whose scores go through memory, and the plan's note on it."""
+    large = {op.id for op in large_scores(made.context.views.annotated)}
+    at = dict.fromkeys(lines.text(op.module) for op in lines.graph.ops() if op.id in large)
+    notes = (note for note in made.plan.record.notes if note.startswith("attention runs as it is written"))
+    return (*list(at)[:ROWS], *notes) if at else ()
