@@ -13,9 +13,8 @@ from autopar.api import parallelize
 from autopar.attention.notes import large_scores
 from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
-from autopar.common import jax_compat
 from autopar.common.progress import Progress
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.units import text_of_s
 from autopar.compiler.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew, plan_as_given
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -25,7 +24,6 @@ from autopar.frontend.tracing import abstract, tie_state
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
-from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_report import Change, Computed, Held, Lint, Sent
@@ -273,7 +271,7 @@ def _changes(own: _Planned, made: GivenPlan, jit: JitShardings) -> tuple[tuple[C
             less_s=step_s - plan.step_time_s,
             less_bytes=made.peak_bytes - plan.peak_bytes,
             fits=plan.fits,
-            specs=_specs(plan) if specs is None else specs,
+            specs=specs,
         )
         saves_bytes = change.less_bytes >= WORTH_BYTES * limit and change.less_s > -AS_FAST * step_s
         pays = change.less_s >= WORTHWHILE * step_s or saves_bytes
@@ -288,11 +286,11 @@ def _changes(own: _Planned, made: GivenPlan, jit: JitShardings) -> tuple[tuple[C
     return tuple(found), tuple(without_gain)
 
 
-Candidate = tuple[str, _Planned, tuple[tuple[str, str], ...] | None]
+Candidate = tuple[str, _Planned, tuple[tuple[str, str], ...]]
 
 
 def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[Candidate]:
-    """The changes that are planned, each with the specs to paste; None: those of its plan."""
+    """The changes that are planned, each with the specs to paste."""
     graph = made.context.graph
     if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
         yield "attention by the device's kernel", own.asking(attention=Attention.KERNEL), ()
@@ -304,11 +302,14 @@ def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[C
         text = f"donate the state: jax.jit(..., donate_argnums={tuple(names)})"
         yield text, own.donating(state), ()
     yield from _spread(own, made, state)
-    if own.given.keeps_code and made.named > len(own.given.results):
+    if own.given.keeps_code and own.problem.traced.written:
         yield "without the constraints in the code", own.laying(keeps_code=False), ()
     if own.given.arguments:
-        free = own.laying(arguments={}, results={}, keeps_code=False)
-        yield "all layouts by the search, on this mesh", free, None
+        free = own.laying(arguments={}, results={}, keeps_code=False, propagates=False).plan()
+        leaves = [v for v in free.plan.record.arguments if v.kind != "constant"]
+        found = {i: Pin(pattern=v.path, dims=tuple(_axes_of(free, v.layout.dims))) for i, v in enumerate(leaves)}
+        text = "arguments as the search lays them, on this mesh"
+        yield text, own.laying(keeps_code=False).with_arguments(found, state), _specs(free)
 
 
 def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator[Candidate]:
@@ -379,10 +380,8 @@ def _axes_of(plan: GivenPlan | ByLine, dims: Sequence[Sequence[int]]) -> list[tu
 
 
 def _notes(made: GivenPlan, given: GivenLayouts, jit: JitShardings) -> Iterator[str]:
-    yield "Inside of the step the search chooses the layouts, in place of XLA's propagation, which may choose worse ones"
-    in_code = made.named - len(given.results)
-    if in_code > 0:
-        yield f"{made.kept} of {made.named} layouts of results and of constraints in the code are as written"
+    if made.kept < made.named:
+        yield f"{made.kept} of {made.named} layouts of results and of constraints in the code are kept as written"
     idle = [f"{name}={n}" for name, n in given.axes if name not in _named_axes(made, given)]
     if idle:
         yield f"No sharding names {' or '.join(idle)}: the devices along it do the same work"

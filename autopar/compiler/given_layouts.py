@@ -1,8 +1,8 @@
 """A step in the layouts that its author gives to its arguments and results, planned as one program on the author's mesh.
 
 Layouts of arguments and results bind. Of those in the code (`with_sharding_constraint`) each is kept where it can be.
-The search chooses the layouts of all else, in place of XLA's propagation. Mesh axes that the author names nowhere split
-nothing.
+All else lies as a partitioner lays it (`autopar.sharding.propagation`), wherever it can be. Mesh axes that the author
+names nowhere split nothing.
 """
 
 from __future__ import annotations
@@ -37,35 +37,59 @@ from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
 from autopar.sharding.pins_in_code import pins_in_code
+from autopar.sharding.propagation import propagated
+
+# What stands in place of a line for a layout that the author did not write.
+PROPAGATED = "propagation"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GivenLayouts:
     """The author's mesh (its axes of several devices, major first), and the layouts of argument and result leaves, by
-    number. `keeps_code`: layouts in the code of the step count too.
+    number. `keeps_code`: layouts in the code of the step count too; `propagates`: all else lies as a partitioner lays
+    it, in place of the search.
     """
 
     axes: tuple[tuple[str, int], ...]
     arguments: Mapping[int, Pin]
     results: Mapping[int, Pin]
     keeps_code: bool = True
+    propagates: bool = True
 
     def on(self, graph: OpGraph, traced: TracedStep) -> PinsOnMesh:
         """The layouts as pins on the author's mesh."""
-        in_code = _results(graph, self.results)
-        written = pins_in_code(graph, LogicalMesh(axis_sizes=self.sizes).num_devices, is_wish=True)
-        if written is not None and self.keeps_code:
-            in_code |= dict(written.in_code)
-        for value in graph.block.inputs:
-            in_code.pop(value, None)
+        laid = self.laid(graph)
+        first = len(graph.constants)
+        arguments = {graph.block.inputs[first + i]: pin for i, pin in self.arguments.items()}
+        if self.propagates:
+            given = {v: pin.dims for v, pin in (laid | arguments).items()}
+            found = propagated(graph, dict(self.axes), given)
+            alike: dict[Any, Pin] = {}
+            spread = {v: alike.setdefault(dims, Pin(pattern=PROPAGATED, dims=dims)) for v, dims in found.items()}
+            laid = spread | laid
         pins = Pins(
-            pins=tuple(self.arguments.values()), axis_sizes=self.axes, in_code=tuple(in_code.items()),
-            closed=bool(self.arguments or in_code),
+            pins=tuple(self.arguments.values()),
+            axis_sizes=self.axes,
+            in_code=tuple((v, pin) for v, pin in laid.items() if v not in arguments),
+            closed=bool(arguments or laid),
         )
+        in_code = dict(pins.in_code)
         pinned = Pinned(
             pins=pins, leaves=self.arguments, modules={}, paths=traced.in_paths, in_code=in_code, is_wish=True
         )
         return PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=self.sizes), names=self.names)
+
+    def laid(self, graph: OpGraph) -> dict[int, Pin]:
+        """The values of a graph, other than arguments, that the results and the code lay."""
+        found = _results(graph, self.results)
+        written = pins_in_code(graph, LogicalMesh(axis_sizes=self.sizes).num_devices, is_wish=True)
+        if written is not None and self.keeps_code:
+            found |= {
+                v: Pin(pattern=pin.pattern, dims=_full(pin, len(graph.values[v].shape))) for v, pin in written.in_code
+            }
+        first = len(graph.constants)
+        arguments = {graph.block.inputs[first + i] for i in self.arguments}
+        return {v: pin for v, pin in found.items() if v not in arguments}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +142,7 @@ def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -
         )
     made = plan_of(context, found, problem.trees)
     layouts, lies = at.layouts(context.graph), found.sharding.reduced
-    named = [v for v in at.pinned.in_code if v in lies]
+    named = [v for v in given.laid(context.graph) if v in lies]
     kept = sum(v in layouts and layouts[v].allows(lies[v]) for v in named)
     record = dataclasses.replace(made.record, axis_names=given.names)
     return GivenPlan(
@@ -135,6 +159,10 @@ def _one_program(problem: Problem, request: PlanRequest) -> PlanningContext:
     traced = dataclasses.replace(context.traced, stacked_over=0)
     views = whole_graph(traced, problem.rules, problem.graphs)
     return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
+
+
+def _full(pin: Pin, rank: int) -> tuple[tuple[str, ...] | None, ...]:
+    return (*pin.dims, *((),) * (rank - len(pin.dims)))
 
 
 def _results(graph: OpGraph, results: Mapping[int, Pin]) -> dict[int, Pin]:
