@@ -17,6 +17,8 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.initialization import initialize
     from autopar.kernels.call import kernel
     from autopar.kernels.known import known_kernel
+    from autopar.lint_report import Lint
+    from autopar.linting import lint
     from autopar.mixed_precision.policy import precision
     from autopar.monitoring.monitor import Monitor
     from autopar.plan.plan import Plan
@@ -38,6 +40,7 @@ __all__ = [
     "Fabric",
     "Fitting",
     "Link",
+    "Lint",
     "Monitor",
     "Plan",
     "Search",
@@ -55,6 +58,7 @@ __all__ = [
     "initialize",
     "kernel",
     "known_kernel",
+    "lint",
     "parallelize",
     "plan",
     "precision",

@@ -2,6 +2,7 @@
 
     autopar plan FILE:FUNCTION --cluster dgx-h100x16 --save plan.json --report plan.html
     autopar bench FILE:FUNCTION --cluster dgx-h100x8 --report bench.html
+    autopar lint FILE:FUNCTION --cluster dgx-h100
     autopar explain plan.json WHAT
     autopar why-not FILE:FUNCTION "tensor_parallel(size=8)" --cluster dgx-h100x16
     autopar diff plan.json other.json
@@ -192,6 +193,16 @@ def _add_planning(add: Add) -> None:
     bench.add_argument("--recipes", nargs="+", metavar="RECIPE", help=text)
     bench.add_argument("--measure", action="store_true", help="run those that fit in turns on the devices here")
     bench.add_argument("--report", metavar="PATH", help="write the comparison as a page for a browser")
+
+    lint = add(
+        "lint", commands.lint, "what a step's own shardings on jax.jit cost, line by line, and what would pay",
+        "lint train.py:job --cluster dgx-h100",
+    )  # fmt: skip
+    _function(lint, "as for plan; the step is jax.jit(...), or its arguments have shardings")
+    _cluster(lint, "as for plan, of as many devices as the mesh of the shardings")
+    _effort(lint)
+    text = "what to compare with: auto, the search's plan without these shardings, or none (%(default)s)"
+    lint.add_argument("--against", choices=("auto", "none"), default="auto", help=text)
 
     fit = add(
         "fit", commands.fit, "the largest batch that fits, and the time of an example",

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples import llama
+import llama  # beside this file
 
 # By the end of the path of a parameter. Moments of the optimizer lie as their parameters do.
 SPECS = {

@@ -24,7 +24,7 @@ from autopar.checkpoint.export import export
 from autopar.checkpoint.restoring import array_files
 from autopar.command_line.doctor import diagnose
 from autopar.command_line.kept_files import Kind, clear, kept_in
-from autopar.command_line.step_files import returned_by, shapes_only
+from autopar.command_line.step_files import devices_for_meshes, returned_by, shapes_only
 from autopar.common.cache_dir import default_directory
 from autopar.common.text_console import TextFormat
 from autopar.errors import InvalidArgumentError
@@ -32,6 +32,7 @@ from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.plan import render, render_summary
 from autopar.plan.comparison import Comparison
+from autopar.plan.options import Effort
 from autopar.plan.plan import Plan
 from autopar.recipes.parse import recipe_of
 from autopar.step_views import batch_argnums_of, on_cluster
@@ -131,6 +132,17 @@ def bench(parsed: argparse.Namespace) -> Output:
             step, *arguments, clusters=clusters, recipes=recipes, measure=parsed.measure, report=parsed.report
         )
     return Output(_with_written(found.text, parsed.report), found.to_dict())
+
+
+def lint(parsed: argparse.Namespace) -> Output:
+    """What a step's own shardings cost, and what would pay."""
+    cluster = Cluster.parse(parsed.cluster)
+    devices_for_meshes(cluster.num_devices)
+    step, arguments = shapes_only(parsed.function, parsed.arg)
+    found = autopar.lint(
+        step, *arguments, cluster=cluster, search=parsed.against == "auto", effort=parsed.effort or Effort.QUICK
+    )
+    return Output(found.text, found.to_dict())
 
 
 @contextlib.contextmanager

@@ -5,8 +5,10 @@ arguments, and what it is called with (`--arg layers=48`).
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,6 +57,16 @@ def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any, own: Any) -> jax.
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return shape
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
+
+
+def devices_for_meshes(number: int) -> None:
+    """Gives this program so many virtual CPU devices, where jax has looked for none yet: for the meshes of steps that
+    are for other hardware. What is asked for in XLA_FLAGS stays.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # the devices are known, and are what they are
+        jax.config.update("jax_num_cpu_devices", number)
 
 
 def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:

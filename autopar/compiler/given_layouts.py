@@ -1,4 +1,4 @@
-"""A step in the layouts that its author gives to its arguments and results, planned as one program on the author's mesh.
+"""A step in the layouts that its author gives to its arguments and results, as one program on the author's mesh.
 
 Layouts of arguments and results bind. Of those in the code (`with_sharding_constraint`) each is kept where it can be.
 All else lies as a partitioner lays it (`autopar.sharding.propagation`), wherever it can be. Mesh axes that the author
@@ -67,16 +67,12 @@ class GivenLayouts:
             alike: dict[Any, Pin] = {}
             spread = {v: alike.setdefault(dims, Pin(pattern=PROPAGATED, dims=dims)) for v, dims in found.items()}
             laid = spread | laid
-        pins = Pins(
-            pins=tuple(self.arguments.values()),
-            axis_sizes=self.axes,
-            in_code=tuple((v, pin) for v, pin in laid.items() if v not in arguments),
-            closed=bool(arguments or laid),
-        )
-        in_code = dict(pins.in_code)
+        every = laid | arguments
+        pins = Pins(pins=(), axis_sizes=self.axes, in_code=tuple(every.items()), closed=bool(every))
         pinned = Pinned(
-            pins=pins, leaves=self.arguments, modules={}, paths=traced.in_paths, in_code=in_code, is_wish=True
-        )
+            pins=pins, leaves={}, modules={}, paths=traced.in_paths, in_code=every, is_wish=True,
+            bound=frozenset(arguments),
+        )  # fmt: skip
         return PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=self.sizes), names=self.names)
 
     def laid(self, graph: OpGraph) -> dict[int, Pin]:
@@ -87,9 +83,7 @@ class GivenLayouts:
             found |= {
                 v: Pin(pattern=pin.pattern, dims=_full(pin, len(graph.values[v].shape))) for v, pin in written.in_code
             }
-        first = len(graph.constants)
-        arguments = {graph.block.inputs[first + i] for i in self.arguments}
-        return {v: pin for v, pin in found.items() if v not in arguments}
+        return found
 
     @property
     def names(self) -> tuple[str, ...]:

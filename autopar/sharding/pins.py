@@ -18,7 +18,7 @@ import numpy as np
 from autopar.common.paths import matches, parts_of
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
-from autopar.ir.graph import OpGraph, Value, read_by
+from autopar.ir.graph import OpGraph, Value, read_by, values_of
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, factorisations
 from autopar.ir.traced_step import TracedStep
@@ -111,8 +111,8 @@ class Pins:
 class Pinned:
     """What is pinned in one step: leaves of its arguments by number, results of modules by the module's path.
 
-    `paths` are those of all leaves, in parts. `in_code`: values that the step's code lays. As wishes these are kept
-    where they can be.
+    `paths` are those of all leaves, in parts. `in_code`: values that the step's code lays. A wish is kept where it can
+    be, but for the values that are `bound`.
     """
 
     pins: Pins
@@ -121,6 +121,7 @@ class Pinned:
     paths: tuple[str, ...]
     in_code: Mapping[int, Pin] = dataclasses.field(default_factory=dict)
     is_wish: bool = False
+    bound: frozenset[int] = frozenset()
 
     def num_named(self, pin: Pin) -> tuple[int, str]:
         """How many things a pin names, and what they are."""
@@ -156,7 +157,8 @@ class Pinned:
             if results and not long_enough:
                 raise _too_long(pin, f"the result of {module}", results[0].shape)
             yield from ((v, f"the result of {module}", pin) for v in long_enough)
-        yield from ((graph.values[v], pin.pattern, pin) for v, pin in self.in_code.items())
+        there = {*values_of(graph.block)} if self.bound else self.in_code.keys()  # repeated layers may be folded
+        yield from ((graph.values[v], pin.pattern, pin) for v, pin in self.in_code.items() if v in there)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +206,7 @@ class PinsOnMesh:
             named = (*pin.dims, *((),) * (len(value.shape) - len(pin.dims)))
             dims = tuple(None if axes is None else self._axes(axes) for axes in named)
             uneven = [d for d, axes in enumerate(dims) if axes and value.shape[d] % self.mesh.size(axes)]
-            is_wish = self.pinned.is_wish and value.id in self.pinned.in_code
+            is_wish = self.pinned.is_wish and value.id not in self.pinned.bound
             if uneven and is_wish:
                 continue
             if uneven:
