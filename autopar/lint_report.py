@@ -66,7 +66,7 @@ class Held:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change of the step, which was planned: what a step and the peak come to, and what that saves. `specs` are
-    paths, as patterns, and the `PartitionSpec` of each.
+    paths, as patterns, and the `PartitionSpec` of each. `is_sum`: it is the first few of the others together.
     """
 
     text: str
@@ -76,6 +76,7 @@ class Change:
     less_bytes: int
     fits: bool
     specs: tuple[tuple[str, str], ...] = ()
+    is_sum: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +175,15 @@ class Lint:
     def _closing(self) -> Iterator[str]:
         yield ""
         yield "Changes that pay most, each planned:" if self.changes else "No change that was planned pays."
-        for number, change in enumerate(self.changes[:CHANGES], 1):
+        single = [change for change in self.changes if not change.is_sum]
+        for number, change in enumerate(single[:CHANGES], 1):
             fits = "" if change.fits else ", which does not fit"
             yield f"{number}. {change.text}: {self._gain(change)}{fits}"
             yield from (f"       {path}: {spec}" for path, spec in change.specs[:SPECS])
             if len(change.specs) > SPECS:
                 yield f"       and {len(change.specs) - SPECS} more, which --json has"
-        if others := self.changes[CHANGES:]:
+        yield from (f"Together ({c.text}): {self._gain(c)}" for c in self.changes if c.is_sum)
+        if others := single[CHANGES:]:
             yield f"Others that pay: {'; '.join(f'{c.text} ({self._gain(c)})' for c in others)}."
         if self.without_gain:
             yield f"Planned too, without a gain: {'; '.join(self.without_gain)}."

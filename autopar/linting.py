@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
-from autopar.lint_report import Change, Computed, Held, Lint, Sent
+from autopar.lint_report import CHANGES, Change, Computed, Held, Lint, Sent
 from autopar.manual.settings import Problem
 from autopar.plan import summary
 from autopar.plan.collective_rows import collective_rows
@@ -81,23 +83,26 @@ def lint(
         effort=Effort(effort),
     )
     own = _Planned(problem=problem, given=given, request=as_written)
-    made = own.plan()
-    lines = by_line(made)
-    changes, without_gain = _changes(own, made, jit)
-    found, why = _searched(problem, Effort(effort)) if search else (None, "")
     name = cluster if isinstance(cluster, str) else hardware.name
+    progress = Progress(f"{problem.traced.name} on {name}", show=True)
+    with progress.pass_("as it is"):
+        made = own.plan()
+        plan, lines = made.plan(), by_line(made)
+    changes, without_gain = _changes(own, made, jit, progress)
+    with progress.pass_("the search's plan"):
+        found, why = _searched(problem, Effort(effort)) if search else (None, "")
     return Lint(
-        plan=made.plan,
+        plan=plan,
         cluster=name,
         axes=given.axes,
         notes=tuple(_notes(made, given, jit)),
-        collectives=_sent(made, lines),
+        collectives=_sent(lines),
         alike=_alike(lines),
-        whole=_whole(made, lines),
+        whole=_whole(made, plan, lines),
         peak_line=lines.peak_line,
         largest=_largest(lines),
-        recomputed=tuple(note for note in made.plan.record.notes if note.startswith("without jax.checkpoint")),
-        scores=_scores(made, lines),
+        recomputed=tuple(note for note in plan.record.notes if note.startswith("without jax.checkpoint")),
+        scores=_scores(made, plan, lines),
         changes=changes,
         without_gain=without_gain,
         search=found,
@@ -184,9 +189,7 @@ def _given(problem: Problem, jit: JitShardings) -> GivenLayouts:
 
 
 def _check_mesh(traced: TracedStep, sizes: Mapping[str, int], axes: Sequence[Any], cluster: Cluster) -> None:
-    num_devices = 1
-    for n in sizes.values():
-        num_devices *= n
+    num_devices = math.prod(sizes.values())
     if num_devices != cluster.num_devices:
         raise InvalidArgumentError(
             where=f"{traced.name}, --cluster",
@@ -254,67 +257,120 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Plan | None, str]:
         return None, f"{error.where}: {error.got}"
 
 
-def _changes(own: _Planned, made: GivenPlan, jit: JitShardings) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """The changes that pay most, and the texts of those that do not."""
-    found, without_gain = [], []
-    limit, step_s = made.context.limit_bytes, made.step_time_s
-    for text, other, specs in _candidates(own, made, jit):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A change that is planned: `apply` makes it, to the layouts of the leaves of arguments that it `lays`."""
+
+    text: str
+    apply: Callable[[_Planned], _Planned]
+    lays: frozenset[int] = frozenset()
+    specs: tuple[tuple[str, str], ...] = ()
+
+
+def _changes(
+    own: _Planned, made: GivenPlan, jit: JitShardings, progress: Progress
+) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """The changes that pay, the best first, behind the first few of them together; and the texts of the others."""
+    found: list[tuple[Change, _Candidate]] = []
+    without_gain: list[str] = []
+    step_s, limit = made.step_time_s, made.context.limit_bytes
+    for candidate in _candidates(own, made, jit):
         try:
-            plan = other.plan()
+            with progress.pass_(candidate.text):
+                plan = candidate.apply(own).plan()
         except AutoparError as error:
-            without_gain.append(f"{text} (no plan: {error.where}: {error.got})")
+            without_gain.append(f"{candidate.text} (no plan: {error.where}: {error.got})")
             continue
-        change = Change(
-            text=text,
-            step_time_s=plan.step_time_s,
-            peak_bytes=plan.peak_bytes,
-            less_s=step_s - plan.step_time_s,
-            less_bytes=made.peak_bytes - plan.peak_bytes,
-            fits=plan.fits,
-            specs=specs,
-        )
+        change = _change(candidate, made, plan)
         saves_bytes = change.less_bytes >= WORTH_BYTES * limit and change.less_s > -AS_FAST * step_s
         pays = change.less_s >= WORTHWHILE * step_s or saves_bytes
         if (plan.fits and pays) or (not made.fits and change.less_bytes > 0):
-            found.append(change)
+            found.append((change, candidate))
         else:
             more = f"{text_of_s(abs(change.less_s))} {'less' if change.less_s > 0 else 'more'}"
-            without_gain.append(f"{text} ({more if plan.fits else 'does not fit'})")
-    found.sort(
-        key=lambda c: (not c.fits, -c.less_s if made.fits and abs(c.less_s) > AS_FAST * step_s else 0.0, -c.less_bytes)
+            without_gain.append(f"{candidate.text} ({more if plan.fits else 'does not fit'})")
+
+    def rank(row: tuple[Change, _Candidate]) -> tuple[bool, float, int]:
+        change = row[0]
+        is_faster = made.fits and abs(change.less_s) > AS_FAST * step_s
+        return not change.fits, -change.less_s if is_faster else 0.0, -change.less_bytes
+
+    found.sort(key=rank)
+    changes = [change for change, _ in found]
+    with progress.pass_("changes together"):
+        changes += _together(own, made, [candidate for _, candidate in found[:CHANGES]])
+    return tuple(changes), tuple(without_gain)
+
+
+def _change(candidate: _Candidate, made: GivenPlan, plan: GivenPlan, *, is_sum: bool = False) -> Change:
+    return Change(
+        text=candidate.text,
+        step_time_s=plan.step_time_s,
+        peak_bytes=plan.peak_bytes,
+        less_s=made.step_time_s - plan.step_time_s,
+        less_bytes=made.peak_bytes - plan.peak_bytes,
+        fits=plan.fits,
+        specs=candidate.specs,
+        is_sum=is_sum,
     )
-    return tuple(found), tuple(without_gain)
 
 
-Candidate = tuple[str, _Planned, tuple[tuple[str, str], ...]]
+def _together(own: _Planned, made: GivenPlan, candidates: Sequence[_Candidate]) -> list[Change]:
+    """Several changes as one, of those that lay the same leaves the best."""
+    planned, taken, lays = own, list[_Candidate](), set[int]()
+    for candidate in candidates:
+        if not lays & candidate.lays:
+            planned, taken, lays = candidate.apply(planned), [*taken, candidate], lays | candidate.lays
+    if len(taken) < 2:
+        return []
+    try:
+        plan = planned.plan()
+    except AutoparError:
+        return []
+    return [_change(_Candidate(text=" + ".join(c.text for c in taken), apply=_Planned.asking), made, plan, is_sum=True)]
 
 
-def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[Candidate]:
+def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_Candidate]:
     """The changes that are planned, each with the specs to paste."""
-    graph = made.context.graph
-    if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
-        yield "attention by the device's kernel", own.asking(attention=Attention.KERNEL), ()
-    if any(op.recomputes for op in graph.ops()):
-        yield "no recomputation (leave out jax.checkpoint)", own.asking(scan_recompute=Recompute.NOTHING.value), ()
     state = _state(own.problem, jit)
+    if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
+        yield _Candidate(text="attention by the device's kernel", apply=lambda p: p.asking(attention=Attention.KERNEL))
+    if any(op.recomputes for op in made.context.graph.ops()):
+        nothing = Recompute.NOTHING.value
+        yield _Candidate(
+            text="no recomputation (leave out jax.checkpoint)", apply=lambda p: p.asking(scan_recompute=nothing)
+        )
     if own.problem.traced.donated < state.keys():
-        names = dict.fromkeys(own.problem.traced.argument_of[i] for i in sorted(state))
-        text = f"donate the state: jax.jit(..., donate_argnums={tuple(names)})"
-        yield text, own.donating(state), ()
+        numbers = tuple(dict.fromkeys(own.problem.traced.argument_of[i] for i in sorted(state)))
+        yield _Candidate(
+            text=f"donate the state: jax.jit(..., donate_argnums={numbers})", apply=lambda p: p.donating(state)
+        )
     yield from _spread(own, made, state)
     if own.given.keeps_code and own.problem.traced.written:
-        yield "without the constraints in the code", own.laying(keeps_code=False), ()
+        yield _Candidate(text="without the constraints in the code", apply=lambda p: p.laying(keeps_code=False))
     if own.given.arguments:
-        free = own.laying(arguments={}, results={}, keeps_code=False, propagates=False).plan()
-        leaves = [v for v in free.plan.record.arguments if v.kind != "constant"]
-        found = {i: Pin(pattern=v.path, dims=tuple(_axes_of(free, v.layout.dims))) for i, v in enumerate(leaves)}
-        text = "arguments as the search lays them, on this mesh"
-        yield text, own.laying(keeps_code=False).with_arguments(found, state), _specs(free)
+        yield _as_searched(own, state)
 
 
-def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator[Candidate]:
-    """Each mesh axis over which arrays of the batch, of the optimizer or of the state are held alike splits them."""
-    context, arguments = made.context, own.given.arguments
+def _as_searched(own: _Planned, state: Mapping[int, int]) -> _Candidate:
+    """The arguments as a search on the author's mesh lays them, and all else as the partitioner does."""
+    free = own.laying(arguments={}, results={}, keeps_code=False, propagates=False).plan().plan()
+    leaves = [value for value in free.record.arguments if value.kind != "constant"]
+    found = {i: Pin(pattern=v.path, dims=tuple(_axes_of(free, v.layout.dims))) for i, v in enumerate(leaves)}
+    groups = (group for group in summary.state_groups(free.record) if group.kind != "constant")
+    return _Candidate(
+        text="arguments as the search lays them, without constraints in the code",
+        apply=lambda p: p.laying(keeps_code=False).with_arguments(found, state),
+        lays=frozenset(found),
+        specs=tuple((summary.path_of(group.name), spec_text(_axes_of(free, group.dims))) for group in groups),
+    )
+
+
+def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator[_Candidate]:
+    """Each mesh axis over which arrays of the batch, of the optimizer or of the state are held alike splits them, where
+    that is much of the memory or work.
+    """
+    context, arguments, sizes = made.context, own.given.arguments, dict(own.given.axes)
     annotated = context.views.annotated
     inputs = annotated.block.inputs[len(annotated.constants) :]
     of_optimizer = [i for i in state if annotated.values[inputs[i]].purpose is Purpose.OPTIMIZER]
@@ -325,17 +381,27 @@ def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterato
     }
     for kind, leaves in kinds.items():
         for axis, n in own.given.axes:
-            split = {}
-            for i in leaves:
-                shape = context.traced.in_avals[i].shape
+            split: dict[int, Pin] = {}
+            spare_bytes = 0.0
+            for i in (i for i in leaves if i in arguments):
+                aval = context.traced.in_avals[i]
                 dim = context.traced.example_dim(i) if kind == "the batch" else None
-                dims = (
-                    _with_axis(arguments[i].dims, shape, axis, n, dict(own.given.axes), dim) if i in arguments else None
-                )
+                dims = _with_axis(arguments[i].dims, aval.shape, axis, n, sizes, dim)
                 if dims is not None:
                     split[i] = dataclasses.replace(arguments[i], dims=dims)
-            if split:
-                yield f"{kind} over {axis}", own.with_arguments(split, state), _folded_specs(split.values())
+                    value = annotated.values[inputs[i]]
+                    spare_bytes += value.nbytes / _shards(arguments[i].dims, sizes) * (1 - 1 / n)
+            if split and (kind == "the batch" or spare_bytes >= LEAST * context.limit_bytes):
+                yield _Candidate(
+                    text=f"{kind} over {axis}",
+                    apply=functools.partial(_Planned.with_arguments, arguments=split, state=state),
+                    lays=frozenset(split),
+                    specs=_folded_specs(split.values()),
+                )
+
+
+def _shards(dims: Dims, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axes in dims for axis in axes or ())
 
 
 def _with_axis(
@@ -352,8 +418,10 @@ def _with_axis(
     fitting = [d for d, size in enumerate(local) if size and size % n == 0 and dim in (None, d)]
     if not fitting:
         return None
-    largest = max(fitting, key=lambda d: local[d])
-    return tuple((*(axes or ()), axis) if d == largest else axes for d, axes in enumerate(dims))
+    largest, order = max(fitting, key=lambda d: local[d]), list(sizes)
+    return tuple(
+        tuple(sorted((*(axes or ()), axis), key=order.index)) if d == largest else axes for d, axes in enumerate(dims)
+    )
 
 
 def _folded_specs(pins: Any) -> tuple[tuple[str, str], ...]:
@@ -365,14 +433,8 @@ def _folded_specs(pins: Any) -> tuple[tuple[str, str], ...]:
     return tuple((summary.path_of(summary.common_name(paths)), spec) for (_, spec), paths in alike.items())
 
 
-def _specs(plan: GivenPlan) -> tuple[tuple[str, str], ...]:
-    """The specs of the arguments of a plan, the largest first."""
-    groups = (group for group in summary.state_groups(plan.plan.record) if group.kind != "constant")
-    return tuple((summary.path_of(group.name), spec_text(_axes_of(plan, group.dims))) for group in groups)
-
-
-def _axes_of(plan: GivenPlan | ByLine, dims: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
-    names = plan.plan.record.axis_names
+def _axes_of(plan: Plan, dims: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+    names = plan.record.axis_names
     return [tuple(names[a] for a in axes) for axes in dims]
 
 
@@ -396,8 +458,8 @@ def _notes(made: GivenPlan, given: GivenLayouts, jit: JitShardings) -> Iterator[
         out = spec_text(given.results[o].dims)
         more = f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
         yield (
-            f"{pin.pattern} comes in as {spec_text(pin.dims)} and goes out as {out}{more}: the next call compiles anew, "
-            "or moves it; give in_shardings and out_shardings one layout"
+            f"{pin.pattern} comes in as {spec_text(pin.dims)} and goes out as {out}{more}: the next call compiles "
+            "anew, or moves it; give in_shardings and out_shardings one layout"
         )
     if not jit.is_jit and jit.out_tree is not None:
         yield "The step is no jax.jit: its state is taken to be donated"
@@ -408,10 +470,10 @@ def _named_axes(made: GivenPlan, given: GivenLayouts) -> set[str]:
     return set(at.pinned.pins.used)
 
 
-def _sent(made: GivenPlan, lines: ByLine) -> tuple[Sent, ...]:
+def _sent(lines: ByLine) -> tuple[Sent, ...]:
     """The collectives that a line causes, those that the step waits for the longest first."""
-    names = dict(zip(made.plan.mesh.axis_names, made.plan.record.axis_names, strict=True))
     record = lines.plan.record
+    names = dict(zip(lines.plan.mesh.axis_names, record.axis_names, strict=True))
     rows = sorted(
         collective_rows(record, record.modules, lambda c, module: (c.kind, c.axes, module)),
         key=lambda row: (-row.waited_s, -row.time_s),
@@ -449,7 +511,7 @@ def _largest(lines: ByLine) -> tuple[Held, ...]:
 
 
 def _at_peak(lines: ByLine) -> list[Held]:
-    """What is alive at the peak: arguments by their paths, else the lines that make them; arrays that are alike as one."""
+    """What is alive at the peak: arguments by path, else the lines that make them; arrays that are alike as one."""
     graph, mesh = lines.graph, lines.candidate.sharding.mesh
     makers = {v: f"{op.primitive} at {lines.text(op.module)}" for op in graph.ops() for v in op.outputs}
     sums: dict[tuple[str, str, str, int], list[int]] = {}
@@ -459,7 +521,7 @@ def _at_peak(lines: ByLine) -> list[Held]:
         v, (layout, _) = lines.memory.stands_for[number]
         value = graph.values[v]
         name = summary.path_of(summary.folded(value.name)) if value.name else makers.get(v, "a value")
-        spec = spec_text(_axes_of(lines, layout.dims))
+        spec = spec_text(_axes_of(lines.plan, layout.dims))
         array = summary.array_text(value.dtype, value.shape)
         copies = mesh.num_devices // layout.shards(mesh) if not layout.partial else 1
         sums.setdefault((name, array, spec, copies), []).append(nbytes)
@@ -469,18 +531,18 @@ def _at_peak(lines: ByLine) -> list[Held]:
     ]
 
 
-def _whole(made: GivenPlan, lines: ByLine) -> tuple[Held, ...]:
+def _whole(made: GivenPlan, plan: Plan, lines: ByLine) -> tuple[Held, ...]:
     """What several devices hold alike and could split: arguments, and arrays at the peak."""
     mesh, least = made.candidate.sharding.mesh, LEAST * made.context.limit_bytes
     rows = []
-    for group in summary.state_groups(made.plan.record):
+    for group in summary.state_groups(plan.record):
         copies = mesh.num_devices // group.shards
         if group.kind != "constant" and any(size % copies == 0 for size in group.shape):
             rows.append(
                 Held(
                     name=summary.path_of(group.name),
                     array=summary.array_text(group.dtype, group.shape),
-                    spec=spec_text(_axes_of(made, group.dims)),
+                    spec=spec_text(_axes_of(plan, group.dims)),
                     count=group.count,
                     nbytes=group.device_bytes,
                     copies=copies,
@@ -491,9 +553,9 @@ def _whole(made: GivenPlan, lines: ByLine) -> tuple[Held, ...]:
     return tuple(sorted(told, key=lambda row: -row.spare_bytes)[:ROWS])
 
 
-def _scores(made: GivenPlan, lines: ByLine) -> tuple[str, ...]:
+def _scores(made: GivenPlan, plan: Plan, lines: ByLine) -> tuple[str, ...]:
     """The lines of attention whose scores go through memory, and the plan's note on it."""
     large = {op.id for op in large_scores(made.context.views.annotated)}
     at = dict.fromkeys(lines.text(op.module) for op in lines.graph.ops() if op.id in large)
-    notes = (note for note in made.plan.record.notes if note.startswith("attention runs as it is written"))
+    notes = (note for note in plan.record.notes if note.startswith("attention runs as it is written"))
     return (*list(at)[:ROWS], *notes) if at else ()

@@ -23,17 +23,21 @@ from autopar.compiler.planner import planning_context
 from autopar.compiler.whole_graph import whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost import peak_memory
-from autopar.cost.cost_model import cost_model
+from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.cost.overlap import timed
 from autopar.errors import UnsupportedError
-from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, timed_sharding, with_memory
+from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, TimedSharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import Block, Op, OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
+from autopar.lowering.host_copies import with_host_copies
+from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
+from autopar.lowering.lower import lower
 from autopar.manual.settings import Problem
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
 from autopar.sharding.pins_in_code import pins_in_code
@@ -96,11 +100,12 @@ class GivenLayouts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPlan:
-    """The plan of a step in given layouts. `kept` of `named` values of the code and the results lie as given."""
+    """The program of a step in given layouts. `kept` of `named` values of the code and the results lie as given."""
 
     context: PlanningContext
     candidate: SpmdCandidate
-    plan: Plan
+    trees: Trees
+    names: tuple[str, ...]
     kept: int
     named: int
 
@@ -115,6 +120,14 @@ class GivenPlan:
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.context.limit_bytes
+
+    def plan(self) -> Plan:
+        """As a plan, with the author's names of the mesh axes."""
+        return _named(plan_of(self.context, self.candidate, self.trees), self.names)
+
+
+def _named(plan: Plan, names: tuple[str, ...]) -> Plan:
+    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=names))
 
 
 def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -> GivenPlan:
@@ -134,13 +147,11 @@ def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -
             got=found.why,
             hint="leave out layouts of results, or autopar.plan(step, ...) for the search's own",
         )
-    made = plan_of(context, found, problem.trees)
     layouts, lies = at.layouts(context.graph), found.sharding.reduced
     named = [v for v in given.laid(context.graph) if v in lies]
     kept = sum(v in layouts and layouts[v].allows(lies[v]) for v in named)
-    record = dataclasses.replace(made.record, axis_names=given.names)
     return GivenPlan(
-        context=context, candidate=found, plan=dataclasses.replace(made, record=record), kept=kept, named=len(named)
+        context=context, candidate=found, trees=problem.trees, names=given.names, kept=kept, named=len(named)
     )
 
 
@@ -253,13 +264,30 @@ def by_line(made: GivenPlan) -> ByLine:
     lines: dict[str, str] = {}
     graph = dataclasses.replace(made.context.graph, block=_block_by_line(made.context.graph.block, lines))
     model, sharding = made.candidate.model, made.candidate.sharding
-    candidate, memory = with_memory(graph, model, timed_sharding(graph, model, sharding))
-    plan = plan_of(dataclasses.replace(made.context, graph=graph), candidate, made.plan.trees)
-    record = dataclasses.replace(plan.record, axis_names=made.plan.record.axis_names)
-    plan = dataclasses.replace(plan, record=record)
+    costs = NodeCosts(graph, model)
+    lowered = with_host_copies(graph, lower(graph, sharding, model.links, costs.equations), sharding)
+    lowered = _sums_at_makers(lowered, {v: op.module for op in graph.ops() for v in op.outputs})
+    ran = timed(graph, lowered, model, costs)
+    found = TimedSharding(sharding=sharding, lowered=lowered, ran=ran, costs=costs)
+    candidate, memory = with_memory(graph, model, found)
+    plan = _named(plan_of(dataclasses.replace(made.context, graph=graph), candidate, made.trees), made.names)
     return ByLine(
         graph=graph, candidate=candidate, memory=memory, plan=plan, lines={name: text for text, name in lines.items()}
     )
+
+
+def _sums_at_makers(lowered: LoweredBlock, makers: Mapping[int, str]) -> LoweredBlock:
+    """The block with reductions told at the operations that leave the partial sums, not at those that read the sums."""
+
+    def told(instruction: Instruction) -> Instruction:
+        if isinstance(instruction, Loop):
+            blocks = tuple(_sums_at_makers(block, makers) for block in instruction.blocks)
+            return dataclasses.replace(instruction, blocks=blocks)
+        if isinstance(instruction, Move) and any(step.before.partial for step in instruction.steps):
+            return dataclasses.replace(instruction, module=makers.get(instruction.value, instruction.module))
+        return instruction
+
+    return dataclasses.replace(lowered, instructions=tuple(map(told, lowered.instructions)))
 
 
 def _short(line: str) -> str:

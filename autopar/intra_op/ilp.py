@@ -289,4 +289,11 @@ def pinned_nodes(
             allowed[site.node] = together
         elif not pin.is_wish:
             raise pin.impossible("another pin constrains an operation that is decided together with it")
+    for value, pin in pins.items():
+        raw = choices.unreduced.get(value) if pin.as_made else None
+        if raw is not None:
+            good = np.array([pin.is_made_by(layout) for layout in raw.layouts], bool)
+            together = allowed[raw.node] & good if raw.node in allowed else good
+            if together.any():
+                allowed[raw.node] = together
     return allowed

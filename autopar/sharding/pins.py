@@ -51,7 +51,8 @@ class Pin:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
     """Pins and the sizes of those of their axes for which one was given. `in_code` are those of values of the step's
-    graph, by number, that its code names (`pins_in_code`). `closed`: an axis that no pin has splits nothing.
+    graph, by number, that its code names (`pins_in_code`). `closed`: they are the layouts of a whole program: an axis
+    that no pin has splits nothing, and operations make values as they are pinned.
     """
 
     pins: tuple[Pin, ...]
@@ -163,12 +164,15 @@ class Pinned:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedLayout:
-    """What a pin leaves of the layouts of a value: the mesh axes of each dimension, None for any."""
+    """What a pin leaves of the layouts of a value: the mesh axes of each dimension, None for any. `as_made`: its
+    operation makes it so too, or sums of which it is a part.
+    """
 
     name: str
     text: str
     dims: tuple[tuple[int, ...] | None, ...]
     is_wish: bool = False
+    as_made: bool = False
 
     def allowed(self, layouts: Sequence[Layout]) -> np.ndarray:
         """Which of the layouts are as pinned."""
@@ -177,6 +181,13 @@ class PinnedLayout:
     def allows(self, layout: Layout) -> bool:
         pairs = zip(self.dims, layout.dims, strict=True)
         return not layout.partial and all(wanted is None or wanted == axes for wanted, axes in pairs)
+
+    def is_made_by(self, layout: Layout) -> bool:
+        """Whether a value that is left so becomes what is pinned by a reduction alone."""
+        for wanted, axes in zip(self.dims, layout.dims, strict=True):
+            if wanted is not None and (wanted[: len(axes)] != axes or set(wanted[len(axes) :]) - set(layout.partial)):
+                return False
+        return True
 
     def impossible(self, why: str) -> InvalidArgumentError:
         """The error where a value cannot lie so."""
@@ -212,7 +223,8 @@ class PinsOnMesh:
             if uneven:
                 d = uneven[0]
                 raise _does_not_divide(pin, name, value.shape, d, self.mesh.size(dims[d] or ()))
-            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims, is_wish=is_wish)
+            as_made = self.pinned.pins.closed and is_wish
+            found[value.id] = PinnedLayout(name=name, text=pin.text, dims=dims, is_wish=is_wish, as_made=as_made)
         return found
 
     @property
