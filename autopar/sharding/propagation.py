@@ -1,17 +1,19 @@
 """The layouts that a partitioner gives to the values of a step whose author lays some of them: Shardy's propagation.
 
-Each operation hands on what splits its factors, from operands to results and back, until nothing changes. Operations
-that pass all of their factors on come before those that sum over some. Where two factors of an operation, or two of
-its values, want an axis, that of the larger value has it. Unlike in Shardy, an axis is never cut into several, and no
-dimension is split that does not divide.
+Each operation hands on what splits its factors, from operands to results and back, until nothing changes: first from
+its largest values, then products, last from values that are broadcast to larger ones. Where two factors of an
+operation, or two of its values, want an axis, that of the larger value has it. Unlike in Shardy, an axis is never cut
+into several, and no dimension is split that does not divide.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.sharding.semantics import links
@@ -29,6 +31,16 @@ def propagated(
     return _Propagation(graph, axis_sizes, given).run()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """An operation that hands on what splits its values of at least a size, or a link between two values."""
+
+    rank: int
+    op: Any = None
+    least_size: int = 0
+    link: tuple[int, int, int] | None = None
+
+
 class _Propagation:
     def __init__(
         self, graph: OpGraph, axis_sizes: Mapping[str, int], given: Mapping[int, Sequence[Axes | None]]
@@ -40,34 +52,45 @@ class _Propagation:
             several = [tuple(a for a in axes or () if axis_sizes.get(a, 1) > 1) for axes in dims]
             self.dims[v] = [axes if self.divides(v, d, axes) else () for d, axes in enumerate(several)]
             self.open[v] = [axes is None for axes in dims]
-        self.ops = [op for op in graph.ops() if op.rule is not None]
         self.links = list(links(graph.block))
-        self.of_value: dict[int, list[int]] = defaultdict(list)  # what a value takes part in: operations, then links
-        for i, op in enumerate(self.ops):
-            for v in _values(op):
+        self.turns = [_Turn(rank=0, link=link) for link in self.links]
+        self.turns += [turn for op in graph.ops() if op.rule is not None for turn in self.turns_of(op)]
+        self.of_value: dict[int, list[int]] = defaultdict(list)
+        for i, turn in enumerate(self.turns):
+            for v in set(turn.link[:2]) if turn.link is not None else _values(turn.op):
                 self.of_value[v].append(i)
-        for i, (outer, inner, _) in enumerate(self.links, len(self.ops)):
-            self.of_value[outer].append(i)
-            self.of_value[inner].append(i)
+
+    def turns_of(self, op: Op) -> Iterator[_Turn]:
+        """From its largest values an operation hands on at once; from the others products do next, and last all that
+        is added to something larger, or summed: it must not decide on that.
+        """
+        sizes = [self.graph.values[v].size for v in _values(op)]
+        if not sizes:
+            return
+        is_product = sum(isinstance(a, int) for a in op.inputs) > 1 and any(
+            factor.kind is not FactorKind.PASS for factor in op.rule.factors
+        )
+        if is_product:
+            yield _Turn(rank=1, op=op)
+            return
+        yield _Turn(rank=0, op=op, least_size=max(sizes))
+        if min(sizes) < max(sizes):
+            yield _Turn(rank=2, op=op)
 
     def run(self) -> dict[int, Dims]:
-        waiting = [(self.rank(i), i) for i in range(len(self.ops) + len(self.links))]
+        waiting = [(turn.rank, i) for i, turn in enumerate(self.turns)]
         heapq.heapify(waiting)
         is_waiting = [True] * len(waiting)
         while waiting:
             _, i = heapq.heappop(waiting)
             is_waiting[i] = False
-            changed = self.operation(self.ops[i]) if i < len(self.ops) else self.link(*self.links[i - len(self.ops)])
+            turn = self.turns[i]
+            changed = self.operation(turn.op, turn.least_size) if turn.link is None else list(self.link(*turn.link))
             for other in (other for v in changed for other in self.of_value[v]):
                 if not is_waiting[other]:
                     is_waiting[other] = True
-                    heapq.heappush(waiting, (self.rank(other), other))
+                    heapq.heappush(waiting, (self.turns[other].rank, other))
         return {v: tuple(dims) for v, dims in self.dims.items()}
-
-    def rank(self, i: int) -> bool:
-        """Whether an operation comes after those that pass all of their factors on."""
-        rule = self.ops[i].rule if i < len(self.ops) else None
-        return rule is not None and any(factor.kind is not FactorKind.PASS for factor in rule.factors)
 
     def divides(self, v: int, d: int, axes: Axes) -> bool:
         size = math.prod(self.sizes[a] for a in axes)
@@ -92,8 +115,8 @@ class _Propagation:
             if self.extend(outer, d + dropped, self.dims[inner][d]):
                 yield outer
 
-    def operation(self, op: Op) -> list[int]:
-        """The values whose layouts change."""
+    def operation(self, op: Op, least_size: int) -> list[int]:
+        """The values whose layouts change by what splits those of at least a size."""
         assert op.rule is not None, "it was looked for"
         factors, changed = op.rule.factors, []
         places = [
@@ -104,6 +127,8 @@ class _Propagation:
         wanted: dict[int, tuple[int, Axes]] = {}  # by factor: the size of the value that wants it, and the axes
         for v, d, of_dim in places:
             weight = self.graph.values[v].size
+            if weight < least_size:
+                continue
             for f, axes in self.split(of_dim, [factors[f].size for f in of_dim], self.dims[v][d]):
                 before = wanted.get(f, (0, ()))
                 longer = axes[: len(before[1])] == before[1] and len(axes) > len(before[1])
