@@ -248,11 +248,10 @@ class _Planned:
 def _searched(problem: Problem, effort: Effort) -> tuple[Plan | None, str]:
     """The plan of the search, or why there is none."""
     request = dataclasses.replace(problem.request, effort=effort, constraints=ShardingsInCode.IGNORE)
+    graphs = StepGraphs()  # those of the given layouts reduce each sum at once
     silent = Progress("", show=False)
     try:
-        return make_plan(
-            problem.traced, problem.trees, problem.cluster, request, problem.rules, silent, problem.graphs
-        ), ""
+        return make_plan(problem.traced, problem.trees, problem.cluster, request, problem.rules, silent, graphs), ""
     except AutoparError as error:
         return None, f"{error.where}: {error.got}"
 

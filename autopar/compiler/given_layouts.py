@@ -25,7 +25,9 @@ from autopar.compiler.write_plan import plan_of
 from autopar.cost import peak_memory
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.overlap import timed
+from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
+from autopar.intra_op.mesh_searches import NO_PARTIALS
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, TimedSharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import Block, Op, OpGraph
@@ -35,10 +37,12 @@ from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
 from autopar.lowering.lower import lower
 from autopar.manual.settings import Problem
+from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.step_graphs import StepGraphs
+from autopar.sharding.partial_sums import Partials
 from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
 from autopar.sharding.pins_in_code import pins_in_code
 from autopar.sharding.propagation import propagated
@@ -156,14 +160,22 @@ def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -
 
 
 def _one_program(problem: Problem, request: PlanRequest) -> PlanningContext:
-    """The input of the search for a step without stacks in its update, which its author's program has not."""
+    """The input of the search for a step as its author's program is: its update is not stacked, its sums are reduced
+    where they are computed.
+    """
     silent = Progress("", show=False)
     context = planning_context(problem.traced, problem.cluster, request, problem.rules, silent, graphs=problem.graphs)
-    if not context.traced.stacked_over:
-        return context
     traced = dataclasses.replace(context.traced, stacked_over=0)
-    views = whole_graph(traced, problem.rules, problem.graphs)
-    return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
+    graph = whole_graph(traced, problem.rules, problem.graphs).graph
+    views = problem.graphs.of(traced, "sums reduced at once", lambda: _SumsAtOnce(graph, flops_of))
+    return dataclasses.replace(context, traced=traced, views=views, graph=graph)
+
+
+class _SumsAtOnce(GraphViews):
+    """The views of a graph of which no sum stays partial: XLA reduces each where it is computed."""
+
+    def partials_of(self, graph: OpGraph) -> Partials:
+        return NO_PARTIALS
 
 
 def _full(pin: Pin, rank: int) -> tuple[tuple[str, ...] | None, ...]:

@@ -14,6 +14,7 @@ from autopar.attention.checks import check_heads, check_rings
 from autopar.cost.cost_model import CostModel
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.choice_graph import ChoiceGraph
+from autopar.intra_op.closed_pins import made_as_pinned, without_axes
 from autopar.intra_op.formulation import (
     charge_batch,
     charge_microbatching,
@@ -250,23 +251,6 @@ class IntraOp:
         )
 
 
-def without_axes(choices: ChoiceGraph, idle: frozenset[int]) -> dict[int, np.ndarray]:
-    """For each node, the strategies that split nothing over the `idle` mesh axes; nothing where there are none."""
-
-    def spares(layouts: Sequence[Layout]) -> bool:
-        return not any(idle & {*layout.sharded_axes, *layout.partial} for layout in layouts)
-
-    allowed: dict[int, np.ndarray] = {}
-    for number, node in enumerate(choices.nodes if idle else ()):
-        good = np.ones(node.size, bool)
-        if node.layouts:
-            good &= [spares([layout]) for layout in node.layouts]
-        for _, strategies in node.members:
-            good &= [spares((*s.operands, *s.results)) and not idle & {*s.combined, *s.ring} for s in strategies]
-        allowed[number] = good
-    return allowed
-
-
 def pinned_nodes(
     graph: OpGraph,
     choices: ChoiceGraph,
@@ -289,11 +273,4 @@ def pinned_nodes(
             allowed[site.node] = together
         elif not pin.is_wish:
             raise pin.impossible("another pin constrains an operation that is decided together with it")
-    for value, pin in pins.items():
-        raw = choices.unreduced.get(value) if pin.as_made else None
-        if raw is not None:
-            good = np.array([pin.is_made_by(layout) for layout in raw.layouts], bool)
-            together = allowed[raw.node] & good if raw.node in allowed else good
-            if together.any():
-                allowed[raw.node] = together
-    return allowed
+    return made_as_pinned(choices, pins, allowed)

@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.ir.graph import FactorKind, Op, OpGraph
-from autopar.sharding.semantics import links
+from autopar.ir.graph import FactorKind, Op, OpGraph, OpKind
+from autopar.sharding.semantics import pairs
 
+EDGE = 2
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 
@@ -52,8 +53,7 @@ class _Propagation:
             several = [tuple(a for a in axes or () if axis_sizes.get(a, 1) > 1) for axes in dims]
             self.dims[v] = [axes if self.divides(v, d, axes) else () for d, axes in enumerate(several)]
             self.open[v] = [axes is None for axes in dims]
-        self.links = list(links(graph.block))
-        self.turns = [_Turn(rank=0, link=link) for link in self.links]
+        self.turns = [turn for op in graph.ops() for turn in _links(op)]
         self.turns += [turn for op in graph.ops() if op.rule is not None for turn in self.turns_of(op)]
         self.of_value: dict[int, list[int]] = defaultdict(list)
         for i, turn in enumerate(self.turns):
@@ -168,6 +168,14 @@ class _Propagation:
             if math.prod(self.sizes[a] for a in mine) < size:
                 break
         return tuple(found)
+
+
+def _links(op: Op) -> Iterator[_Turn]:
+    """Barriers, slices and stacks of loops hand on at once; what loops carry and branches read comes last."""
+    for outer, inner, dropped in pairs(op):
+        if isinstance(outer, int) and isinstance(inner, int):
+            is_first = dropped or op.kind is OpKind.BARRIER
+            yield _Turn(rank=0 if is_first else EDGE, link=(outer, inner, dropped))
 
 
 def _values(op: Op) -> set[int]:
