@@ -17,7 +17,7 @@ from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
 from autopar.common.progress import Progress
 from autopar.common.units import text_of_s
-from autopar.compiler.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew, plan_as_given
+from autopar.compiler.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, handed_on, laid_anew, plan_as_given
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
@@ -287,18 +287,27 @@ def _changes(
             found.append((change, candidate))
         else:
             more = f"{text_of_s(abs(change.less_s))} {'less' if change.less_s > 0 else 'more'}"
+            more = "as fast" if abs(change.less_s) <= AS_FAST * step_s else more
             without_gain.append(f"{candidate.text} ({more if plan.fits else 'does not fit'})")
 
     def rank(row: tuple[Change, _Candidate]) -> tuple[bool, float, int]:
         change = row[0]
-        is_faster = made.fits and abs(change.less_s) > AS_FAST * step_s
+        is_faster = abs(change.less_s) > AS_FAST * step_s
         return not change.fits, -change.less_s if is_faster else 0.0, -change.less_bytes
 
+    found = [row for row in found if not any(_is_simpler(other, row[0], step_s) for other, _ in found)]
     found.sort(key=rank)
     changes = [change for change, _ in found]
     with progress.pass_("changes together"):
         changes += _together(own, made, [candidate for _, candidate in found[:CHANGES]])
     return tuple(changes), tuple(without_gain)
+
+
+def _is_simpler(other: Change, change: Change, step_s: float) -> bool:
+    """Whether another change comes to the same with fewer specs."""
+    is_as_fast = abs(other.step_time_s - change.step_time_s) <= AS_FAST * step_s
+    is_as_small = abs(other.peak_bytes - change.peak_bytes) <= WORTHWHILE * change.peak_bytes
+    return len(other.specs) < len(change.specs) and is_as_fast and is_as_small
 
 
 def _change(candidate: _Candidate, made: GivenPlan, plan: GivenPlan, *, is_sum: bool = False) -> Change:
@@ -348,21 +357,71 @@ def _candidates(own: _Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_
     if own.given.keeps_code and own.problem.traced.written:
         yield _Candidate(text="without the constraints in the code", apply=lambda p: p.laying(keeps_code=False))
     if own.given.arguments:
-        yield _as_searched(own, state)
+        yield from _handing_on(made, _axes_of_examples(own.problem.traced, own.given.arguments))
+        yield from _as_searched(own, state)
 
 
-def _as_searched(own: _Planned, state: Mapping[int, int]) -> _Candidate:
-    """The arguments as a search on the author's mesh lays them, and all else as the partitioner does."""
-    free = own.laying(arguments={}, results={}, keeps_code=False, propagates=False).plan().plan()
-    leaves = [value for value in free.record.arguments if value.kind != "constant"]
-    found = {i: Pin(pattern=v.path, dims=tuple(_axes_of(free, v.layout.dims))) for i, v in enumerate(leaves)}
-    groups = (group for group in summary.state_groups(free.record) if group.kind != "constant")
+def _handing_on(made: GivenPlan, axes: tuple[str, ...]) -> Iterator[_Candidate]:
+    """The examples of what layers hand on stay split over these axes."""
+    values = handed_on(made.context.views.annotated, axes) if axes else {}
+    if values:
+        spec = spec_text(next(iter(values.values())).dims)
+        yield _Candidate(
+            text=f"with_sharding_constraint(x, {spec}) on what each layer hands on",
+            apply=lambda p: p.laying(examples=axes),
+            lays=frozenset({-1}),
+        )
+
+
+def _axes_of_examples(traced: TracedStep, arguments: Mapping[int, Pin]) -> tuple[str, ...]:
+    """The axes over which the batch splits its examples."""
+    dims = ((i, traced.example_dim(i)) for i in sorted(traced.batch) if i in arguments)
+    return next((axes for i, d in dims if d is not None and (axes := arguments[i].dims[d])), ())
+
+
+def _as_searched(own: _Planned, state: Mapping[int, int]) -> Iterator[_Candidate]:
+    """The arguments as a search on the author's mesh lays them, all else as the partitioner does; also with the
+    examples of what layers hand on split as that search splits them.
+    """
+    free = own.laying(arguments={}, results={}, keeps_code=False, propagates=False).plan()
+    plan, traced = free.plan(), free.context.traced
+    leaves = [value for value in plan.record.arguments if value.kind != "constant"]
+    found = {i: Pin(pattern=v.path, dims=tuple(_axes_of(plan, v.layout.dims))) for i, v in enumerate(leaves)}
+    text = "arguments as the search lays them on this mesh"
+    yield _laid(f"{text}, no constraints in the code", found, state)
+    axes = _searched_examples(free, plan)
+    for i in traced.batch:
+        dim = traced.example_dim(i)
+        if dim is not None and axes and traced.in_avals[i].shape[dim] % free.candidate.sharding.mesh.num_devices == 0:
+            found[i] = dataclasses.replace(
+                found[i], dims=tuple(axes if d == dim else () for d in range(len(found[i].dims)))
+            )
+    for handing in _handing_on(free, axes):
+        laid = _laid(f"{text}, {handing.text}", found, state)
+        yield dataclasses.replace(
+            laid,
+            apply=lambda p, laid=laid, handing=handing: handing.apply(laid.apply(p)),
+            lays=laid.lays | handing.lays,
+        )
+
+
+def _laid(text: str, found: Mapping[int, Pin], state: Mapping[int, int]) -> _Candidate:
+    found = dict(found)
     return _Candidate(
-        text="arguments as the search lays them, without constraints in the code",
+        text=text,
         apply=lambda p: p.laying(keeps_code=False).with_arguments(found, state),
         lays=frozenset(found),
-        specs=tuple((summary.path_of(group.name), spec_text(_axes_of(free, group.dims))) for group in groups),
+        specs=_folded_specs(found.values()),
     )
+
+
+def _searched_examples(free: GivenPlan, plan: Plan) -> tuple[str, ...]:
+    """The axes over which most of what layers hand on is split by its examples."""
+    lies, counts = free.candidate.sharding.reduced, collections.Counter[tuple[str, ...]]()
+    for v, pin in handed_on(free.context.views.annotated, ("examples",)).items():
+        if v in lies:
+            counts[_axes_of(plan, lies[v].dims)[pin.dims.index(("examples",))]] += 1
+    return max(counts, key=lambda axes: counts[axes], default=())
 
 
 def _spread(own: _Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator[_Candidate]:
@@ -424,12 +483,13 @@ def _with_axis(
 
 
 def _folded_specs(pins: Any) -> tuple[tuple[str, str], ...]:
-    """The spec of each path, those of repeated layers and of moments alike as one."""
+    """The spec of each path, those of repeated layers and of moments alike as one, those that split nothing last."""
     alike: dict[tuple[Any, str], list[str]] = {}
     for pin in pins:
         end = summary.parts_of(summary.folded(pin.pattern))[-2:]
         alike.setdefault((end, spec_text(pin.dims)), []).append(pin.pattern)
-    return tuple((summary.path_of(summary.common_name(paths)), spec) for (_, spec), paths in alike.items())
+    rows = [(summary.path_of(summary.common_name(paths)), spec) for (_, spec), paths in alike.items()]
+    return tuple(sorted(rows, key=lambda row: '"' not in row[1]))
 
 
 def _axes_of(plan: Plan, dims: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
@@ -465,7 +525,7 @@ def _notes(made: GivenPlan, given: GivenLayouts, jit: JitShardings) -> Iterator[
 
 
 def _named_axes(made: GivenPlan, given: GivenLayouts) -> set[str]:
-    at = given.on(made.context.graph, made.context.traced)
+    at = given.on(made.context.views, made.context.traced)
     return set(at.pinned.pins.used)
 
 

@@ -30,7 +30,7 @@ from autopar.errors import UnsupportedError
 from autopar.intra_op.mesh_searches import NO_PARTIALS
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, TimedSharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
-from autopar.ir.graph import Block, Op, OpGraph
+from autopar.ir.graph import Block, Dimension, Op, OpGraph, Purpose
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
@@ -54,19 +54,22 @@ PROPAGATED = "propagation"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GivenLayouts:
     """The author's mesh (its axes of several devices, major first), and the layouts of argument and result leaves, by
-    number. `keeps_code`: layouts in the code of the step count too; `propagates`: all else lies as a partitioner lays
-    it, in place of the search.
+    number. `keeps_code`: layouts in the code of the step count too; `examples`: the axes over which layers hand their
+    examples on; `propagates`: all else lies as a partitioner lays it, in place of the search.
     """
 
     axes: tuple[tuple[str, int], ...]
     arguments: Mapping[int, Pin]
     results: Mapping[int, Pin]
     keeps_code: bool = True
+    examples: tuple[str, ...] = ()
     propagates: bool = True
 
-    def on(self, graph: OpGraph, traced: TracedStep) -> PinsOnMesh:
+    def on(self, views: GraphViews, traced: TracedStep) -> PinsOnMesh:
         """The layouts as pins on the author's mesh."""
-        laid = self.laid(graph)
+        graph, laid = views.graph, self.laid(views.graph)
+        if self.examples:
+            laid = handed_on(views.annotated, self.examples) | laid
         first = len(graph.constants)
         arguments = {graph.block.inputs[first + i]: pin for i, pin in self.arguments.items()}
         if self.propagates:
@@ -140,7 +143,7 @@ def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -
     Raises: InvalidArgumentError for layouts that the step cannot have; UnsupportedError; SolverError.
     """
     context = _one_program(problem, request)
-    at = given.on(context.graph, context.traced)
+    at = given.on(context.views, context.traced)
     model = cost_model(context.cluster, at.mesh)
     folds = _is_folded_alike(context, at)
     found = search_mesh(context, model, at, folds=folds, time_limit_s=context.deadline.solve_s())
@@ -176,6 +179,18 @@ class _SumsAtOnce(GraphViews):
 
     def partials_of(self, graph: OpGraph) -> Partials:
         return NO_PARTIALS
+
+
+def handed_on(annotated: OpGraph, axes: tuple[str, ...]) -> dict[int, Pin]:
+    """Of the activations that layers hand on, each with its examples split over these axes, and nothing else."""
+    found: dict[int, Pin] = {}
+    for value in annotated.values:
+        counts = value.dimensions
+        examples = [d for d, names in enumerate(counts) if Dimension.EXAMPLE in names]
+        if value.purpose is Purpose.ACTIVATION and len(examples) == 1 and any(Dimension.FEATURE in n for n in counts):
+            dims = tuple(axes if d == examples[0] else () for d in range(len(counts)))
+            found[value.id] = Pin(pattern=PROPAGATED, dims=dims)
+    return found
 
 
 def _full(pin: Pin, rank: int) -> tuple[tuple[str, ...] | None, ...]:
