@@ -54,7 +54,7 @@ class _Propagation:
             self.dims[v] = [axes if self.divides(v, d, axes) else () for d, axes in enumerate(several)]
             self.open[v] = [axes is None for axes in dims]
         self.turns = [turn for op in graph.ops() for turn in _links(op)]
-        self.turns += [turn for op in graph.ops() if op.rule is not None for turn in self.turns_of(op)]
+        self.turns += [turn for op in graph.ops() for turn in self.turns_of(op)]
         self.of_value: dict[int, list[int]] = defaultdict(list)
         for i, turn in enumerate(self.turns):
             for v in set(turn.link[:2]) if turn.link is not None else _values(turn.op):
@@ -65,7 +65,7 @@ class _Propagation:
         is added to something larger, or summed: it must not decide on that.
         """
         sizes = [self.graph.values[v].size for v in _values(op)]
-        if not sizes:
+        if op.rule is None or not sizes:
             return
         is_product = sum(isinstance(a, int) for a in op.inputs) > 1 and any(
             factor.kind is not FactorKind.PASS for factor in op.rule.factors
