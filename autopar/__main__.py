@@ -194,16 +194,7 @@ def _add_planning(add: Add) -> None:
     bench.add_argument("--measure", action="store_true", help="run those that fit in turns on the devices here")
     bench.add_argument("--report", metavar="PATH", help="write the comparison as a page for a browser")
 
-    lint = add(
-        "lint", commands.lint, "what a step's own shardings on jax.jit cost, line by line, and what would pay",
-        "lint train.py:job --cluster dgx-h100",
-    )  # fmt: skip
-    _function(lint, "as for plan; the step is jax.jit(...), or its arguments have shardings")
-    _cluster(lint, "as for plan, of as many devices as the mesh of the shardings")
-    _effort(lint)
-    text = "what to compare with: auto, the search's plan without these shardings, or none (%(default)s)"
-    lint.add_argument("--against", choices=("auto", "none"), default="auto", help=text)
-
+    _add_lint(add)
     fit = add(
         "fit", commands.fit, "the largest batch that fits, and the time of an example",
         "fit train.py:job --cluster dgx-h100 --cluster tpu-v5e:2x4 --price dgx-h100=98.3",
@@ -217,6 +208,18 @@ def _add_planning(add: Add) -> None:
     fit.add_argument("--batch-arg", metavar="NAME", help=text)
     fit.add_argument("--report", metavar="PATH", help="write charts over batch sizes as a page for a browser")
     fit.add_argument("--price", action="append", metavar="CLUSTER=PRICE", help="of an hour on the whole cluster")
+
+
+def _add_lint(add: Add) -> None:
+    lint = add(
+        "lint", commands.lint, "what a step's own shardings on jax.jit cost, line by line, and what would pay",
+        "lint train.py:job --cluster dgx-h100",
+    )  # fmt: skip
+    _function(lint, "as for plan; the step is jax.jit(...), or its arguments have shardings")
+    _cluster(lint, "as for plan, of as many devices as the mesh of the shardings")
+    _effort(lint)
+    text = "what to compare with: auto, the search's plan without these shardings, or none (%(default)s)"
+    lint.add_argument("--against", choices=("auto", "none"), default="auto", help=text)
 
 
 def _add_reading(add: Add) -> None:

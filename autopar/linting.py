@@ -15,7 +15,6 @@ from autopar.attention.notes import large_scores
 from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
 from autopar.common.progress import Progress
-from autopar.compiler.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
@@ -25,10 +24,11 @@ from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_changes import Planned, axes_of, changes_of, state_of
 from autopar.lint_report import Computed, Held, Lint, Sent
+from autopar.manual.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew
 from autopar.manual.settings import Problem
 from autopar.plan import summary
 from autopar.plan.collective_rows import collective_rows
-from autopar.plan.options import Attention, Effort
+from autopar.plan.options import Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
 from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.pins import Pin
@@ -68,14 +68,7 @@ def lint(
     problem = problem_of(on_cluster(_step_of(step, args, jit), hardware), *args)
     given = _given(problem, jit)
     problem = laid_anew(problem, given)
-    as_written = dataclasses.replace(
-        problem.request,
-        attention=Attention.AS_WRITTEN,
-        scan_recompute="",
-        constraints=ShardingsInCode.IGNORE,
-        effort=Effort(effort),
-    )
-    own = Planned(problem=problem, given=given, request=as_written)
+    own = Planned(problem=problem, given=given, request=_as_written(problem, Effort(effort)))
     name = cluster if isinstance(cluster, str) else hardware.name
     progress = Progress(f"{problem.traced.name} on {name}", show=True)
     with progress.pass_("as it is"):
@@ -100,6 +93,17 @@ def lint(
         without_gain=without_gain,
         search=found,
         why_no_search=why,
+    )
+
+
+def _as_written(problem: Problem, effort: Effort) -> PlanRequest:
+    """The step as its code has it: its attention, what it recomputes."""
+    return dataclasses.replace(
+        problem.request,
+        attention=Attention.AS_WRITTEN,
+        scan_recompute="",
+        constraints=ShardingsInCode.IGNORE,
+        effort=effort,
     )
 
 

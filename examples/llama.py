@@ -1,15 +1,19 @@
 """Llama 3 8B and its training step, written for one device: the step that README.md plans for 64 GPUs.
 
 autopar plan examples/llama.py:job --cluster dgx-h100x8 --effort quick --report plan.html
+autopar lint examples/llama.py:by_hand --cluster dgx-h100
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 
@@ -97,3 +101,35 @@ def job(
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
     tokens = jnp.zeros((examples, length), jnp.int32)
     return train_step, state, {"tokens": tokens, "targets": tokens}
+
+
+# The step on plain `jax.jit`, its matrices split by hand: by the end of the path of a parameter. Moments lie as their
+# parameters do.
+SPECS = {
+    "query/kernel": P(None, "model", None),
+    "key/kernel": P(None, "model", None),
+    "value/kernel": P(None, "model", None),
+    "out/kernel": P("model", None, None),
+    "gate/kernel": P(None, "model"),
+    "up/kernel": P(None, "model"),
+    "down/kernel": P("model", None),
+    "embedding/embedding": P("model", None),
+    "head/kernel": P(None, "model"),
+}
+
+
+def by_hand(model: int = 4, devices: int = 8, scanned: bool = True, **sizes: Any) -> tuple[Any, ...]:
+    """The step under `jax.jit` on a mesh, its state and a batch; sizes as of `job`."""
+    _, state, batch = job(**{"examples": 16, "length": 4096, "scanned": scanned} | sizes)
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, model), ("data", "model"))
+
+    def sharding_of(path: Any, _: Any) -> NamedSharding:
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        spec = SPECS.get("/".join(names[-2:]), P())
+        stacked = "layers" in names and len(spec) > 0
+        return NamedSharding(mesh, P(None, *spec) if stacked else spec)
+
+    of_state = jax.tree_util.tree_map_with_path(sharding_of, state)
+    in_shardings = of_state, NamedSharding(mesh, P("data"))
+    step = jax.jit(train_step.__wrapped__, in_shardings=in_shardings, out_shardings=(of_state, None), donate_argnums=0)
+    return step, state, batch

@@ -18,7 +18,6 @@ from typing import Any
 from autopar.ir.graph import FactorKind, Op, OpGraph, OpKind
 from autopar.sharding.semantics import pairs
 
-EDGE = 2
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
 
@@ -175,7 +174,7 @@ def _links(op: Op) -> Iterator[_Turn]:
     for outer, inner, dropped in pairs(op):
         if isinstance(outer, int) and isinstance(inner, int):
             is_first = dropped or op.kind is OpKind.BARRIER
-            yield _Turn(rank=0 if is_first else EDGE, link=(outer, inner, dropped))
+            yield _Turn(rank=0 if is_first else 2, link=(outer, inner, dropped))
 
 
 def _values(op: Op) -> set[int]:

@@ -63,8 +63,8 @@ number = 3
 """
 
 VERBS = (
-    "plan", "why-not", "bench", "fit", "explain", "diff", "report", "compare", "doctor", "verify", "tune", "measure",
-    "cache list", "cache clear", "checkpoint show", "checkpoint export",
+    "plan", "why-not", "bench", "lint", "fit", "explain", "diff", "report", "compare", "doctor", "verify", "tune",
+    "measure", "cache list", "cache clear", "checkpoint show", "checkpoint export",
 )  # fmt: skip
 
 
