@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.ir.graph import FactorKind, Op, OpGraph, OpKind
+from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind
 from autopar.sharding.semantics import pairs
 
 Axes = tuple[str, ...]
@@ -52,8 +52,7 @@ class _Propagation:
             several = [tuple(a for a in axes or () if axis_sizes.get(a, 1) > 1) for axes in dims]
             self.dims[v] = [axes if self.divides(v, d, axes) else () for d, axes in enumerate(several)]
             self.open[v] = [axes is None for axes in dims]
-        self.turns = [turn for op in graph.ops() for turn in _links(op)]
-        self.turns += [turn for op in graph.ops() for turn in self.turns_of(op)]
+        self.turns = [turn for op in _inner_first(graph.block) for turn in (*self.turns_of(op), *_links(op))]
         self.of_value: dict[int, list[int]] = defaultdict(list)
         for i, turn in enumerate(self.turns):
             for v in set(turn.link[:2]) if turn.link is not None else _values(turn.op):
@@ -169,12 +168,20 @@ class _Propagation:
         return tuple(found)
 
 
+def _inner_first(block: Block) -> Iterator[Op]:
+    """The operations of a block, those inside of a loop before the loop."""
+    for op in block.ops:
+        for inner in op.blocks:
+            yield from _inner_first(inner)
+        yield op
+
+
 def _links(op: Op) -> Iterator[_Turn]:
-    """Barriers, slices and stacks of loops hand on at once; what loops carry and branches read comes last."""
+    """Barriers, slices and stacks of loops hand on at once, what loops carry and branches read as products do."""
     for outer, inner, dropped in pairs(op):
         if isinstance(outer, int) and isinstance(inner, int):
             is_first = dropped or op.kind is OpKind.BARRIER
-            yield _Turn(rank=0 if is_first else 2, link=(outer, inner, dropped))
+            yield _Turn(rank=0 if is_first else 1, link=(outer, inner, dropped))
 
 
 def _values(op: Op) -> set[int]:
