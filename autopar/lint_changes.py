@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from autopar.attention.kernels import library_of
 from autopar.attention.notes import large_scores
 from autopar.common.paths import parts_of
 from autopar.common.progress import Progress
@@ -102,7 +103,7 @@ def changes_of(
             without_gain.append(f"{candidate.text} (no plan: {error.where}: {error.got})")
             continue
         change = _change(candidate, made, plan)
-        saves_bytes = change.less_bytes >= WORTH_BYTES * made.peak_bytes and change.less_s > -AS_FAST * step_s
+        saves_bytes = change.less_bytes >= WORTH_BYTES * made.peak_bytes and change.less_s > -WORTHWHILE * step_s
         pays = change.less_s >= WORTHWHILE * step_s or saves_bytes
         if (plan.fits and pays) or (not made.fits and change.less_bytes > 0):
             found.append((change, candidate))
@@ -164,7 +165,8 @@ def _candidates(own: Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_C
     """The changes that are planned, each with the specs to paste."""
     state = state_of(own.problem, jit)
     if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
-        yield _Candidate(text="attention by the device's kernel", apply=lambda p: p.asking(attention=Attention.KERNEL))
+        kernel = library_of(made.context.cluster.device).value
+        yield _Candidate(text=f"attention by {kernel}", apply=lambda p: p.asking(attention=Attention.KERNEL))
     if any(op.recomputes for op in made.context.graph.ops()):
         nothing = Recompute.NOTHING.value
         yield _Candidate(

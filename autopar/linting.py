@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -182,7 +183,26 @@ def _given(problem: Problem, jit: JitShardings) -> GivenLayouts:
         for o, s in enumerate(jit.results)
         if s is not None
     }
-    return GivenLayouts(axes=axes, arguments=arguments, results=results)
+    return GivenLayouts(
+        axes=_in_order(traced.name, axes, (*arguments.values(), *results.values())),
+        arguments=arguments,
+        results=results,
+    )
+
+
+def _in_order(name: str, axes: Sequence[tuple[str, int]], pins: Sequence[Pin]) -> tuple[tuple[str, int], ...]:
+    """The mesh axes, in their order or another, so that of two that split one dimension the major one comes first."""
+    several = [[a for a in of_dim if a in dict(axes)] for pin in pins for of_dim in pin.dims if of_dim]
+    for order in itertools.permutations(axes):
+        place = {axis: i for i, (axis, _) in enumerate(order)}
+        if all([place[a] for a in of_dim] == sorted(place[a] for a in of_dim) for of_dim in several):
+            return tuple(order)
+    raise UnsupportedError(
+        where=f"the shardings of {name}",
+        expected="one order in which mesh axes split dimensions together",
+        got=", ".join(dict.fromkeys(str(tuple(of_dim)) for of_dim in several if len(of_dim) > 1)),
+        hint="write the axes of every dimension in the order of the mesh",
+    )
 
 
 def _check_mesh(traced: TracedStep, sizes: Mapping[str, int], axes: Sequence[Any], cluster: Cluster) -> None:

@@ -254,7 +254,7 @@ def _struct(var: Any) -> jax.ShapeDtypeStruct:
 # A plan by lines of the code: places of operations are names of lines, in letters, as tables star numbers.
 
 _LINE = re.compile(r"\bline_[a-z]+\b")
-_COLUMN = re.compile(r"(:\d+):\d+ \(")
+_COLUMN, _FOLDER = re.compile(r"(:\d+):\d+ \("), re.compile(r"^.*/site-packages/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,8 +318,8 @@ def _sums_at_makers(lowered: LoweredBlock, makers: Mapping[int, str]) -> Lowered
 
 
 def _short(line: str) -> str:
-    """A line of a file below the working directory without that, and without its column."""
-    return _COLUMN.sub(r"\1 (", line.removeprefix(f"{Path.cwd()}/"))
+    """A line without its column, and without the working directory or the folder of installed packages."""
+    return _COLUMN.sub(r"\1 (", _FOLDER.sub("", line).removeprefix(f"{Path.cwd()}/"))
 
 
 def _block_by_line(block: Block, lines: dict[str, str]) -> Block:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware.cluster import Cluster
 from autopar.xla.collectives import collectives, traffic
+from tests.small_steps import ROOT
 
 WIDTH, HIDDEN, EXAMPLES = 4096, 16384, 8192
 MATRIX_BYTES = 4 * WIDTH * HIDDEN
@@ -131,7 +133,7 @@ def test_attention_that_is_written_out():
     batch = jax.ShapeDtypeStruct((16, 2048, 512), jnp.bfloat16)
     found = linted(jax.jit(step, in_shardings=(at(), at("data")), donate_argnums=0), [half] * 3, batch)
     assert "test_linting.py" in found.scores[0]
-    assert change(found, "attention by the device's kernel").less_s > 0
+    assert change(found, "attention by cuDNN's fused attention").less_s > 0
 
 
 def test_state_that_is_not_donated():
@@ -194,6 +196,15 @@ def test_bytes_are_those_of_the_program_that_xla_compiles(specs, kind):
     assert found.plan.predicted.by_kind()[kind][1] == pytest.approx(compiled.bytes[kind], rel=0.02)
 
 
+@pytest.mark.slow
+def test_a_decoder_split_by_hand_sends_about_the_bytes_of_its_compiled_program():
+    sizes = dict(layers=2, width=256, heads=8, kv_heads=4, feed_forward=512, vocabulary=1024, examples=16, length=128)
+    step, *args = runpy.run_path(str(ROOT / "examples" / "llama.py"))["by_hand"](**sizes)
+    compiled = traffic(collectives(step.lower(*args).compile().as_text()))
+    found = autopar.lint(step, *args, cluster="local:8", search=False)
+    assert found.plan.predicted.sent_bytes == pytest.approx(compiled.total_bytes, rel=0.1)
+
+
 def test_a_step_without_any_sharding_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"in_shardings of jax.jit.*got none"):
         linted(jax.jit(momentum_step), STATE, BATCH)
@@ -203,6 +214,16 @@ def test_a_mesh_of_another_size_than_the_cluster_is_refused():
     four = mesh(4, 1)
     with pytest.raises(InvalidArgumentError, match="a cluster of 4 devices, those of the mesh"):
         linted(jax.jit(momentum_step, in_shardings=(at(on=four), at("data", on=four))), STATE, BATCH)
+
+
+def test_axes_may_split_a_dimension_in_either_order():
+    on = mesh(2, 4)
+    rows = at(("model", "data"), on=on)
+    found = linted(jax.jit(momentum_step, in_shardings=(at(on=on), rows), donate_argnums=0), STATE, BATCH)
+    assert found.axes == (("model", 4), ("data", 2))
+    columns = at(None, ("data", "model"), on=on)
+    with pytest.raises(UnsupportedError, match="one order in which mesh axes split dimensions together"):
+        linted(jax.jit(momentum_step, in_shardings=(columns, rows), donate_argnums=0), STATE, BATCH)
 
 
 def test_shardings_over_two_meshes_are_refused():
