@@ -22,6 +22,7 @@ PRINTED = {
     "haiku": ("Plan of train_step on local-cpu-8",),
     "plain-jax": ("Plan of train_step on local-cpu-8",),
     "explicit-sharding": ("pins", "ignore"),
+    "lint": ("8 devices hold the same", "state/moments/up"),
     "command-line": ("Plan of train_step on dgx-h100", "state['w']", '"kind": "plans"', "removed"),
 }
 
