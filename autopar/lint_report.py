@@ -177,12 +177,12 @@ class Lint:
         yield "Changes that pay most, each planned:" if self.changes else "No change that was planned pays."
         single = [change for change in self.changes if not change.is_sum]
         for number, change in enumerate(single[:CHANGES], 1):
-            fits = "" if change.fits else ", which does not fit"
-            yield f"{number}. {change.text}: {self._gain(change)}{fits}"
+            yield f"{number}. {change.text}: {self._gain(change)}"
             yield from (f"       {path}: {spec}" for path, spec in change.specs[:SPECS])
             if len(change.specs) > SPECS:
                 yield f"       and {len(change.specs) - SPECS} more, which --json has"
-        yield from (f"Together ({c.text}): {self._gain(c)}" for c in self.changes if c.is_sum)
+        for change in (change for change in self.changes if change.is_sum):
+            yield f"Together ({change.text}): {self._gain(change)}"
         if others := single[CHANGES:]:
             yield f"Others that pay: {'; '.join(f'{c.text} ({self._gain(c)})' for c in others)}."
         if self.without_gain:
@@ -198,6 +198,7 @@ class Lint:
             parts.append("step as fast")
         word = "less" if change.less_bytes >= 0 else "more"
         parts.append(f"peak {text_of_bytes(change.peak_bytes)}, {text_of_bytes(abs(change.less_bytes))} {word}")
+        parts += [] if change.fits else ["which does not fit"]
         return ", ".join(parts)
 
 

@@ -15,6 +15,7 @@ from autopar.api import parallelize
 from autopar.attention.notes import large_scores
 from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
+from autopar.common.gc_policy import collected_seldom
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -40,6 +41,7 @@ from autopar.step_views import function_of, on_cluster
 ROWS, LEAST = 6, 0.002
 
 
+@collected_seldom()
 def lint(
     step: Step | Callable[..., Any],
     *args: Any,
