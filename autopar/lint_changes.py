@@ -27,9 +27,9 @@ from autopar.lint_report import CHANGES, Change
 from autopar.manual.given_layouts import GivenLayouts, GivenPlan, handed_on, plan_as_given
 from autopar.manual.settings import Problem
 from autopar.plan import summary
+from autopar.plan.context import StepGraphs
 from autopar.plan.options import AS_FAST, WORTHWHILE, Attention, PlanRequest
 from autopar.plan.plan import Plan
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.pins import Pin
 
 # Of the peak: what a change has to save that saves no time. Of the limit of memory: what layouts have to spare.

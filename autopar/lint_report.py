@@ -11,9 +11,9 @@ import msgspec
 from autopar.common.text_console import PLAIN, TextFormat
 from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
 from autopar.plan import summary
-from autopar.plan.device_limits import fullest
 from autopar.plan.options import AS_FAST
 from autopar.plan.plan import Plan
+from autopar.plan.summary import fullest
 
 COLUMNS = 110
 CHANGES, SPECS = 3, 8  # that are told; specs of each

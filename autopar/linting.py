@@ -29,10 +29,10 @@ from autopar.lint_report import Computed, Held, Lint, Sent
 from autopar.manual.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew
 from autopar.manual.settings import Problem
 from autopar.plan import summary
-from autopar.plan.collective_rows import collective_rows
+from autopar.plan.context import StepGraphs
+from autopar.plan.modules import collective_rows
 from autopar.plan.options import Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.pins import Pin
 from autopar.step import Step
 from autopar.step_views import function_of, on_cluster

@@ -38,10 +38,9 @@ from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
 from autopar.lowering.lower import lower
 from autopar.manual.settings import Problem
 from autopar.passes.graph_views import GraphViews
-from autopar.plan.context import PlanningContext
+from autopar.plan.context import PlanningContext, StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees
-from autopar.plan.step_graphs import StepGraphs
 from autopar.sharding.partial_sums import Partials
 from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
 from autopar.sharding.pins_in_code import pins_in_code
