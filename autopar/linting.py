@@ -241,7 +241,10 @@ def _searched(problem: Problem, effort: Effort) -> tuple[Plan | None, str]:
 
 def _notes(made: GivenPlan, given: GivenLayouts, jit: JitShardings) -> Iterator[str]:
     if made.kept < made.named:
-        yield f"{made.kept} of {made.named} layouts of results and of constraints in the code are kept as written"
+        yield (
+            f"{made.named - made.kept} of {made.named} layouts of results and of constraints in the code hold where "
+            "their values are read, not where they are made"
+        )
     idle = [f"{name}={n}" for name, n in given.axes if name not in _named_axes(made, given)]
     if idle:
         yield f"No sharding names {' or '.join(idle)}: the devices along it do the same work"

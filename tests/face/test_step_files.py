@@ -5,6 +5,7 @@ import sys
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autopar.command_line.step_files import returned_by, shapes_only
 from autopar.errors import InvalidArgumentError
@@ -60,6 +61,28 @@ def test_a_configuration_is_an_object_of_a_file_or_a_module(folder):
 def test_of_absent_hardware_arguments_give_shapes(folder):
     _, (state,) = shapes_only("jobs_of_test/one.py:needs", ["layers=[1.0, 2.0]"])
     assert state == [jax.ShapeDtypeStruct((), "float32", weak_type=True)] * 2
+
+
+LAID = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+
+def job():
+    at = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
+    made = jax.jit(lambda: jnp.ones(4), out_shardings=at)()
+    constrained = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, at))(jnp.ones(4))
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=at)
+    return (lambda *arrays: arrays), made, jax.device_put(np.ones(4), at), constrained, shape, jnp.ones(4)
+"""
+
+
+def test_shapes_have_the_shardings_that_the_function_gives_to_its_arrays(folder):
+    (folder / "laid_job_of_test.py").write_text(LAID)
+    _, shapes = shapes_only("laid_job_of_test.py:job")
+    assert [s.sharding is not None and s.sharding.spec == P("data") for s in shapes] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
