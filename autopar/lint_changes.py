@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from autopar.attention.kernels import library_of
+from autopar.attention.match import obstacle
 from autopar.attention.notes import large_scores
 from autopar.common.paths import parts_of
 from autopar.common.progress import Progress
@@ -164,9 +165,11 @@ def _together(own: Planned, made: GivenPlan, candidates: Sequence[_Candidate]) -
 def _candidates(own: Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_Candidate]:
     """The changes that are planned, each with the specs to paste."""
     state = state_of(own.problem, jit)
-    if large_scores(made.context.views.annotated) and made.context.cluster.device.platform is not Platform.CPU:
-        kernel = library_of(made.context.cluster.device).value
-        yield _Candidate(text=f"attention by {kernel}", apply=lambda p: p.asking(attention=Attention.KERNEL))
+    annotated, device = made.context.views.annotated, made.context.cluster.device
+    kernel = library_of(device)
+    taken = (op for op in large_scores(annotated) if not obstacle(annotated, op, kernel))
+    if device.platform is not Platform.CPU and next(taken, None) is not None:
+        yield _Candidate(text=f"attention by {kernel.value}", apply=lambda p: p.asking(attention=Attention.KERNEL))
     if any(op.recomputes for op in made.context.graph.ops()):
         nothing = Recompute.NOTHING.value
         yield _Candidate(
@@ -313,5 +316,9 @@ def _folded_specs(pins: Any) -> tuple[tuple[str, str], ...]:
     for pin in pins:
         end = parts_of(summary.folded(pin.pattern))[-2:]
         alike.setdefault((end, spec_text(pin.dims)), []).append(pin.pattern)
-    rows = [(summary.path_of(summary.common_name(paths)), spec) for (_, spec), paths in alike.items()]
+    named = [(summary.path_of(summary.common_name(paths)), spec, paths) for (_, spec), paths in alike.items()]
+    times = collections.Counter(name for name, _, _ in named)
+    rows = [(name, spec) for name, spec, _ in named if times[name] == 1]
+    # Lists of arrays, as some trainers have them: no pattern tells one from another.
+    rows += [(summary.path_of(path), spec) for name, spec, paths in named if times[name] > 1 for path in paths]
     return tuple(sorted(rows, key=lambda row: '"' not in row[1]))
