@@ -53,7 +53,7 @@ def lint(
 
     Shardings of arguments are those of the step's own `jax.jit`, else those of the arrays or shapes; where any is
     given, arguments without one are whole on each device. Results have those of `jax.jit`, and state goes out as it
-    comes in. Constraints in the code (`with_sharding_constraint`) are kept. The search chooses all else in XLA's place.
+    comes in. Constraints in the code (`with_sharding_constraint`) are kept. All else lies as a partitioner lays it.
 
     Args:
         step: A function, mostly `jax.jit(step, in_shardings=..., donate_argnums=...)`, or a step of `parallelize`.
