@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.common import jax_compat, jax_remat
 from autopar.common.records import replaced
-from autopar.errors import PlanMismatchError
+from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, named, reading, remove_dead, renumbered
@@ -112,33 +112,35 @@ def saves_inputs_alone(text: str) -> bool:
 
 
 def choice_of(text: str) -> Choice:
-    """The choice of a text of `text_of_saved`, or of a policy. Raises: PlanMismatchError for a text that is none, or
-    names what no layer of the step has (when the choice is asked).
+    """The choice of a text of `text_of_saved`, or of a policy.
+
+    Raises: PlanMismatchError for a text that is none. The choice raises UnsupportedError for a layer that it does not
+    name, such as one of a micro-batch that is traced and then has other operations.
     """
     if not text.startswith(BY_VALUE):
         known = [policy.value for policy in Recompute]
         if text not in known:
-            raise _mismatch(" or ".join(map(repr, [*known, BY_VALUE + "..."])), repr(text))
+            raise PlanMismatchError(
+                where=_WHERE, expected=" or ".join(map(repr, [*known, BY_VALUE + "..."])), got=repr(text), hint=_HINT
+            )
         return by_policy(Recompute(text))
     layers = dict(layer.partition(": ")[::2] for layer in text.removeprefix(BY_VALUE).split("; "))
 
     def saved(joined: JoinedBodies, _values: Sequence[Value]) -> SavedValues:
         value_at, name = places_of(joined), name_of(joined)
-        if name not in layers:
-            raise _mismatch(f"what the layer {name} of a scan saves", f"layers {', '.join(layers)}")
-        kept, _, in_host = layers[name].partition(_IN_HOST)
+        kept, _, in_host = layers.get(name, "").partition(_IN_HOST)
         unknown = [place for place in (*kept.split(), *in_host.split()) if place not in value_at]
-        if unknown:
-            raise _mismatch(f"places of values of the layer {name} of a scan", ", ".join(unknown))
+        if unknown or name not in layers:
+            got = ", ".join(unknown) or f"layers {', '.join(layers)}"
+            raise UnsupportedError(
+                where=_WHERE, expected=f"places of values of the layer {name} of a scan", got=got, hint=_HINT
+            )
         return SavedValues(*(frozenset(value_at[place] for place in places.split()) for places in (kept, in_host)))
 
     return saved
 
 
-def _mismatch(expected: str, got: str) -> PlanMismatchError:
-    return PlanMismatchError(
-        where="$.plan.scan_recompute", expected=expected, got=got, hint="plan anew; the step is another one"
-    )
+_WHERE, _HINT = "$.plan.scan_recompute", "plan anew: the step is another one, or its micro-batches are"
 
 
 def recompute_in_scans(graph: OpGraph, choose: Choice, *, all_kept: bool = False) -> OpGraph:

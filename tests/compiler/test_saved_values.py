@@ -14,6 +14,7 @@ from autopar.common.progress import Progress
 from autopar.compiler import saved_values
 from autopar.compiler.planner import make_plan
 from autopar.compiler.saved_values import LayerValues, SavingProgram
+from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.recompute_in_scans import name_of
 from autopar.ir.graph import OpKind, read_by
@@ -161,3 +162,20 @@ def test_layers_of_one_name_save_the_same():
 def test_a_step_without_scans_has_nothing_to_save():
     step = dataclasses.replace(traced(lambda state, batch: batch["x"] @ state["layers"]["up"][0][:, :WIDTH], ""))
     assert list(LayerValues(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "got"),
+    [
+        ("half", PlanMismatchError, "'half'"),
+        ("values {}: input0 99.0 host", UnsupportedError, "99.0"),
+        ("values abc: input0 host", UnsupportedError, "layers abc"),
+        ("values", PlanMismatchError, "'values'"),
+    ],
+)
+def test_a_text_that_is_of_no_layer_is_refused(text, error, got):
+    (joined,) = layers_of(FORMS[0]).bodies
+    with pytest.raises(error) as raised:
+        build_graph(traced(FORMS[0], text.format(name_of(joined))), RuleBook())
+    assert raised.value.got == got
+    assert raised.value.where == "$.plan.scan_recompute"
