@@ -1,6 +1,7 @@
 """The way that a step is written in is chosen: attention by a kernel, recomputation in scans, whichever is fastest."""
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -10,11 +11,15 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.common.progress import Progress
+from autopar.compiler.planner import ask_sources, planning_context
 from autopar.compiler.plans_in_memory import plans_in_memory
 from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError
+from autopar.frontend.tracing import trace
 from autopar.plan.options import Attention, PlanRequest
 from autopar.plan.schema import MeshTrial
+from autopar.sharding.rules import RuleBook
 from tests.small_steps import assert_close, grouped, slow_cluster
 
 LAYERS, LENGTH, HEADS, HEAD = 3, 256, 4, 64
@@ -133,6 +138,30 @@ def test_scans_compute_again_what_does_not_fit(devices, share):
     expected = jax.jit(scanned)(state, batch)
     got = step(jax.tree.map(jnp.copy, state), batch)
     assert_close(jax.tree.map(np.asarray, got), expected)
+
+
+def fastest_s(devices, share, **options):
+    """The fastest program that fits, as the code is written, in a share of the memory of one program."""
+    state, batch = numbers()
+    step = trace(scanned, jax.eval_shape(lambda: (state, batch)), names=("state", "batch"), donate=(0,), batch=(1,))
+
+    def found(**wishes):
+        request = PlanRequest(scan_recompute="", **wishes)
+        context = planning_context(step, slow_cluster(devices), request, RuleBook(), Progress("", show=False))
+        return ask_sources(context)
+
+    peak_bytes = min(candidate.peak_bytes for candidate in found().candidates)
+    return found(memory_limit_bytes=int(share * peak_bytes), **options).fastest_s
+
+
+@pytest.mark.parametrize(("devices", "share"), [(1, 0.5), (2, 0.8)])
+def test_micro_batches_wait_where_they_are_deferred_and_where_another_plan_is_faster(devices, share):
+    in_micro_batches_s = fastest_s(devices, share)
+    assert in_micro_batches_s < math.inf
+    assert fastest_s(devices, share, defer_stages=True) == math.inf
+    # A plan of the step in another way is no bound of what one stage may take in this one.
+    assert fastest_s(devices, share, to_beat_s=2 * in_micro_batches_s) == in_micro_batches_s
+    assert fastest_s(devices, share, to_beat_s=1e-9) == math.inf
 
 
 # The order in which ways are tried, by plans that are made up.
