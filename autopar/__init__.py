@@ -11,7 +11,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.api import parallelize, plan
     from autopar.benching import Bench, bench
     from autopar.calls.search import Search
-    from autopar.executables.compiled_spmd import Compiled
+    from autopar.executables.compiled_step import Compiled
     from autopar.fitting import Fitting, fit
     from autopar.hardware.cluster import Cluster, DeviceKind, Fabric, Link
     from autopar.initialization import initialize

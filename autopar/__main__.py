@@ -41,7 +41,7 @@ from typing import Any
 import autopar
 from autopar.command_line import commands
 from autopar.command_line.kept_files import Kind
-from autopar.common.text_console import TextFormat
+from autopar.common.text import TextFormat
 from autopar.errors import AutoparError
 
 LATER_S = 0.1  # until a signal that came at a bad moment is taken

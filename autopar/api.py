@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.calls.batch_mode import checked_mode
+from autopar.calls.call_arguments import DEFAULT_ARGNUMS, StepOptions
 from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE
 from autopar.calls.search import FIELDS as SEARCH_FIELDS
 from autopar.calls.search import Search, checked_search
-from autopar.calls.step_options import DEFAULT_ARGNUMS, StepOptions
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.plan.options import PlanRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from autopar.common.jax_symbolic import evaluated, variables_of
+from autopar.common.jax_compat import evaluated, variables_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.static_leaves import set_apart
 

@@ -12,9 +12,8 @@ from typing import Any
 from autopar.api import as_step
 from autopar.attention.checks import has_attention
 from autopar.calls import nnx_objects
-from autopar.common.gc_policy import collected_seldom
-from autopar.common.progress import Progress
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
+from autopar.common.progress import Progress, collected_seldom
+from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.whole_graph import whole_graph
 from autopar.errors import AutoparError, InvalidArgumentError
@@ -22,7 +21,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Dimension, Purpose
 from autopar.ir.traced_step import TracedStep
 from autopar.manual.making import Made, made_of, outcome_of
-from autopar.manual.settings import Attempt, Problem, Walk
+from autopar.manual.walks import Attempt, Problem, Walk
 from autopar.manual.ways import QUICK, WAYS, applicable, way_called
 from autopar.microbatch.smaller_step import num_examples
 from autopar.plan.bench import SEARCH, BenchRow, by_cluster, line_of, ranked, setting_of, write

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from autopar.common.units import text_of_bytes
+from autopar.common.text import text_of_bytes
 
 
 class AutoparError(Exception):

@@ -20,8 +20,7 @@ from rich.table import Table
 from autopar.api import as_step
 from autopar.batch_sizes import Axes, check_batch, resized
 from autopar.calls import nnx_objects
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_interval_s, text_of_s
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_interval_s, text_of_s
 from autopar.errors import (
     AutoparError,
     InvalidArgumentError,

@@ -1,43 +1,90 @@
-"""`Step`, a function that runs on every device. A call is: trace, plan, compile, place the arguments, run."""
+"""`Step`, a function that runs on every device. A call is: trace, plan, compile, place the arguments, run.
+
+On methods each instance has a step of its own, with `self` bound and not counted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.batches import StepBatches
-from autopar.calls.call_arguments import CallArguments
+from autopar.calls.call_arguments import CallArguments, Signature, StepOptions, WarnOnce
 from autopar.calls.fast_path import FastPath
-from autopar.calls.init_state import init_state, state_shardings
-from autopar.calls.methods import PerInstance, without_self
-from autopar.calls.placement import has_sharding, on_one_device, put_copies, put_leaves
-from autopar.calls.plan_sources import PlanSources
-from autopar.calls.plans import StepPlans
-from autopar.calls.signatures import Signature
-from autopar.calls.step_options import StepOptions, WarnOnce
+from autopar.calls.placement import has_sharding, init_state, on_one_device, put_copies, put_leaves, state_shardings
+from autopar.calls.plan_sources import PlanSources, StepPlans
 from autopar.calls.trace_call import trace_call
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
-from autopar.executables.aliasing import without_shared_memory
-from autopar.executables.compiled_spmd import lower_whole
-from autopar.executables.compiled_step import CompiledStep, Lowered, build
-from autopar.executables.step_leaves import results_in_tree
+from autopar.executables.compiled_step import CompiledStep, Lowered, build, lower_whole
+from autopar.executables.step_leaves import results_in_tree, without_shared_memory
 from autopar.frontend.static_leaves import RawLeaves, set_apart
 from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
-from autopar.monitoring.step_profile import StepProfile, profiled
+from autopar.monitoring.step_profile import RECORDED_PROGRAM_OPTIONS, StepProfile, profiled
 from autopar.plan.options import Effort, checked_effort, checked_time_limit_s
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import OptionValue
 from autopar.runtime.execution.dispatch import turn
-from autopar.xla.profile_events import RECORDED_PROGRAM_OPTIONS
+
+_Value = TypeVar("_Value")
+
+
+class PerInstance:
+    """A value for each instance, by identity, dropped when the instance is collected."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, instance: Any, make: Callable[[Callable[[], Any]], _Value]) -> _Value:
+        """The value of an instance, made once by `make` of a weak accessor; it may keep no other reference."""
+        key = id(instance)
+        if key not in self._values:
+            try:
+                reference: Any = weakref.ref(instance, lambda _: self._values.pop(key, None))
+            except TypeError:  # an instance without weak references stays for good
+
+                def reference() -> Any:
+                    return instance
+
+            self._values[key] = reference, make(reference)
+        value: _Value = self._values[key][1]
+        return value
+
+
+def without_self(function: Callable[..., Any], instance: Callable[[], Any]) -> Callable[..., Any]:
+    """A function with its first argument bound to what `instance()` gives."""
+
+    @functools.wraps(function)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        owner = instance()
+        if owner is None:
+            raise ReferenceError(f"the instance whose method {name_of(function)} is traced is gone: keep it")
+        return function(owner, *args, **kwargs)
+
+    signature = inspect.signature(function)
+    # Functions have no such attribute by their type; `inspect` reads it.
+    bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    return bound
+
+
+def keep_instance_alive(function: Callable[..., Any], instance: Any) -> Callable[..., Any]:
+    """The same function, with a reference to an instance."""
+
+    @functools.wraps(function)
+    def keeping(*args: Any, _instance: Any = instance, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return keeping
 
 
 class Step:

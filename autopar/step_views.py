@@ -9,20 +9,18 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autopar.calls import nnx_objects
-from autopar.calls.following import FollowedStep
-from autopar.calls.methods import keep_instance_alive
-from autopar.calls.planning_problem import PlanningProblem, check_leaves_plan_open
-from autopar.calls.search import Search
-from autopar.calls.step_options import DEFAULT_ARGNUMS
+from autopar.calls.call_arguments import DEFAULT_ARGNUMS
+from autopar.calls.plan_sources import PlanningProblem, check_leaves_plan_open
+from autopar.calls.search import FollowedStep, Search
 from autopar.errors import UnsupportedError, expect_type
-from autopar.executables.compiled_spmd import LoweredWhole, lower_whole
+from autopar.executables.compiled_step import LoweredWhole, lower_whole
 from autopar.executables.smaller_batch import peak_of_other_batch
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.microbatch.smaller_step import step_on
 from autopar.plan.plan import Plan
-from autopar.step import BoundStep, Step
+from autopar.step import BoundStep, Step, keep_instance_alive
 
 
 def lower_on(step: Step, mesh: Mesh, *args: Any) -> LoweredWhole:

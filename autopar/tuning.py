@@ -17,11 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.calls.placement import put_copies
-from autopar.calls.planning_problem import PlanningProblem
-from autopar.common.gc_policy import collected_seldom
-from autopar.common.progress import Progress
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.calls.plan_sources import PlanningProblem
+from autopar.common.progress import Progress, collected_seldom
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import CompiledStep, build

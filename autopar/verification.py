@@ -14,13 +14,12 @@ from rich.table import Table
 from autopar.calls import nnx_objects
 from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
+from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import with_options_of
 from autopar.cost.host_usage import passing_bytes
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
-from autopar.executables.compiled_spmd import Compiled, LoweredWhole
-from autopar.executables.compiled_step import CompiledStep
+from autopar.executables.compiled_step import Compiled, CompiledStep, LoweredWhole
 from autopar.executables.step_leaves import results_in_tree
 from autopar.frontend.static_leaves import set_apart
 from autopar.kernels.check_rules import check_rules, check_twins, half_of_digits

@@ -29,7 +29,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.hardware.kinds import DeviceKind
 from autopar.plan.cache import SEARCH_VERSION
-from autopar.xla.aot_gpu import CARDS
+from autopar.xla.aot import CARDS
 from benchmarks import ledger_page
 from benchmarks.ledger_page import GIBIBYTE, SHORT, Entry
 from benchmarks.machine import without_folders

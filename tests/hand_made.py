@@ -7,8 +7,7 @@ from autopar.inter_op.tasks import LoweredStage
 from autopar.ir.graph import ALL, Block, Op, OpGraph, OpKind, Role, Section, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan, SolverReport
-from autopar.lowering.lower import lower
+from autopar.lowering.lower import ShardingPlan, SolverReport, lower
 from autopar.passes.stage_graph import StageGraph, split_stages
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.resharding import MeshLinks

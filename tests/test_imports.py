@@ -53,13 +53,9 @@ INNER_PACKAGES = {
 
 # Parts of jax that are private or differ between versions, and the files that may use them.
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
-JAX_COMPAT = tuple(
-    f"autopar/common/jax_{part}.py" for part in ("compat", "distributed", "local", "pickle", "products", "remat")
-)
+JAX_COMPAT = tuple(f"autopar/common/jax_{part}.py" for part in ("compat", "distributed", "local", "pickle"))
 ALSO_ALLOWED = {
-    "autopar/common/attention_kernels.py": ("jax._src.cudnn", "jax.experimental.pallas"),
-    "autopar/xla/aot_gpu.py": ("jax.experimental.topologies",),
-    "autopar/xla/aot_tpu.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
+    "autopar/xla/aot.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
 }
 
 

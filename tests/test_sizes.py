@@ -15,7 +15,7 @@ _NUMBA = "compiled by numba, which takes arrays and no dataclasses"
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
-    "autopar/recipes/combined.py:combine": "the public face: each option with its text",
+    "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
     "solver/anytime/local_search.py:grow": _NUMBA,
     "solver/anytime/local_search.py:search": _NUMBA,
     "solver/anytime/message_passing.py:bound": _NUMBA,
@@ -26,7 +26,7 @@ LONG_FUNCTIONS = {
 }
 MANY_PARAMETERS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
-    "autopar/recipes/combined.py:combine": "the public face: each option with its text",
+    "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
     "solver/anytime/local_search.py:charge": _NUMBA,
     "solver/anytime/local_search.py:grow": _NUMBA,
     "solver/anytime/local_search.py:prepare": _NUMBA,

@@ -2,7 +2,7 @@
 
 import time
 
-from autopar.common.shared_job import SharedJob
+from autopar.common.worker_processes import SharedJob
 
 
 def when_ready(job: SharedJob) -> SharedJob:

@@ -11,7 +11,7 @@ from autopar.attention.ring import PRIMITIVES
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Dimension, FactorKind, Op, OpGraph, OpKind, Purpose
-from autopar.sharding.attention_calls import attention_calls
+from autopar.sharding.semantics import attention_calls
 
 
 def has_attention(graph: OpGraph) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from autopar.attention.form import KEY, NONE, AttentionForm, Gradients
 from autopar.attention.masks import DistanceMask, distance_mask
 from autopar.attention.ring_order import ring_order
-from autopar.common import attention_kernels
+from autopar.common import jax_local
 from autopar.hardware.kinds import DeviceKind, Platform
 
 
@@ -202,8 +202,8 @@ class CanonicalShape:
 
 # The forward and the backward pass of each library.
 KERNEL_CALLS = {
-    Kernel.CUDNN: (attention_kernels.cudnn_forward, attention_kernels.cudnn_backward),
-    Kernel.TPU_FLASH: (attention_kernels.tpu_forward, attention_kernels.tpu_backward),
+    Kernel.CUDNN: (jax_local.cudnn_forward, jax_local.cudnn_backward),
+    Kernel.TPU_FLASH: (jax_local.tpu_forward, jax_local.tpu_backward),
 }
 
 

@@ -9,7 +9,7 @@ from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel
 from autopar.attention.match import obstacle
 from autopar.common import jax_compat
-from autopar.common.units import text_of_bytes, text_of_part, text_of_s
+from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.ir.graph import Op, OpGraph
 
 # Rounding of weights in 16 bits: before or after they are divided by their sum (`autopar.attention.ring`).

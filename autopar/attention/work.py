@@ -12,7 +12,7 @@ from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_shar
 from autopar.attention.query_blocks import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
-from autopar.common.attention_kernels import tpu_block
+from autopar.common.jax_local import tpu_block
 
 
 def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:

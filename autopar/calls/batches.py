@@ -18,9 +18,8 @@ from jax.sharding import NamedSharding
 
 from autopar.calls import nnx_objects
 from autopar.calls.batch_mode import GLOBAL, BatchDecision, Leaf, PassedBatch, Shape, checked_mode, decide
-from autopar.calls.call_arguments import CallArguments
-from autopar.calls.plans import StepPlans
-from autopar.calls.step_options import StepOptions
+from autopar.calls.call_arguments import CallArguments, StepOptions
+from autopar.calls.plan_sources import StepPlans
 from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.executables.multiprocess import with_process_lost_errors

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from autopar.common import jax_compat
-from autopar.executables.aliasing import share_memory
 from autopar.executables.compiled_step import CompiledStep
+from autopar.executables.step_leaves import share_memory
 from autopar.frontend.static_leaves import RawLeaves
 from autopar.frontend.tracing import is_weak
 

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from autopar.calls import nnx_objects
-from autopar.calls.call_arguments import CallArguments
-from autopar.calls.step_options import DEFAULT_ARGNUMS, WarnOnce
+from autopar.calls.call_arguments import DEFAULT_ARGNUMS, CallArguments, WarnOnce
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.callback_results import with_callbacks_as_results
 from autopar.frontend.static_leaves import StaticLeaf, static_leaves

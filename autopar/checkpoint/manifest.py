@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from autopar.checkpoint.leaf_types import array_dtype, key_dtype, number_of
-from autopar.checkpoint.leaves import is_name
+from autopar.checkpoint.leaves import array_dtype, is_name, key_dtype, number_of
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError
 from autopar.plan.file import decode

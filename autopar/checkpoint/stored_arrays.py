@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.checkpoint.leaf_types import NUMBERS, text_of, type_of
-from autopar.checkpoint.leaves import NamedLeaf
+from autopar.checkpoint.leaves import NUMBERS, NamedLeaf, text_of, type_of
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, UnsupportedError

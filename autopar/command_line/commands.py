@@ -19,14 +19,13 @@ import autopar
 from autopar.api import as_step, planned_with, with_search
 from autopar.benching import named_ways
 from autopar.calls.search import Search
-from autopar.checkpoint.description import describe
-from autopar.checkpoint.export import export
-from autopar.checkpoint.restoring import array_files
+from autopar.checkpoint.description import describe, export
+from autopar.checkpoint.targets import array_files
 from autopar.command_line.doctor import diagnose
 from autopar.command_line.kept_files import Kind, clear, kept_in
 from autopar.command_line.step_files import devices_for_meshes, returned_by, shapes_only
 from autopar.common.cache_dir import default_directory
-from autopar.common.text_console import TextFormat
+from autopar.common.text import TextFormat
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster

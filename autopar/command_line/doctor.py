@@ -17,8 +17,7 @@ import msgspec
 
 from autopar.command_line.kept_files import BEGINNINGS, Kind, kept_in
 from autopar.common.cache_dir import default_directory
-from autopar.common.text_console import PLAIN, TextFormat
-from autopar.common.units import text_of_bytes, text_of_rate
+from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 

@@ -13,8 +13,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes
 from autopar.errors import InvalidArgumentError
 
 COLUMNS, NAME_COLUMNS = 100, 32

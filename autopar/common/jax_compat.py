@@ -1,4 +1,4 @@
-"""JAX API that is private or differs between versions, under stable names."""
+"""JAX API that is private or differs between versions, under stable names; and what JAX lacks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import functools
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.experimental
-from jax._src import api_util, config, debugging, sharding_impls
+import jax.numpy as jnp
+from jax._src import ad_checkpoint, api_util, config, debugging, sharding_impls
 from jax._src import array as jax_array
 from jax._src.core import InternalMutableArrayEffect, Ref
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import mlir, partial_eval
 from jax._src.lib import _jax, xla_client
 from jax._src.source_info_util import is_user_filename
 from jax._src.state import AbstractRef, discharge
@@ -545,3 +546,196 @@ def shared_cost_analysis(compiled: jax.stages.Compiled) -> dict[str, float]:
     executable: Any = compiled.runtime_executable()
     (module,) = executable.hlo_modules()
     return dict(_jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module))
+
+
+def with_jaxprs(value: Any, rewritten: Callable[[Any], Any]) -> Any:
+    """A parameter of an equation with its jaxprs rewritten, be it one or a tuple or list with some."""
+    if is_jaxpr(value):
+        return rewritten(value)
+    if not isinstance(value, (tuple, list)) or not any(map(is_jaxpr, value)):
+        return value
+    members = [rewritten(v) if is_jaxpr(v) else v for v in value]
+    if all(a is b for a, b in zip(members, value, strict=True)):
+        return value
+    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+
+
+def with_body(closed: Any, inner: Any) -> Any:
+    """An open or closed jaxpr with another inside, and its own constants."""
+    is_open = open_jaxpr(closed) is closed and not jaxpr_consts(closed)
+    return inner if is_open else closed_like(closed, inner)
+
+
+def while_any(
+    condition: Callable[[list[Any]], Any], body: Callable[[list[Any]], list[Any]], carry: list[Any]
+) -> list[Any]:
+    """The carried values behind a loop that goes on while the condition of any example holds; others stay as they are.
+
+    The condition is a truth value, or an array of them whose dimensions are the first ones of everything carried.
+    """
+
+    def step(carry: list[Any]) -> list[Any]:
+        made, holds = body(carry), condition(carry)
+        return [_where(holds, new, old) for new, old in zip(made, carry, strict=True)] if holds.shape else made
+
+    return jax.lax.while_loop(lambda carry: jnp.any(condition(carry)), step, carry)
+
+
+def _where(holds: Any, new: Any, old: Any) -> Any:
+    return jax.lax.select(jax.lax.broadcast_in_dim(holds, new.shape, range(holds.ndim)), new, old)
+
+
+def variables_of(shape: Sequence[Any]) -> set[str]:
+    """The variables in the dimensions of a shape; none where all of them are numbers."""
+    return {name for size in shape if _is_expression(size) for name in size._get_vars()}
+
+
+def evaluated(shape: Sequence[Any], values: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with numbers for its variables. Raises: ValueError for numbers that its constraints exclude."""
+    sizes = []
+    for size in shape:
+        if _is_expression(size):
+            _check_constraints(size, values)
+            sizes.append(int(size._evaluate(values)))
+        else:
+            sizes.append(int(size))
+    return tuple(sizes)
+
+
+def _is_expression(size: Any) -> bool:
+    # Here, as numbers are what nearly every dimension is, and jax.export is not loaded with jax.
+    from jax.export import is_symbolic_dim
+
+    return not isinstance(size, int) and is_symbolic_dim(size)
+
+
+def _check_constraints(size: Any, values: Mapping[str, int]) -> None:
+    """Raises: ValueError with a constraint of the scope that does not hold."""
+    for constraint in size.scope._explicit_constraints:
+        difference = constraint.diff
+        if _is_expression(difference):
+            if not set(difference._get_vars()) <= set(values):
+                continue  # of variables that are not in the shape
+            difference = int(difference._evaluate(values))
+        if difference < 0 or (constraint.cmp.name == "EQ" and difference):
+            raise ValueError(constraint.debug_str)
+
+
+@functools.cache
+def run_wide_products_on_cpus() -> None:
+    """Has jax give XLA's CPU compiler products of 16-bit operands with wider results as products of wide operands.
+
+    XLA ends such a product with "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32" where a transpose
+    follows it, which it folds into the product after it has decided that operands may stay narrow (jaxlib 0.10.2).
+    Elsewhere its CPU compiler widens them itself: the numbers are the same. Other platforms are left alone.
+    """
+    primitive = jax.lax.dot_general_p
+    original = mlir._platform_specific_lowerings["cpu"][primitive].rule
+
+    def rule(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+        of_lhs, of_rhs = ctx.avals_in
+        (result,) = ctx.avals_out
+        operands = {jnp.dtype(of_lhs.dtype), jnp.dtype(of_rhs.dtype)}
+        if operands <= {jnp.dtype("bfloat16"), jnp.dtype("float16")} and result.dtype in ("float32", "float64"):
+            wide = [aval.update(dtype=result.dtype) for aval in (of_lhs, of_rhs)]
+            lhs, rhs = (mlir.convert_hlo(ctx, x, a, w) for x, a, w in zip((lhs, rhs), ctx.avals_in, wide, strict=True))
+            ctx = ctx.replace(avals_in=wide)
+        return original(ctx, lhs, rhs, **params)
+
+    mlir.register_lowering(primitive, rule, platform="cpu")
+
+
+RECOMPUTED = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
+NAME = "name"  # the primitive of `checkpoint_name`
+# Whether `jax_remat3` asks policies about names; before jax 0.12 it knows jax's own policies only.
+ASKS_POLICIES = hasattr(ad_checkpoint, "CheckpointNameFwd")
+_IN_HOST = "autopar: in the memory of the host"  # the name of a value that an offload policy sends there
+# The names that are saved by traces of this thread; None: those of the policies. It is in the keys of jax's caches.
+_saved: Any = jax.make_user_context(None)
+
+
+def in_host_memory(eqn: Any, operand: Any, result: Any) -> Any:
+    """An equation that gives a value another name, under which it waits in the memory of the host.
+
+    Every pass knows such equations, and values of the memory of the host have the types of others.
+    """
+    params = {"name": _IN_HOST}
+    return eqn.replace(primitive=ad_checkpoint.name_p, invars=[operand], outvars=[result], params=params)
+
+
+def is_in_host_memory(eqn: Any) -> bool:
+    """Whether an equation was made by `in_host_memory`."""
+    return eqn is not None and eqn.primitive is ad_checkpoint.name_p and eqn.params["name"] == _IN_HOST
+
+
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # jax refers to policies weakly
+class SavedNames:
+    """A policy of `jax.checkpoint` that saves these names, and of unnamed values what `policy` saves.
+
+    Names that `policy` sends to the host still go there, unless they are saved.
+    """
+
+    names: frozenset[str]
+    policy: Any
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive is not ad_checkpoint.name_p:
+            return self.policy(primitive, *avals, **params)
+        if params["name"] in self.names:
+            return True
+        own = self.policy(primitive, *avals, **params)
+        return own if isinstance(own, partial_eval.Offloadable) else False
+
+
+@contextlib.contextmanager
+def saved_names(names: frozenset[str]) -> Iterator[None]:
+    """Under it, traces save these names in each region of `jax.checkpoint`, and no other names."""
+    with _saved(names):
+        yield
+
+
+def _install() -> None:
+    """Has jax ask `_saved` before a region's own policy. Without names there, jax does what it does without this."""
+    original = partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p]
+
+    def rule(trace: Any, *tracers: Any, policy: Any, **params: Any) -> Any:
+        names = _saved.value
+        if names is not None:
+            policy = SavedNames(names, policy or jax.checkpoint_policies.nothing_saveable)
+        return original(trace, *tracers, policy=policy, **params)
+
+    partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p] = rule
+    if ASKS_POLICIES:
+        _install_for_high_level_primitives()
+
+
+def _install_for_high_level_primitives() -> None:
+    """The same under `jax_remat3`; names stay in the plain equations that a region is lowered to."""
+    module: Any = ad_checkpoint
+    region = module.RematTraced
+    original = region.__init__
+
+    def made(self: Any, jaxpr: Any, policy: Any, *args: Any, **kwargs: Any) -> None:
+        names = _saved.value
+        if names is not None and not isinstance(policy, SavedNames):
+            policy = SavedNames(names, policy or jax.checkpoint_policies.nothing_saveable)
+        original(self, jaxpr, policy, *args, **kwargs)
+
+    region.__init__ = made
+    for named in (module.CheckpointName, module.CheckpointNameFwd):
+        _keep_the_name(named)
+
+
+def _keep_the_name(named: Any) -> None:
+    original = named.remat
+
+    def remat(self: Any, trace: Any, x: Any) -> Any:
+        result, saved, again = original(self, trace, x)
+        is_computed_again = isinstance(saved, tuple)
+        return result, saved, (lambda _, x: type(self)(self.name, self.in_avals[0])(x)) if is_computed_again else again
+
+    named.remat = remat
+    named.expand = lambda self, x: ad_checkpoint.name_p.bind(x, name=self.name)
+
+
+_install()

@@ -2,6 +2,8 @@
 
 The `__init__` of a frozen dataclass calls `object.__setattr__` with each field's name. Here fields are stored as plain
 attributes of a class with the same slots that is not frozen, the class of the object until it is complete.
+
+`lazy` is an attribute that is computed on first access.
 """
 
 from __future__ import annotations
@@ -9,11 +11,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-
 _COPY = "_unfrozen_copy"
+
+
+class lazy(Generic[T]):
+    """An attribute computed on first access, without the lock of `functools.cached_property` before Python 3.12."""
+
+    def __init__(self, work: Callable[[Any], T]) -> None:
+        self.work, self.name, self.__doc__ = work, work.__name__, work.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> T:
+        value = instance.__dict__[self.name] = self.work(instance)
+        return value
 
 
 def made_often(cls: type[T]) -> type[T]:

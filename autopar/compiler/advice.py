@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import text_of_bytes, text_of_s
 from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -12,8 +12,7 @@ from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.traced_step import ShardingsInCode
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.options import PlanRequest
-from autopar.sharding.pins import PinsOnMesh, on_meshes
-from autopar.sharding.pins_in_code import joined, pins_in_code
+from autopar.sharding.pins import PinsOnMesh, joined, on_meshes, pins_in_code
 
 SOURCE = "shardings in the code"
 NAME = "as the code has it"

@@ -21,7 +21,7 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.kernels.local import admits
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import differing
 from autopar.plan.schema import Decisions, PipelineRecord, PlannedValue

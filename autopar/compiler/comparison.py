@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import text_of_bytes, text_of_s
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.plan.context import Candidate, PlanningContext, Rejection

@@ -31,11 +31,10 @@ from autopar.inter_op.submeshes import Submesh, model_of
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.emit import Emitter
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
-from autopar.lowering.lower import lower
+from autopar.lowering.lower import ShardingPlan, lower
 from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import sharding_plan_of

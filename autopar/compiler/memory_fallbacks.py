@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.common.units import text_of_bytes
+from autopar.common.text import text_of_bytes
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
 from autopar.inter_op.evaluate import BOUND_ERROR, PEAK_ERROR
 from autopar.inter_op.microbatch_walk import Tried, next_numbers

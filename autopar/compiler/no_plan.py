@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.common.units import text_of_bytes
+from autopar.common.text import text_of_bytes
 from autopar.compiler.comparison import best_program, notes
 from autopar.compiler.memory_errors import pipeline_refusal
 from autopar.compiler.write_plan import plan_of

@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopar.common import jax_compat, jax_remat
-from autopar.common.units import text_of_bytes, text_of_part
+from autopar.common import jax_compat
+from autopar.common.text import text_of_bytes, text_of_part
 from autopar.cost import peak_memory
 from autopar.cost.peak_memory import MemoryProgram
 from autopar.hardware.kinds import Platform
@@ -20,8 +20,8 @@ from autopar.ir.graph import Block, Dimension, Op, OpGraph, OpKind, Purpose, Rol
 from autopar.ir.layout import Layout, local_bytes, replicated
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import is_island, island_of
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import LoweredBlock, host_copies_in
+from autopar.lowering.lower import ShardingPlan
 from autopar.microbatch.example_axis import loops_over_first
 from autopar.microbatch.smaller_step import example_leaves
 from autopar.passes.saved_arrays import offloaded_on
@@ -97,7 +97,7 @@ def offload_notes(programs: Iterable[tuple[OpGraph, LoweredBlock]], platform: Pl
     for graph, lowered in programs:
         gone = {copy.value for copy in host_copies_in(lowered) if copy.to_host}
         for op, kinds in _within(graph.block, frozenset()):
-            if jax_remat.is_in_host_memory(op.eqn) and gone.isdisjoint(op.outputs):
+            if jax_compat.is_in_host_memory(op.eqn) and gone.isdisjoint(op.outputs):
                 line = jax_compat.source_line(op.eqn)
                 at = f" at {line}" if line else ""
                 why = _why(graph, op, kinds, platform)

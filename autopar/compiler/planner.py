@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from autopar.attention.checks import check_attention
 from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
-from autopar.common.deadline import Deadline
-from autopar.common.progress import Progress
-from autopar.common.units import text_of_s
+from autopar.common.progress import Deadline, Progress
+from autopar.common.text import text_of_s
 from autopar.compiler.advice import advice_note, advised, with_pins_of_code
 from autopar.compiler.comparison import best_program, choose, near, notes, rejections
 from autopar.compiler.memory_fallbacks import last_resort
@@ -46,8 +45,7 @@ from autopar.plan.context import Candidate, PlanningContext, Rejection, StepGrap
 from autopar.plan.options import AS_WRITTEN, Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PinRecord, PinsRecord, PlanRecord
-from autopar.sharding.axis_groups import with_groups
-from autopar.sharding.binding import Binding
+from autopar.sharding.binding import Binding, with_groups
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.pins import Pin, PinsOnMesh
 from autopar.sharding.rules import RuleBook

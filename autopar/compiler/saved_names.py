@@ -12,9 +12,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.common import jax_remat
-from autopar.common.deadline import Deadline
-from autopar.common.units import text_of_s
+from autopar.common import jax_compat
+from autopar.common.progress import Deadline
+from autopar.common.text import text_of_s
 from autopar.compiler.comparison import why_lost
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.errors import AutoparError, MemoryLimitError
@@ -201,7 +201,7 @@ class _Recomputation:
         for op in reversed(block.ops):
             if needed.isdisjoint(op.outputs) and not has_effects(op):
                 continue
-            if op.role is Role.BACKWARD and op.primitive == jax_remat.NAME and op.eqn.params["name"] in names:
+            if op.role is Role.BACKWARD and op.primitive == jax_compat.NAME and op.eqn.params["name"] in names:
                 kept_bytes += op.count * sum(self.graph.values[v].nbytes for v in op.outputs)
                 continue  # it is there: what computes it again is not needed for it
             for inner in op.blocks:

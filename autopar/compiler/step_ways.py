@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.notes import chosen_note
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import text_of_bytes, text_of_s
 from autopar.compiler.saved_values import LayerValues
 from autopar.compiler.whole_graph import whole_graph
 from autopar.cost.least_time import least_time_s

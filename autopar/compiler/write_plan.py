@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from autopar.attention import ring
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.notes import attention_as_written, attention_left
+from autopar.common.text import text_of_bytes
 from autopar.common.trace_events import Timeline
-from autopar.common.units import text_of_bytes
 from autopar.compiler.memory_breakdown import memory_of_program, memory_of_stages, saved_bytes
 from autopar.compiler.notes import (
     batch_notes,
@@ -45,8 +45,8 @@ from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Val
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
-from autopar.lowering.decisions import ShardingPlan, SolverReport
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
+from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees

@@ -38,7 +38,7 @@ from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.kernels.local import runs_locally
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Key, Pieces
-from autopar.lowering.lowered_equations import LoweredEquations
+from autopar.lowering.lower import LoweredEquations
 from autopar.sharding.resharding import MeshLinks, StepKind
 from autopar.sharding.strategies import Strategy, replicated_strategy
 

@@ -266,7 +266,7 @@ class _Writer:
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
 
     def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[int, int], works: list[StreamWork]) -> None:
-        """A product whose pieces are computed while others are sent, as `autopar.lowering.ring_products` orders them:
+        """A product whose pieces are computed while others are sent, as `autopar.lowering.collective_matmul` orders them:
         the next piece is on its way beside each, and is read behind it.
         """
         op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)

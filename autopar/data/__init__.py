@@ -6,6 +6,6 @@ May import: common to calls, in the order of tests/test_imports.py.
 """
 
 from autopar.data.sharded import ShardedData, shard
-from autopar.data.tokens import TokenWindows, tokens
+from autopar.data.sources import TokenWindows, tokens
 
 __all__ = ["ShardedData", "TokenWindows", "shard", "tokens"]

@@ -28,9 +28,8 @@ from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
-from autopar.lowering.lower import lower
+from autopar.lowering.lower import ShardingPlan, lower
 from autopar.microbatch.smaller_step import example_leaves, num_examples
 from autopar.plan.codec import decisions_of, sharding_plan_of
 from autopar.plan.plan import Plan

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.common.jaxpr_parameters import with_body, with_jaxprs
+from autopar.common.jax_compat import with_body, with_jaxprs
 from autopar.ir.primitives import SCATTERS
 
 # Which values of a jaxpr count from 0 on along a dimension, as `jnp.arange` does, whatever its arguments are.

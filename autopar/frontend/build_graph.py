@@ -11,7 +11,7 @@ from typing import Any
 from autopar.attention.kernels import Kernel
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
-from autopar.common import jax_compat, jax_local, jax_remat
+from autopar.common import jax_compat, jax_local
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
@@ -188,7 +188,7 @@ class _Builder:
         return Op(
             id=self._num_ops - 1, kind=kind, primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(ins),
             outputs=tuple(outs), rule=None, role=role_of(stack), module=module_path(stack), count=count,
-            recomputes=jax_remat.RECOMPUTED in stack, **details,
+            recomputes=jax_compat.RECOMPUTED in stack, **details,
         )  # fmt: skip
 
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:

@@ -21,8 +21,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from autopar.common import jax_compat, jax_remat
-from autopar.common.jaxpr_parameters import with_body, with_jaxprs
+from autopar.common import jax_compat
+from autopar.common.jax_compat import with_body, with_jaxprs
 from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
@@ -120,7 +120,7 @@ class _PlacementRemover:
             if _puts_in_host(eqn):
                 for operand, device, var in zip(ins, eqn.params["devices"], eqn.outvars, strict=True):
                     if _is(device, "Host") and not isinstance(operand, jax_compat.Literal):
-                        eqns.append(jax_remat.in_host_memory(eqn, operand, renamed(var)))
+                        eqns.append(jax_compat.in_host_memory(eqn, operand, renamed(var)))
                     else:
                         replacement[var] = operand
                 changed = True

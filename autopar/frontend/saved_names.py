@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from autopar.common import jax_compat, jax_remat
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.callback_results import without_callbacks
 from autopar.frontend.fingerprints import jaxpr_fingerprint
@@ -17,8 +17,8 @@ from autopar.ir.traced_step import TracedStep
 
 def names_of(traced: TracedStep) -> tuple[str, ...]:
     """The names that `checkpoint_name` gives to values of a step, in alphabetical order."""
-    named = (eqn for eqn in jax_compat.equations_in(traced.jaxpr) if eqn.primitive.name == jax_remat.NAME)
-    return tuple(sorted({str(eqn.params["name"]) for eqn in named if not jax_remat.is_in_host_memory(eqn)}))
+    named = (eqn for eqn in jax_compat.equations_in(traced.jaxpr) if eqn.primitive.name == jax_compat.NAME)
+    return tuple(sorted({str(eqn.params["name"]) for eqn in named if not jax_compat.is_in_host_memory(eqn)}))
 
 
 def checked_names(traced: TracedStep, names: Sequence[str]) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def saving(traced: TracedStep, names: Collection[str]) -> TracedStep:
             got="one that gives another computation each time",
             hint='make it pure, or leave the saved names as written: Search(remat="as written")',
         )
-    with jax_remat.saved_names(saved):
+    with jax_compat.saved_names(saved):
         closed, removed = traced.trace_again(traced.in_avals)
     callbacks = traced.callbacks
     if callbacks:
@@ -55,7 +55,7 @@ def saving(traced: TracedStep, names: Collection[str]) -> TracedStep:
 
     def retrace(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         traced.is_pure()  # which traces the step as it is written
-        with jax_remat.saved_names(saved):
+        with jax_compat.saved_names(saved):
             return traced.retrace(avals)
 
     return dataclasses.replace(

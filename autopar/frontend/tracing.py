@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.common.jax_symbolic import variables_of
+from autopar.common.jax_compat import variables_of
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.frontend.batched_gathers import with_own_rows
 from autopar.frontend.callbacks import check_effects

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.common.progress import Progress
-from autopar.common.units import text_of_bytes, text_of_rate, text_of_s
+from autopar.common.text import text_of_bytes, text_of_rate, text_of_s
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import discovery
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind, Fabric, Link

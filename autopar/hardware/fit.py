@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from autopar.common.units import text_of_bytes
+from autopar.common.text import text_of_bytes
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import (
     CollectiveKind,

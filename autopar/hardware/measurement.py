@@ -18,8 +18,7 @@ from rich.table import Table
 
 from autopar.common.cache_dir import default_directory, leave_aside, read_whole, write_whole
 from autopar.common.json_files import JsonFaultError, decoded
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.hardware.collective_cost import Link, time_s
 from autopar.hardware.fit import Timing
 from autopar.hardware.kinds import DeviceKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.common.cached_attribute import lazy
+from autopar.common.records import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError

@@ -13,7 +13,7 @@ from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
 from autopar.ir.graph import Op
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout

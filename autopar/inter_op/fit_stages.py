@@ -12,7 +12,7 @@ from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
 

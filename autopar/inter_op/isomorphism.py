@@ -6,7 +6,7 @@ import dataclasses
 
 from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import OpGraph
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.sharding.partial_sums import find_partials
 
 

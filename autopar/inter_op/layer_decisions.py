@@ -12,7 +12,7 @@ from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, search_price, state_values
 from autopar.intra_op.slack import Exposure
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.solver import Status
 

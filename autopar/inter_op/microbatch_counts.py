@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from autopar.common.deadline import Deadline
+from autopar.common.progress import Deadline
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.stage_choice import StageChoice

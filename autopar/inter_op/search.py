@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.common.units import text_of_bytes
+from autopar.common.text import text_of_bytes
 from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model
 from autopar.cost.least_time import in_turn_s

@@ -11,8 +11,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from autopar.common.progress import Progress
-from autopar.common.shared_job import shared_job
-from autopar.common.worker_processes import worker_processes
+from autopar.common.worker_processes import shared_job, worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.stream_work import Ran
 from autopar.hardware.cluster import Cluster

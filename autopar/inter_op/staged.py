@@ -24,14 +24,13 @@ from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
-from autopar.lowering.lower import lower
-from autopar.lowering.transfer_layouts import refined, wire_layouts
+from autopar.lowering.lower import ShardingPlan, lower
 from autopar.passes.assign_stages import StagedGraph
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
+from autopar.runtime.execution.cross_mesh import refined, wire_layouts
 from autopar.runtime.pipeline.dataflow import Node
 from autopar.runtime.pipeline.emit import emit
 from autopar.runtime.pipeline.merge_buffers import merged

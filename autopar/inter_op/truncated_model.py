@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.common.cached_attribute import lazy
+from autopar.common.records import lazy
 from autopar.cost.costs_on_meshes import CostsOnMeshes
 from autopar.cost.overlap import crossing_s
 from autopar.cost.roofline import flops_of
@@ -27,8 +27,8 @@ from autopar.inter_op.submeshes import model_of, place
 from autopar.intra_op.ilp import IntraOp
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.rewrite import renumbered
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import Accumulate
+from autopar.lowering.lower import ShardingPlan
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.fold_layers import drop_layers, runs_of_layers
 from autopar.passes.layers import Layers

@@ -17,8 +17,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.rivals import DATA_PARALLEL, TENSOR_PARALLEL, tensor_group
-from autopar.sharding.axis_groups import with_groups
-from autopar.sharding.binding import Binding
+from autopar.sharding.binding import Binding, with_groups
 from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
 
 SOURCE = "baselines"

@@ -28,7 +28,7 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import SUMMING
-from autopar.lowering.decisions import Relaxation
+from autopar.lowering.lower import Relaxation
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.sharding.resharding import paths_by_size
 

@@ -30,7 +30,7 @@ from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memo
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure, discount_overlap, slacks_s
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
-from autopar.lowering.decisions import Relaxation, ShardingPlan, SolverReport
+from autopar.lowering.lower import Relaxation, ShardingPlan, SolverReport
 from autopar.passes.fold_step import ONE_EACH, Weights
 from autopar.passes.saved_arrays import offloaded_on, saved_arrays
 from autopar.plan.options import NEARLY_EQUAL

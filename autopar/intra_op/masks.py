@@ -16,7 +16,7 @@ import numpy as np
 from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
 from autopar.ir.graph import ALL, OpGraph, Purpose, Role, Value
 from autopar.ir.layout import Layout, replicated
-from autopar.lowering.decisions import Relaxation
+from autopar.lowering.lower import Relaxation
 from autopar.sharding.constraints import Constraints
 
 # What giving up counts, beside the part of all bytes that it concerns: to compute a value whole, to keep it whole, to

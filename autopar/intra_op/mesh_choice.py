@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.common.units import text_of_s
+from autopar.common.text import text_of_s
 from autopar.cost.cost_model import CostModel
 from autopar.hardware.cluster import Cluster
 from autopar.intra_op.spmd_candidate import SpmdCandidate

@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.common.progress import Progress
-from autopar.common.shared_job import shared_job
-from autopar.common.worker_processes import worker_processes
+from autopar.common.worker_processes import shared_job, worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.intra_op.baselines import MOST_AXES, baseline_candidates
 from autopar.intra_op.build_choice_graph import tables_of
@@ -28,7 +27,7 @@ from autopar.intra_op.spmd_candidate import SpmdCandidate, timed_sharding, with_
 from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.known import has_known_kernels
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.plan.context import PlanningContext, Rejection, StepGraphs
 from autopar.plan.options import WORTHWHILE
 from autopar.sharding.partial_sums import Partials

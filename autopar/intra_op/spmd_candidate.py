@@ -14,10 +14,9 @@ from autopar.cost.overlap import timed
 from autopar.cost.stream_work import Ran
 from autopar.cost.xla_program import Compiler
 from autopar.ir.graph import ALL, OpGraph, Role, values_of
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
-from autopar.lowering.lower import lower
+from autopar.lowering.lower import ShardingPlan, lower
 from autopar.passes.fold_step import FoldedStep
 from autopar.plan.schema import MeshTrial
 from autopar.sharding.partial_sums import Partials

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.launch.ports import host_and_port
+from autopar.launch.placement import host_and_port
 from autopar.launch.restart_policy import Policy
 
 GRACE_S = 30.0

@@ -17,8 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.launch.placement import Placement
-from autopar.launch.ports import address, free_ports, host_and_port, is_loopback
+from autopar.launch.placement import Placement, address, free_ports, host_and_port, is_loopback
 from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, next_start, why_not_again
 
 JOIN_S = 300.0

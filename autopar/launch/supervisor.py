@@ -25,11 +25,9 @@ from typing import IO, Any
 
 from autopar.common.launched import STUCK_AFTER_S, Reached, has_reached, say_lost
 from autopar.launch.command_line import Options
-from autopar.launch.hosts import Hosts, OneHost, Start
-from autopar.launch.placement import Placement, environments
-from autopar.launch.ports import host_and_port, own_address_towards
+from autopar.launch.placement import Placement, environments, host_and_port, own_address_towards
 from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, send
-from autopar.launch.restart_policy import Outcome, Policy, Stop
+from autopar.launch.restart_policy import Hosts, OneHost, Outcome, Policy, Start, Stop
 
 # Which process failed first, and with what: the others mostly fail because of it.
 

@@ -22,7 +22,7 @@ from autopar.attention import execute, ring
 from autopar.attention.form import letters
 from autopar.attention.kernels import library_on
 from autopar.common import jax_compat
-from autopar.common.while_any import while_any
+from autopar.common.jax_compat import while_any
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
@@ -31,11 +31,20 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
 from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
-from autopar.kernels.grouped import WHOLE, Part, grouped_places, is_grouped_product, product_on_part
+from autopar.kernels.grouped import (
+    WHOLE,
+    Part,
+    convolved_part,
+    grouped_places,
+    is_grouped,
+    is_grouped_product,
+    product_on_part,
+)
 from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes, run_parts
 from autopar.kernels.known import is_opaque, run_opaque
 from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.operation import is_kernel
+from autopar.lowering.collective_matmul import gathered_product, scattered_product
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -51,8 +60,6 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.lowering.ring_products import gathered_product, scattered_product
-from autopar.sharding.grouped_convolutions import convolved_part, is_grouped
 from autopar.sharding.resharding import ReshardStep, StepKind
 from autopar.sharding.strategies import replicated_strategy
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.common.cached_attribute import lazy
-from autopar.common.records import made_often
+from autopar.common.records import lazy, made_often
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import HOST, REDUCED, UNREDUCED, Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout

@@ -2,11 +2,18 @@
 
 The same instructions are executed (`emit`), counted (`prediction`) and measured for memory, so that what is
 predicted is what runs.
+
+`ShardingPlan`, the decisions for one graph on one mesh: written by a search, read by lowering.
+
+The equations of a graph as they were lowered last: the candidates of one step on one mesh differ in few of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import ChainMap
+
+import numpy as np
 
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import ALL, REDUCED, UNREDUCED, Atom, Block, Op, OpGraph, OpKind, Role, Section
@@ -14,7 +21,6 @@ from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import leaves_summands
 from autopar.lowering.collective_matmul import with_collective_matmuls
-from autopar.lowering.decisions import ShardingPlan
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -28,9 +34,104 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.lowering.lowered_equations import LoweredEquations
+from autopar.sharding.partial_sums import Partials
 from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths_by_size
 from autopar.sharding.strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """What the solver says of its answer. `nodes` before and `classes` after folding."""
+
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    nodes: int
+    classes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """What was given up: for a node the strategies that are left, the numbers of reshards whose ways are all open, and
+    for notes the values (with the number of the axis) that are computed whole, or cut where they should not be.
+    """
+
+    nodes: dict[int, np.ndarray]
+    edges: frozenset[int]
+    whole: tuple[tuple[int, int], ...] = ()
+    cut: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlan:
+    """The decisions for one graph on one mesh.
+
+    `strategy[op.id]` of every operation that has a choice (the others are replicated); `unreduced`, `reduced` and
+    `copies` are layouts of values as in `ChoiceGraph`; a value that is in none of them is replicated.
+    `transfer_layouts[op.id]` is the layout in which a value leaves for another stage. Arguments that are `in_host` lie
+    in the memory of the host between steps; values that are `saved_in_host` are there between the forward and the
+    backward pass. `relaxation` is what was given up of constraints.
+    """
+
+    mesh: LogicalMesh
+    strategy: dict[int, Strategy]
+    partials: Partials
+    unreduced: dict[int, Layout]
+    reduced: dict[int, Layout]
+    copies: dict[tuple[int, str], Layout]
+    report: SolverReport
+    transfer_layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    in_host: frozenset[int] = frozenset()
+    saved_in_host: frozenset[int] = frozenset()
+    overlapped_axes: tuple[int, ...] = ()
+    relaxation: Relaxation | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoweredEquation:
+    """The last instruction of an equation, and the decisions that it was made of: those for the `values` that it reads
+    and makes. `moves`: whether an operand had to be brought to another place for it.
+    """
+
+    compute: Compute
+    values: tuple[int, ...]
+    unreduced: tuple[Layout | None, ...]
+    reduced: tuple[Layout | None, ...]
+    moves: bool
+
+    def is_of(self, op: Op, plan: ShardingPlan) -> bool:
+        """Whether a plan decides the same for the equation and its values, copies apart."""
+        return (
+            self.compute.op is op
+            and self.compute.strategy is plan.strategy.get(op.id)
+            and self.unreduced == tuple(map(plan.unreduced.get, self.values))
+            and self.reduced == tuple(map(plan.reduced.get, self.values))
+        )
+
+
+class LoweredEquations:
+    """The last instruction of each equation, for programs of one graph on one mesh, and of the same graph with other
+    counts of its operations.
+
+    An instruction that is taken again also keeps what was worked out of it: its keys, and its work on the streams.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, float], LoweredEquation] = {}
+
+    def last(self, op: Op, plan: ShardingPlan) -> LoweredEquation | None:
+        """The equation as it was lowered last, if a plan decides the same for it."""
+        last = self._last.get((op.id, op.count))
+        return last if last is not None and last.is_of(op, plan) else None
+
+    def keep(self, compute: Compute, plan: ShardingPlan) -> None:
+        """Takes an instruction as the last one of its equation."""
+        op = compute.op
+        values = tuple([a for a in (*op.inputs, *op.outputs) if isinstance(a, int)])
+        unreduced, reduced = tuple(map(plan.unreduced.get, values)), tuple(map(plan.reduced.get, values))
+        moves = any(place is not None and place[1] != UNREDUCED for place in compute.reads)
+        self._last[op.id, op.count] = LoweredEquation(compute, values, unreduced, reduced, moves)
 
 
 def lower(

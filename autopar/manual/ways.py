@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autopar import recipes
-from autopar.manual.settings import Problem, Walk
-from autopar.manual.walks import first_points, frontier, walk
+from autopar.manual.walks import Problem, Walk, first_points, frontier, walk
 from autopar.recipes.parse import ALIASES
 
 MOST_STAGES = 16

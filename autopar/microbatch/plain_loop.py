@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.common import jax_compat
-from autopar.common.while_any import while_any
+from autopar.common.jax_compat import while_any
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Section
 
 Environment = dict[int, Any]

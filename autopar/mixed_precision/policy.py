@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.calls import nan_check, nnx_objects
-from autopar.calls.signatures import Signature
+from autopar.calls.call_arguments import Signature
 from autopar.common import jax_compat
-from autopar.common.jax_products import run_wide_products_on_cpus
+from autopar.common.jax_compat import run_wide_products_on_cpus
 from autopar.common.paths import name_of_key
 from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError, expect_one_of
 from autopar.ir.primitives import MATRIX_PRODUCTS, RAGGED_PRODUCT, linear_operands

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from autopar.common import jax_distributed
 from autopar.common.progress import Progress
-from autopar.common.units import text_of_bytes, text_of_count, text_of_s
+from autopar.common.text import text_of_bytes, text_of_count, text_of_s
 from autopar.errors import InvalidArgumentError, MissingPackageError, expect_function, expect_positive, expect_step
 from autopar.monitoring.goodput import Goodput, RunRecord, RunsFile, goodput, now_s
 from autopar.plan.plan import Plan

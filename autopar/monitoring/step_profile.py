@@ -1,11 +1,19 @@
-"""A step as it ran beside the step that the plan predicted: lanes, modules, and both in one timeline."""
+"""A step as it ran beside the step that the plan predicted: lanes, modules, and both in one timeline.
+
+JAX's profiler records one event for each run of an HLO operation. The compiled program's text says which collective or
+computation an operation is, and of which of the user's modules.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +21,124 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from autopar.common.text import text_of_s
 from autopar.common.trace_events import Timeline, TraceEvent, chrome_trace
-from autopar.common.units import text_of_s
+from autopar.frontend.build_graph import module_path, split_stack
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.plan import summary
 from autopar.plan.schema import PlanRecord
-from autopar.xla.profile_events import DeviceEvent, recorded
-from autopar.xla.program_operations import COMPUTE, ProgramOperation, operations_of
+from autopar.xla import parse
+
+# XLA's options for programs whose runs are recorded, by JAX's name of the backend. A kernel in a CUDA graph bears the
+# name of the graph and not of its operation, so that programs for a GPU are without graphs.
+RECORDED_PROGRAM_OPTIONS: Mapping[str, Mapping[str, str]] = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
+
+_DEVICE_PLANE = re.compile(r"^/device:\w+:(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEvent:
+    """A run of an operation. `device` counts the devices of this process; `run` tells apart runs of one program."""
+
+    device: int
+    program: str
+    run: int
+    operation: str
+    start_s: float
+    end_s: float
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Callable[[], list[DeviceEvent]]]:
+    """Records what runs inside; the function returns the events once the context is left."""
+    with tempfile.TemporaryDirectory(prefix="autopar-profile-") as folder:
+        events: list[DeviceEvent] = []
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            yield lambda: events
+        finally:
+            jax.profiler.stop_trace()
+            with warnings.catch_warnings():
+                # Of classes of jaxlib without a module's name (0.12): as an error the warning would end the process.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for path in sorted(Path(folder).rglob("*.xplane.pb")):
+                    events += events_of(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def events_of(profile: Any) -> list[DeviceEvent]:
+    """The events of HLO operations, by their starts.
+
+    GPUs and TPUs have a plane each; CPU devices share the host's plane, and their events bear the device's number.
+    """
+    found = []
+    for plane in profile.planes:
+        at = _DEVICE_PLANE.match(plane.name)
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" not in stats:
+                    continue
+                start_s = event.start_ns * 1e-9
+                found.append(
+                    DeviceEvent(
+                        device=int(at[1]) if at else int(stats.get("device_ordinal", 0)),
+                        program=str(stats.get("hlo_module", "")),
+                        run=int(stats.get("run_id", 0)),
+                        operation=str(stats["hlo_op"]),
+                        start_s=start_s,
+                        end_s=start_s + event.duration_ns * 1e-9,
+                    )
+                )
+    return sorted(found, key=lambda e: (e.start_s, e.device))
+
+
+COMPUTE, HOST_COPY = "compute", "copy to or from the host"
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+# Operations that only hold others, which have events of their own.
+_CONTAINERS = ("while", "conditional", "call")
+_OURS = re.compile(r"^(?:shard_map|branch_\d+_fun)$")
+_KINDS = {str(kind): str(kind) for kind in CollectiveKind}
+_COLLECTIVES = _KINDS | {f"{name}-{end}": name for name in _KINDS for end in ("start", "done")}
+_BETWEEN_STAGES = ("send", "recv", "send-done", "recv-done")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramOperation:
+    """`kind` is COMPUTE, HOST_COPY or the name of a collective; `module` is empty for work of no module."""
+
+    kind: str
+    module: str
+
+
+def operations_of(text: str) -> Mapping[tuple[str, str], ProgramOperation]:
+    """The operations of compiled programs, by (program, operation), without those that only hold others."""
+    found = {}
+    starts = [match.start() for match in _MODULE.finditer(text)]
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        name = _MODULE.match(text[start:end])
+        assert name is not None, "the text begins with the header"
+        for computation in parse.parse(text[start:end]).computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.opcode not in _CONTAINERS:
+                    found[name[1], instruction.name] = ProgramOperation(
+                        kind=_kind(instruction.opcode), module=module_of(instruction.op_name)
+                    )
+    return found
+
+
+def module_of(op_name: str) -> str:
+    """The user's module in JAX's path of an operation: `jit(step)/jvp(M)/layer0/dot_general` is of `M/layer0`."""
+    parts = split_stack(op_name)
+    return module_path("/".join(part for part in parts[1:-1] if not _OURS.match(part)))
+
+
+def _kind(opcode: str) -> str:
+    if opcode in _BETWEEN_STAGES:
+        return HOST_COPY
+    return _COLLECTIVES.get(opcode, COMPUTE)
+
 
 ROWS_SHOWN = 10
 Span = tuple[float, float]

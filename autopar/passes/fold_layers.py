@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.common.cached_attribute import lazy
-from autopar.common.records import replaced
+from autopar.common.records import lazy, replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import makers, reading
 from autopar.passes.assign_layers import LayerAssignment

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from autopar.common.cached_attribute import lazy
-from autopar.common.records import replaced
+from autopar.common.records import lazy, replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from autopar.common.cached_attribute import lazy
-from autopar.common.records import replaced
+from autopar.common.records import lazy, replaced
 from autopar.ir.graph import Block, Op, OpGraph, without_numbers
 from autopar.passes.fold_step import FoldedStep, fold_step
 from autopar.sharding.partial_sums import Partials, find_partials, same_partials

@@ -14,8 +14,8 @@ import dataclasses
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Dimension, Factor, FactorKind, Op, OpGraph, OpKind, Rule
 from autopar.ir.primitives import COMBINING, IN_EQUAL_PARTS
+from autopar.kernels.grouped import is_grouped
 from autopar.kernels.local import runs_locally
-from autopar.sharding.grouped_convolutions import is_grouped
 from autopar.sharding.semantics import annotate_semantics
 
 # What makes the rows of examples one by one, of parts of any size.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.common import jax_remat
+from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.recompute_in_scans import is_kept
 from autopar.hardware.kinds import Platform
@@ -29,7 +29,7 @@ def saved_arrays(graph: OpGraph) -> frozenset[int]:
 
 def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
     """Values that a policy of `jax.checkpoint` sends to the memory of the host, inside of loops too."""
-    return frozenset(v for op in graph.ops() if jax_remat.is_in_host_memory(op.eqn) for v in op.outputs)
+    return frozenset(v for op in graph.ops() if jax_compat.is_in_host_memory(op.eqn) for v in op.outputs)
 
 
 def offloaded_on(graph: OpGraph, platform: Platform) -> frozenset[int]:

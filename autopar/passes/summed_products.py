@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.common import jax_compat
-from autopar.common.jax_products import run_wide_products_on_cpus
+from autopar.common.jax_compat import run_wide_products_on_cpus
 from autopar.common.records import replaced
 from autopar.ir.graph import SUMMED_PRODUCT, Op, OpGraph, OpKind, free_values
 from autopar.ir.rewrite import Fresh, makers, remove_dead, renumbered

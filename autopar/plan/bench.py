@@ -13,8 +13,14 @@ from typing import Any, Protocol
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import TextConsole
-from autopar.common.units import text_of_bytes, text_of_count, text_of_interval_s, text_of_part, text_of_s
+from autopar.common.text import (
+    TextConsole,
+    text_of_bytes,
+    text_of_count,
+    text_of_interval_s,
+    text_of_part,
+    text_of_s,
+)
 from autopar.hardware import step_errors
 from autopar.plan import rivals, summary
 from autopar.plan.comparison import Comparison

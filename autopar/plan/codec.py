@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan, SolverReport
+from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan.schema import SIGNATURE_DIGITS, Decisions, PlannedStrategy
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy

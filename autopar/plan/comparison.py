@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.paths import parts_of
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_part, text_of_s
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.modules import ALL_OF_STEP, CollectiveRow, ModuleCost, by_kind, collective_rows, module_costs, within
 from autopar.plan.options import AS_FAST

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, TypeVar
 
-from autopar.common.deadline import Deadline
-from autopar.common.progress import Progress
-from autopar.common.units import text_of_s
+from autopar.common.progress import Deadline, Progress
+from autopar.common.text import text_of_s
 from autopar.errors import AutoparError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from autopar.common.paths import matches, parts_of, unfolded
-from autopar.common.text_console import PLAIN, TextFormat
-from autopar.common.units import text_of_bytes, text_of_count, text_of_s
+from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count, text_of_s
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware import host_groups
 from autopar.hardware.cluster_parts import part_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.common.units import LEAST_S, text_of_count
+from autopar.common.text import LEAST_S, text_of_count
 from autopar.plan.schema import ModuleRow, PlanRecord, PredictedCollective
 from autopar.plan.summary import exposed_s, first_device, folded, grouped, num_stages, stage_share, stages_text
 

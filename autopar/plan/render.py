@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.text_console import PLAIN, TextConsole, TextFormat
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import modules, rivals, summary
 from autopar.plan.rivals import advice

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from autopar.common.units import text_of_bytes, text_of_part, text_of_s
+from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
 from autopar.plan.modules import ALL_OF_STEP, module_costs, within

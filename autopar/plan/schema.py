@@ -9,7 +9,7 @@ from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
-from autopar.lowering.decisions import SolverReport
+from autopar.lowering.lower import SolverReport
 
 FORMAT_VERSION = 9
 # Of an option of XLA.

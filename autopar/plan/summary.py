@@ -15,8 +15,8 @@ from typing import TypeVar
 import msgspec
 
 from autopar.common.paths import parts_of
+from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.common.trace_events import Timeline
-from autopar.common.units import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.cluster_parts import memory_share, part_at
 from autopar.ir.mesh import LogicalMesh

@@ -5,10 +5,17 @@ Out: A `Recipe`, which holds the `PlanRequest` that the search is given.
 May import: common to calls, in the order of tests/test_imports.py.
 """
 
-from autopar.recipes.combined import combine
+from autopar.recipes.parallelism import (
+    combine,
+    cut,
+    data_parallel,
+    expert_parallel,
+    pipeline,
+    sequence_parallel,
+    tensor_parallel,
+    zero,
+)
 from autopar.recipes.recipe import Recipe
-from autopar.recipes.stages import cut, pipeline
-from autopar.recipes.tensor import data_parallel, expert_parallel, sequence_parallel, tensor_parallel, zero
 
 __all__ = [
     "Recipe",

@@ -10,8 +10,7 @@ from autopar import recipes
 from autopar.intra_op.mesh_choice import distinct_meshes
 from autopar.ir.layout import even_layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.manual.settings import Attempt, Point, Problem, Walk
-from autopar.manual.walks import FIRST_EXAMPLES, first_points, frontier, walk
+from autopar.manual.walks import FIRST_EXAMPLES, Attempt, Point, Problem, Walk, first_points, frontier, walk
 from autopar.manual.ways import (
     MOST_STAGES,
     data_parallel,

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.ir.jax_sharding import named_sharding
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.transfer_layouts import refined
-from autopar.runtime.execution.cross_mesh import Hop, regrid
+from autopar.runtime.execution.cross_mesh import Hop, refined, regrid
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

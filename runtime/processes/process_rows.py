@@ -20,7 +20,7 @@ from autopar.common import jax_compat
 from autopar.ir.jax_sharding import named_sharding
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.transfer_layouts import refined
+from autopar.runtime.execution.cross_mesh import refined
 from autopar.runtime.execution.cross_process import absent, crosser, crossing, is_here
 from autopar.runtime.execution.cut_shards import End
 from autopar.runtime.execution.global_arrays import aval_of

@@ -12,10 +12,10 @@ import autopar
 from autopar import recipes
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.verification import compile_for_target, traffic_of
-from autopar.xla import aot_gpu
+from autopar.xla import aot
 
 B, L, H, D, W = 8, 1536, 4, 128, 256
-needs_gpu_compiler = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+needs_gpu_compiler = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])"
 )

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.common.gc_policy import SELDOM, collected_seldom
+from autopar.common.progress import SELDOM, collected_seldom
 from tests.small_steps import mlp_batch, mlp_state
 
 

@@ -4,8 +4,7 @@ import sys
 import time
 import types
 
-from autopar.common.deadline import Deadline
-from autopar.common.progress import Progress
+from autopar.common.progress import Deadline, Progress
 
 
 def test_the_line_says_what_was_weighed_the_best_the_bound_and_what_is_left():

@@ -15,7 +15,7 @@ import pytest
 from rich.table import Table
 
 import autopar
-from autopar.common.text_console import TextConsole, TextFormat
+from autopar.common.text import TextConsole, TextFormat
 from tests.small_steps import MLP_BATCH, MLP_STATE, TIMEOUT_S, mlp_step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.common.units import bytes_of_text, text_of_bytes, text_of_flops, text_of_rate, text_of_s
+from autopar.common.text import bytes_of_text, text_of_bytes, text_of_flops, text_of_rate, text_of_s
 
 
 @pytest.mark.parametrize(

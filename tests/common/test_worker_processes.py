@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from autopar.common import jax_pickle, worker_processes
-from autopar.common import shared_job as shared_jobs
-from autopar.common.shared_job import SharedJob, shared_job
-from autopar.common.worker_processes import WorkerError, WorkerProcess, memory_bytes, num_processors
+from autopar.common import worker_processes as shared_jobs
+from autopar.common.worker_processes import (
+    SharedJob,
+    WorkerError,
+    WorkerProcess,
+    memory_bytes,
+    num_processors,
+    shared_job,
+)
 from tests.workers import when_ready
 
 

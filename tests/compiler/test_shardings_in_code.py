@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.common.progress import Progress
-from autopar.common.units import text_of_s
+from autopar.common.text import text_of_s
 from autopar.compiler import planner
 from autopar.compiler.advice import with_pins_of_code
 from autopar.compiler.comparison import choose

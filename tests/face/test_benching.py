@@ -13,12 +13,11 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.benching import INTERRUPTED, WAITS, Bench, problem_of
-from autopar.common.units import text_of_interval_s, text_of_part, text_of_s
+from autopar.common.text import text_of_interval_s, text_of_part, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware import step_errors
 from autopar.manual.making import made_of
-from autopar.manual.settings import Outcome, Point, Problem
-from autopar.manual.walks import least_bubbles, more_stages_are_slower, takes_too_long
+from autopar.manual.walks import Outcome, Point, Problem, least_bubbles, more_stages_are_slower, takes_too_long
 from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan import summary
 from autopar.plan.bench import PARTS, BenchRow, limits, parts, ranked

@@ -15,7 +15,7 @@ from autopar.cost.stream_simulator import ALL_BYTES, overlap_of
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.kinds import Platform
 from autopar.verification import compile_for_target
-from autopar.xla import aot, aot_gpu
+from autopar.xla import aot
 from autopar.xla.collectives import collectives
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_batch, mlp_step, new_mlp_state
@@ -146,7 +146,7 @@ def test_a_plan_keeps_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs autopar[gpu]")
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs autopar[gpu]")
 def test_gpu_compiler_combines_as_the_options_say():
     case = CASES["mlp"](batch=32)
     state, batch = jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0))
@@ -166,7 +166,7 @@ def test_gpu_compiler_combines_as_the_options_say():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs autopar[gpu]")
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs autopar[gpu]")
 def test_gpu_compiler_makes_one_of_what_is_exchanged_once_a_step():
     mesh = aot.target_mesh("gpu:h100:8", (8,), ("x",))
 

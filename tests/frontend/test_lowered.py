@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import recipes
-from autopar.common import jax_compat, jax_remat
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.saved_names import names_of, saving
 from autopar.frontend.tracing import trace
@@ -112,7 +112,7 @@ def test_such_steps_run_whole_in_micro_batches_and_in_stages(policy, form, dtype
 
 @pytest.mark.parametrize("form", ["unrolled", "scan"])
 @pytest.mark.usefixtures("flags")
-@pytest.mark.skipif(not jax_remat.ASKS_POLICIES, reason="jax_remat3 of this jax knows no policy of others")
+@pytest.mark.skipif(not jax_compat.ASKS_POLICIES, reason="jax_remat3 of this jax knows no policy of others")
 def test_names_are_saved_by_request_under_the_coming_checkpoint_too(form):
     function = step_of(None, form, "float32")
     traced = trace(function, (STATE, BATCH), names=("state", "batch"), donate=(0,), batch=(1,))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.common.units import text_of_interval_s
+from autopar.common.text import text_of_interval_s
 from autopar.hardware import presets, step_errors
 from autopar.hardware.step_errors import LEAST_ROWS, ONE_PROGRAM, PIPELINE, StepErrors, interval, quantile
 from autopar.hardware.step_errors import step_interval_s as interval_s

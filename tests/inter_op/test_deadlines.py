@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.common.deadline import LEAST_SOLVE_S, Deadline
+from autopar.common.progress import LEAST_SOLVE_S, Deadline
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.inter_op.stage_problems import why_no_pipeline
 from autopar.solver import NoStages

@@ -8,7 +8,7 @@ from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.ir.graph import Block, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.decisions import ShardingPlan
+from autopar.lowering.lower import ShardingPlan
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy
 from tests.hand_made import REPORT, two_layers, two_stages

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.common.deadline import Deadline
+from autopar.common.progress import Deadline
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers

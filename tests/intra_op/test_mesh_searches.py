@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.common.deadline import Deadline
 from autopar.common.jax_pickle import dumps
-from autopar.common.progress import Progress
+from autopar.common.progress import Deadline, Progress
 from autopar.common.worker_processes import WorkerProcess
 from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace

@@ -16,10 +16,10 @@ from autopar.kernels.local import local_rule, local_work
 from autopar.microbatch.example_places import MixesExamples
 from autopar.microbatch.example_rules import places_of_results
 from autopar.verification import compile_for_target
-from autopar.xla import aot_gpu
+from autopar.xla import aot
 
 B, L, H, D, W = 8, 256, 8, 64, 128
-needs_gpu_compiler = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+needs_gpu_compiler = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import autopar
 from autopar.common.launched import VARIABLES
 from autopar.errors import InvalidArgumentError
 from autopar.initialization import binding
-from autopar.launch.ports import free_ports
+from autopar.launch.placement import free_ports
 from tests.launch.launching import ROOT, launch
 
 TRAIN = """

@@ -5,8 +5,17 @@ import socket
 import pytest
 
 from autopar.common.launched import Launched, Reached, has_reached, lost_by_launcher, say_lost, say_reached
-from autopar.launch.placement import Placement, count_gpus, environments, gpus_of
-from autopar.launch.ports import address, free_ports, host_and_port, is_loopback, own_address_towards
+from autopar.launch.placement import (
+    Placement,
+    address,
+    count_gpus,
+    environments,
+    free_ports,
+    gpus_of,
+    host_and_port,
+    is_loopback,
+    own_address_towards,
+)
 
 TWO_OF_FOUR = Placement(
     restart=1, first_process=2, processes=2, num_processes=4, coordinator="10.0.0.1:9001", host="127.0.0.1"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.launch.ports import LOOPBACK, free_ports
+from autopar.launch.placement import LOOPBACK, free_ports
 from autopar.launch.rendezvous import (
     ELASTIC_JOIN_S,
     JOIN_S,

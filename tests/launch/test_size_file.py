@@ -2,8 +2,7 @@
 
 import pytest
 
-from autopar.launch.hosts import OneHost, SizeFile, Wanted
-from autopar.launch.restart_policy import Policy
+from autopar.launch.restart_policy import OneHost, Policy, SizeFile, Wanted
 
 POLICY = Policy(elastic=(1, 3))
 STAYS = "; expected a number of processes, such as 2: it stays at 2"

@@ -20,7 +20,7 @@ from autopar.lowering.host_copies import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
 from autopar.verification import compile_for_target
-from autopar.xla import aot_gpu
+from autopar.xla import aot
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, grouped, mlp_step, slow_cluster, verified
 
@@ -334,7 +334,7 @@ def test_devices_without_memory_kinds_are_refused(monkeypatch):
         step.init(new_state)
 
 
-@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 def test_gpus_that_are_not_here_have_no_memory_kinds():
     step = step_under(recipes.zero(1, offload="optimizer"), cluster=autopar.Cluster.preset("dgx-h100"))
     with pytest.raises(UnsupportedError, match=r"pinned_host.*got gpu devices with none"):

@@ -19,7 +19,7 @@ from autopar.ir.graph import HOST, RETURNED, OpKind, Section
 from autopar.lowering.instructions import HostCopy, Loop, host_copies_in
 from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target
-from autopar.xla import aot_gpu
+from autopar.xla import aot
 from tests.small_steps import assert_close, slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 64, 16, 32, 4
@@ -269,7 +269,7 @@ def test_a_cluster_must_know_its_link_to_the_host():
         ),
         pytest.param(
             "gpu:h100:8", lambda: autopar.Cluster.preset("dgx-h100"),
-            marks=pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])"),
+            marks=pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])"),
         ),
     ],
     ids=["tpu", "gpu"],

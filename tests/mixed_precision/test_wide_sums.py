@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar import verification
 from autopar.common import jax_compat
-from autopar.xla import aot_gpu, collectives
+from autopar.xla import aot, collectives
 from tests.mixed_precision.small_training import training
 from tests.small_steps import MLP_BATCH, slow_cluster
 
@@ -140,7 +140,7 @@ def test_a_gradient_is_not_rounded_to_the_type_of_computation(model):
 # Between devices
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
-needs_plugin = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+needs_plugin = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 TARGETS = [
     pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", marks=needs_libtpu),
     pytest.param("dgx-h100", "gpu:h100:8", marks=needs_plugin),

@@ -10,10 +10,16 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.monitoring.step_profile import step_profile
+from autopar.monitoring.step_profile import (
+    RECORDED_PROGRAM_OPTIONS,
+    DeviceEvent,
+    ProgramOperation,
+    events_of,
+    module_of,
+    operations_of,
+    step_profile,
+)
 from autopar.plan.plan import Plan
-from autopar.xla.profile_events import RECORDED_PROGRAM_OPTIONS, DeviceEvent, events_of
-from autopar.xla.program_operations import ProgramOperation, module_of, operations_of
 from benchmarks.zoo import CASES
 from tests.small_steps import slow_cluster
 

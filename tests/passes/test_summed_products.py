@@ -15,7 +15,7 @@ from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
 from autopar.passes.summed_products import with_summed_products
 from autopar.sharding.rules import RuleBook
-from autopar.xla import aot, aot_gpu
+from autopar.xla import aot
 from tests.small_steps import assert_close
 
 RULES = RuleBook()
@@ -103,7 +103,7 @@ def test_on_devices(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 @pytest.mark.parametrize(("dtype", "kernels"), [("float32", 1), ("bfloat16", 2)])
 def test_a_compiler_for_gpus_adds_up_within_products_of_32_bits(dtype, kernels):
     """As a device's summands are added up under data parallelism, of a size whose contraction XLA does not split."""

@@ -6,7 +6,7 @@ from typing import Any
 from autopar.common.trace_events import DEVICES, LINKS, Timeline, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
-from autopar.lowering.decisions import SolverReport
+from autopar.lowering.lower import SolverReport
 from autopar.plan.schema import (
     FORMAT_VERSION,
     Decisions,

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import errors
-from autopar.common.units import text_of_s
+from autopar.common.text import text_of_s
 from autopar.plan.schema import FORMAT_VERSION
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, shapes, slow_cluster, transformer
 

@@ -11,7 +11,7 @@ from autopar.compiler.planner import make_plan
 from autopar.errors import MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.manual import making
-from autopar.manual.settings import RECOMPUTE
+from autopar.manual.walks import RECOMPUTE
 from autopar.plan.context import StepGraphs
 from autopar.sharding.rules import RuleBook
 from benchmarks.auto_vs_manual.models import Model

@@ -64,7 +64,7 @@ def main(process, ports):
     from autopar.ir.jax_sharding import named_sharding
     from autopar.ir.layout import replicated
     from autopar.ir.mesh import LogicalMesh
-    from autopar.lowering.transfer_layouts import wire_layouts
+    from autopar.runtime.execution.cross_mesh import wire_layouts
     from autopar.runtime.execution.cross_process import crosser, crossing, is_here
     from autopar.runtime.execution.cut_shards import End
     from autopar.runtime.execution.global_arrays import aval_of, from_whole

@@ -12,8 +12,7 @@ import pytest
 from autopar.ir.jax_sharding import named_sharding, submesh
 from autopar.ir.layout import Layout, enumerate_layouts, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.lowering.transfer_layouts import common_grid, grid_of, refined, wire_layouts
-from autopar.runtime.execution.cross_mesh import Hop, regrid
+from autopar.runtime.execution.cross_mesh import Hop, common_grid, grid_of, refined, regrid, wire_layouts
 from autopar.runtime.execution.cut_shards import End
 from autopar.runtime.execution.transfers import Route, route, sender
 

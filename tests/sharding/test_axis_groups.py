@@ -8,7 +8,7 @@ import autopar
 from autopar import recipes
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.sharding.axis_groups import with_groups
+from autopar.sharding.binding import with_groups
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.semantics import annotate_semantics
 from tests.small_steps import assert_close, slow_cluster

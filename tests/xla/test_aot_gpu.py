@@ -13,12 +13,12 @@ from autopar.errors import InvalidArgumentError, MissingCompilerError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.presets import BY_JAX_NAME
-from autopar.xla import aot, aot_gpu, collectives
-from autopar.xla.aot_gpu import CARDS, GpuHosts
+from autopar.xla import aot, collectives
+from autopar.xla.aot import CARDS, GpuHosts
 from benchmarks.zoo import CASES
 from tests.xla.spanned_axes import spanned_axes
 
-needs_plugin = pytest.mark.skipif(not aot_gpu.is_installed(), reason="needs the CUDA plugin (autopar[gpu])")
+needs_plugin = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_plugin_that_jax_left_out_is_an_error_with_words(monkeypatch):
     def get_topology_desc(**options):
         raise NotImplementedError("topology not implemented for cuda")
 
-    monkeypatch.setattr(aot_gpu, "is_installed", lambda: True)
-    monkeypatch.setattr(aot_gpu.topologies, "get_topology_desc", get_topology_desc)
+    monkeypatch.setattr(aot, "has_gpu_compiler", lambda: True)
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", get_topology_desc)
     with pytest.raises(InvalidArgumentError, match="JAX_PLATFORMS=cpu"):
         aot.target_devices("gpu:h100:8")
 

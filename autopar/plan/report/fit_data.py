@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.common.units import text_of_s
+from autopar.common.text import text_of_s
 
 # In units of the drawing: what the axes enclose, and the room for their numbers at the left, at the right and below.
 # Drawn about as large as they are on a telephone, so that numbers can be read there.

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.common.units import (
+from autopar.common.text import (
     text_of_bytes,
     text_of_flops,
     text_of_interval_s,
