@@ -16,8 +16,8 @@ from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import with_options_of
-from autopar.cost.host_usage import passing_bytes
 from autopar.cost.peak_memory import allocated_bytes
+from autopar.cost.usage import passing_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_step import Compiled, CompiledStep, LoweredWhole
 from autopar.executables.step_leaves import results_in_tree

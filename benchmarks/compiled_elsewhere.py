@@ -211,7 +211,7 @@ def own_kernels(made: Any, model: Any) -> int:
     """
     from autopar.attention import ring
     from autopar.attention.kernels import Kernel
-    from autopar.cost.attention_cost import kernel_under
+    from autopar.cost.roofline import kernel_under
 
     calls = 0
     for compute in computed(made.lowered):

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.attention import kernels, ring
-from autopar.attention.form import KEY, AttentionForm, Gradients, exact_type
+from autopar.attention.form import KEY, AttentionForm, DistanceMask, Gradients, distance_mask, exact_type
 from autopar.attention.kernels import KERNEL_CALLS, CanonicalShape, Kernel
-from autopar.attention.masks import DistanceMask, distance_mask
 from autopar.attention.ring import At, Places
 from autopar.attention.ring_order import Positions, RingOrder, exchanges, ring_order
 

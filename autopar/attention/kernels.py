@@ -15,8 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.attention.form import KEY, NONE, AttentionForm, Gradients
-from autopar.attention.masks import DistanceMask, distance_mask
+from autopar.attention.form import KEY, NONE, AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.ring_order import ring_order
 from autopar.common import jax_local
 from autopar.hardware.kinds import DeviceKind, Platform

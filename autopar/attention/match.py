@@ -25,9 +25,24 @@ from autopar.attention import ring
 from autopar.attention.checks import score_products
 from autopar.attention.form import ELEMENTWISE, KEY, NONE, AttentionForm, Expression, Gradients, has_score
 from autopar.attention.kernels import Kernel, obstacle_for
-from autopar.attention.mask_terms import ArrayReader, nodes_of
-from autopar.attention.polynomial import ONE, Sum, add, equal, multiply, power, scale, term_of
-from autopar.attention.score_consumers import Around, Label, Labels, Product, Read, Use
+from autopar.attention.mask_terms import (
+    ONE,
+    Around,
+    ArrayReader,
+    Label,
+    Labels,
+    Product,
+    Read,
+    Sum,
+    Use,
+    add,
+    equal,
+    multiply,
+    nodes_of,
+    power,
+    scale,
+    term_of,
+)
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError

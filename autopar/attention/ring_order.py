@@ -16,8 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.attention.form import KEY, AttentionForm, Expression, computed
-from autopar.attention.masks import COMPARISONS, HIDDEN, evaluated, is_distance, linear, linear_sum
+from autopar.attention.form import (
+    COMPARISONS,
+    HIDDEN,
+    KEY,
+    AttentionForm,
+    Expression,
+    computed,
+    evaluated,
+    is_distance,
+    linear,
+    linear_sum,
+)
 
 # The scores that a mask surely hides, by the distance of a query's and a key's position, whatever its arrays hold.
 #

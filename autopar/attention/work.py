@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from autopar.attention.form import KEY, exact_type, goes_round, sizes_of
 from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_share
-from autopar.attention.query_blocks import query_block
+from autopar.attention.ring import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
 from autopar.common.jax_local import tpu_block

@@ -1,5 +1,5 @@
-"""`Search`: the wishes for a plan, and how far the search for it goes; and the layouts of another step's state as wishes
-(`parallelize(evaluate, plan=step)`).
+"""`Search`: the wishes for a plan, and how far the search for it goes; and the layouts of another step's state as such
+wishes (`parallelize(evaluate, plan=step)`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import jax
 from autopar.calls import nnx_objects
 from autopar.calls.call_arguments import DEFAULT_ARGNUMS, CallArguments, WarnOnce
 from autopar.errors import InvalidArgumentError
-from autopar.frontend.callback_results import with_callbacks_as_results
+from autopar.frontend.callbacks import with_callbacks_as_results
 from autopar.frontend.static_leaves import StaticLeaf, static_leaves
 from autopar.frontend.tracing import tie_state, trace
 from autopar.ir.traced_step import TracedStep

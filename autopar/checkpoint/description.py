@@ -1,6 +1,4 @@
-"""Checkpoints without devices: what is in their folder, as text and as values, and their parameters as a safetensors
-file.
-"""
+"""Checkpoints without devices: what is in a folder, as text and values; their parameters as a safetensors file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a checkpoint is restored to: the structure of the state, where each leaf of it is to lie, and its leaves read
-there.
-"""
+"""What a checkpoint is restored to: the structure of the state, where its leaves are to lie, and their reading."""
 
 from __future__ import annotations
 

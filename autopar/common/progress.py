@@ -1,6 +1,4 @@
-"""A search for a plan as it runs: its deadline, its progress line, and garbage collection, which is made rare
-meanwhile.
-"""
+"""A search for a plan as it runs: its deadline, its progress line, and garbage collection, made rare."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Text: numbers with three digits and a unit, lines and tables as wide as a terminal and coloured where it shows
-colours.
+"""Text: numbers with units, and lines and tables as wide as a terminal and coloured where it shows colours.
 
-Units are powers of 1000, as data sheets count.
+Numbers have three digits; units are powers of 1000, as data sheets count.
 """
 
 from __future__ import annotations

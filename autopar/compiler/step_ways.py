@@ -12,7 +12,7 @@ from autopar.attention.notes import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.compiler.saved_values import LayerValues
 from autopar.compiler.whole_graph import whole_graph
-from autopar.cost.least_time import least_time_s
+from autopar.cost.cost_model import least_time_s
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform

@@ -24,18 +24,14 @@ from autopar.compiler.notes import (
 )
 from autopar.compiler.send_times import Sends, sends_of_stages
 from autopar.compiler.write_values import planned_values, staged_values
-from autopar.cost.collective_usage import CollectiveUse, predicted_collectives
 from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
-from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel
-from autopar.cost.host_usage import host_use
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import crossing_s, timeline_of
-from autopar.cost.product_rate import main_dtype
-from autopar.cost.roofline import flops_of
+from autopar.cost.roofline import flops_of, main_dtype
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import peak_flops_per_s
+from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
+from autopar.hardware.cluster import Cluster, peak_flops_per_s
 from autopar.inter_op.joined_tasks import chain_name
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.staged import PlannedStage, StagedStep

@@ -1,27 +1,32 @@
-"""The cost model of one mesh (device, links, compiler), and the seconds of each strategy of an operation."""
+"""The cost model of one mesh (device, links, compiler), and the seconds of each strategy of an operation.
+
+`CostsOnMeshes` makes the costs of one graph once for all of its programs. `least_time_s` is the least time of a step on
+a cluster, whatever its plan: computation alone, shared out evenly.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
-from autopar.cost.attention_cost import attention_s, kernel_under
-from autopar.cost.island_collectives import island_collectives
+from autopar.cost.inner_collectives import island_collectives, ring_permutes
 from autopar.cost.kernel_traffic import NO_TRAFFIC, Traffic, is_in_kernels, kernel_traffic
-from autopar.cost.product_rate import ProductRate, product_rate
-from autopar.cost.ring_permutes import ring_permutes
 from autopar.cost.roofline import (
     OrderCopy,
+    ProductRate,
     Work,
+    attention_s,
     flops_of,
     is_fusible,
+    kernel_under,
     launches_of,
     local_s,
+    product_rate,
     rounding,
     time_s,
     times_s,
@@ -346,3 +351,48 @@ class _Counts:
             operands=counts(strategy.operands for strategy in strategies),
             results=counts(strategy.results for strategy in strategies),
         )
+
+
+class CostsOnMeshes:
+    """`NodeCosts` of a graph by the model of a mesh. What programs of the graph have in common on a mesh, their lowered
+    equations and work, is kept with these (`NodeCosts`).
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.known: dict[CostModel, NodeCosts] = {}
+
+    def on(self, model: CostModel) -> NodeCosts:
+        if model not in self.known:
+            self.known[model] = NodeCosts(self.graph, model)
+        return self.known[model]
+
+
+def least_time_s(graph: OpGraph, cluster: Cluster) -> float:
+    """Seconds of all operations, shared by all devices of a cluster, of several kinds each as fast as it is."""
+    parts = cluster.parts or (cluster,)
+    models = [cost_model(part, LogicalMesh(axis_sizes=(part.num_devices,))) for part in parts]
+    alone_s = [least_step_time_s(graph, model) for model in models]
+    return 1.0 / sum(1.0 / s for s in alone_s) if min(alone_s) > 0 else 0.0
+
+
+def least_step_time_s(graph: OpGraph, model: CostModel) -> float:
+    """Seconds of all operations, each shared by all devices of the model's mesh, without communication, waiting or work
+    done twice.
+    """
+    costs = NodeCosts(graph, model)
+    return in_turn_s(graph.block.ops, lambda op: costs.compute_s(op, None)) / model.links.mesh.num_devices
+
+
+def in_turn_s(ops: Iterable[Op], seconds_of: Callable[[Op], float]) -> float:
+    """Seconds of operations and of those in their bodies, one after the other; of branches, the one that takes longest,
+    as `compute_times_s` counts them.
+    """
+    total_s = 0.0
+    for op in ops:
+        if op.blocks:
+            of_blocks = [in_turn_s(block.ops, seconds_of) for block in op.blocks]
+            total_s += max(of_blocks) if op.kind is OpKind.COND else sum(of_blocks)
+        elif op.kind is OpKind.EQUATION:
+            total_s += seconds_of(op)
+    return total_s

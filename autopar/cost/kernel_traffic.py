@@ -22,10 +22,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.memory_facts import kind_of, reduces_last
 from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_fusion import SLICE, STACK, written_values
-from autopar.cost.xla_program import ALIASES, BARRIER, REDUCTIONS, Compiler, MemoryStep
+from autopar.cost.xla_program import ALIASES, BARRIER, REDUCTIONS, Compiler, MemoryStep, kind_of, reduces_last
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Value, read_by
 
 _NONE: frozenset[int] = frozenset()

@@ -20,12 +20,10 @@ from autopar.attention.work import (
     travelling,
 )
 from autopar.cost import peak_memory
-from autopar.cost.attention_cost import kernel_under
-from autopar.cost.collective_usage import results_of
 from autopar.cost.cost_model import CostModel
-from autopar.cost.memory_facts import facts_of, transposed_alone
-from autopar.cost.rounded_copies import rounded_copies
-from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile
+from autopar.cost.roofline import kernel_under
+from autopar.cost.usage import results_of, rounded_copies
+from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes

@@ -12,21 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
-from autopar.cost.collective_usage import (
+from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
+from autopar.cost.inner_collectives import Moment
+from autopar.cost.roofline import is_fusible
+from autopar.cost.stream_simulator import Overlap, run
+from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
+from autopar.cost.usage import (
     CollectiveUse,
+    host_copy_s,
     results_of,
+    rounded_copies,
     use_of_step,
     uses_of_pieces,
     uses_of_reduction,
     uses_of_ring,
 )
-from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
-from autopar.cost.host_usage import host_copy_s
-from autopar.cost.ring_permutes import Moment
-from autopar.cost.roofline import is_fusible
-from autopar.cost.rounded_copies import rounded_copies
-from autopar.cost.stream_simulator import Overlap, run
-from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import local_bytes
@@ -266,8 +266,8 @@ class _Writer:
                 works.append(self.collective(use, nbytes, (summand,), (value,), reduces=True))
 
     def in_pieces(self, compute: Compute, pieces: Pieces, made: dict[int, int], works: list[StreamWork]) -> None:
-        """A product whose pieces are computed while others are sent, as `autopar.lowering.collective_matmul` orders them:
-        the next piece is on its way beside each, and is read behind it.
+        """A product whose pieces are computed while others are sent, as `autopar.lowering.collective_matmul` orders
+        them: the next piece is on its way beside each, and is read behind it.
         """
         op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)
         assert strategy is not None, "products in pieces are split"

@@ -1,5 +1,4 @@
-"""Sources of examples by what they offer: arrays, examples by number, or examples one after the other; and files of
-tokens.
+"""Sources of examples by what they offer: arrays, examples by number, a file of tokens, examples in a row.
 
 An example is a pytree of arrays and numbers; lists of numbers in it are arrays, as Hugging Face's datasets have them.
 """

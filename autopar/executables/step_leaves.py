@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from autopar.common import jax_compat
 from autopar.common.jax_compat import buffer_addresses
 from autopar.executables.multiprocess import GlobalStep, with_process_lost_errors
-from autopar.frontend.callback_results import call_with_results
+from autopar.frontend.callbacks import call_with_results
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan, shardings_in
 from autopar.runtime.execution.dispatch import turn

@@ -4,19 +4,29 @@ In one program they behave as under plain `jax.jit`: a callback gets whole array
 the first device, which sends results to the others. Callbacks are never merged, and callbacks with effects are never
 removed. An exception would end the program of that device while the others wait for it forever; therefore it is kept,
 and raised after the step. In stages and micro-batches that are asked for, debug callbacks are called when the step has
-run (`autopar.frontend.callback_results`); others are refused: they would run once a micro-batch, with a part of it.
+run (below); others are refused: they would run once a micro-batch, with a part of it.
+
+The programs of a pipeline run on parts of the devices, once a micro-batch. So a `jax.debug.print` or
+`jax.debug.callback` leaves the step: its operands are further results, joined over micro-batches as all results are,
+and Python is called with them when the step has run: once a step, with whole arrays, in the order of the code.
+Callbacks inside of loops, branches and `jax.checkpoint`, and `io_callback` and `pure_callback`, stay where they are and
+are refused (`refuse_callbacks`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from autopar.common import jax_compat
+from autopar.common import jax_compat, jax_local
 from autopar.errors import UnsupportedError
+from autopar.frontend.fingerprints import jaxpr_fingerprint
+from autopar.ir.traced_step import TracedStep
 
 PRIMITIVES = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 
@@ -128,3 +138,64 @@ def _with_effects(jaxpr: Any) -> Iterator[Any]:
             yield from _with_effects(jaxpr_inside)
         if not inner:
             yield eqn
+
+
+_DEBUG = frozenset({"debug_callback", "debug_print"})
+
+
+def with_callbacks_as_results(traced: TracedStep) -> TracedStep:
+    """The step with the operands of its debug callbacks as further results; the same one where it has none."""
+    closed = jax_local.closed(traced.jaxpr, traced.constants)
+    cleaned, called = without_callbacks(closed)
+    if not called:
+        return traced
+    jaxpr = jax_compat.open_jaxpr(cleaned)
+    new = jaxpr.outvars[len(traced.out_avals) :]
+    return dataclasses.replace(
+        traced,
+        jaxpr=jaxpr,
+        out_avals=(*traced.out_avals, *(jax_compat.struct_of(v.aval) for v in new)),
+        out_paths=(*traced.out_paths, *(f"callbacks[{i}]" for i in range(len(new)))),
+        fingerprint=jaxpr_fingerprint(cleaned),
+        retrace=lambda avals: without_callbacks(traced.retrace(avals))[0],
+        callbacks=called,
+    )
+
+
+def call_with_results(traced: TracedStep, results: Sequence[Any]) -> Sequence[Any]:
+    """The results of the step's own, after its callbacks were called with the further ones.
+
+    Raises: what a callback raises.
+    """
+    own = len(results) - sum(literal is None for _, operands in traced.callbacks for literal in operands)
+    further = iter([_on_one_device(array) for array in results[own:]])
+    for eqn, operands in traced.callbacks:
+        jax_compat.bind(eqn, [next(further) if literal is None else literal for literal in operands])
+    jax.effects_barrier()
+    return results[:own]
+
+
+def _on_one_device(array: Any) -> Any:
+    if jax_compat.is_key_dtype(array.dtype):
+        numbers = jnp.asarray(np.asarray(jax.random.key_data(array)))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
+    return jnp.asarray(np.asarray(array))
+
+
+def without_callbacks(closed: Any) -> tuple[Any, tuple[tuple[Any, tuple[Any, ...]], ...]]:
+    """(the jaxpr, with the operands of its callbacks as results; each callback, with those of its operands that are
+    known, None for the others).
+    """
+    inner = jax_compat.open_jaxpr(closed)
+    kept, called, new = [], [], []
+    for eqn in inner.eqns:
+        if eqn.primitive.name not in _DEBUG or eqn.params.get("partitioned"):
+            kept.append(eqn)
+            continue
+        literals = [v.val if isinstance(v, jax_compat.Literal) else None for v in eqn.invars]
+        called.append((eqn, tuple(literals)))
+        new += [v for v in eqn.invars if not isinstance(v, jax_compat.Literal)]
+    if not called:
+        return closed, ()
+    rewritten = jax_compat.with_equations(closed, kept, [*inner.outvars, *new], jax_compat.jaxpr_consts(closed))
+    return rewritten, tuple(called)

@@ -10,7 +10,7 @@ import jax
 
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.frontend.callback_results import without_callbacks
+from autopar.frontend.callbacks import without_callbacks
 from autopar.frontend.fingerprints import jaxpr_fingerprint
 from autopar.ir.traced_step import TracedStep
 

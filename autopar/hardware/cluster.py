@@ -1,8 +1,11 @@
-"""`Cluster`, the hardware of a plan: devices, their number, and the links between them."""
+"""`Cluster`, the hardware of a plan: devices, their number, and the links between them; and its parts, where devices
+are of several kinds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +15,7 @@ import msgspec
 
 from autopar.common.json_files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, host_groups, machines, mixed, presets, torus
+from autopar.hardware import discovery, mesh_links, mixed, presets
 from autopar.hardware.collective_cost import Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
@@ -106,7 +109,7 @@ class Cluster:
     def axis_links(self, axis_sizes: Sequence[int]) -> tuple[Link, ...]:
         """The link that each axis of a logical mesh runs on, the mesh laid row-major over domains, then devices.
 
-        An axis inside a domain has the inner link; one over several shares their networks (`hardware.host_groups`).
+        An axis inside a domain has the inner link; one over several shares their networks (`hardware.mesh_links`).
 
         Raises: InvalidArgumentError for a mesh of more devices than the cluster, or that does not fill whole domains.
         """
@@ -124,16 +127,16 @@ class Cluster:
         sizes = tuple(axis_sizes)
         if self.axis_override or not (self.torus or math.prod(sizes) > self.domain_devices):
             return ()
-        return tuple((axes, self._group_link(sizes, axes)) for axes in host_groups.joint_axes(sizes))
+        return tuple((axes, self._group_link(sizes, axes)) for axes in mesh_links.joint_axes(sizes))
 
     def _group_link(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> Link:
         inside = self.inside_host
         if self.torus:
-            inside = torus.group_link(self.torus, sizes, axes, self.inside_host, self.inside_chip)
-        lies = host_groups.spread(sizes, axes, self.domain_devices)
+            inside = mesh_links.group_link(self.torus, sizes, axes, self.inside_host, self.inside_chip)
+        lies = mesh_links.spread(sizes, axes, self.domain_devices)
         if lies.hosts == 1:
             return inside
-        return host_groups.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
+        return mesh_links.link_over_hosts(lies, inside, self.between_hosts, is_ring=len(axes) == 1)
 
     def has_links_for(self, num_axes: int) -> bool:
         """Whether meshes of so many axes have links: of links given for each axis, as many, or one for all."""
@@ -164,7 +167,7 @@ class Cluster:
             num_hosts=num_domains * hosts_per_domain,
             devices_per_host=of_host,
             hosts_per_domain=hosts_per_domain,
-            torus=self.torus if whole else torus.part(self.torus, domain_devices, self.inside_chip),
+            torus=self.torus if whole else mesh_links.part(self.torus, domain_devices, self.inside_chip),
             parts=(),
             between_parts=None,
         )
@@ -264,17 +267,17 @@ class Cluster:
         Raises:
             InvalidArgumentError: A name that is not known, or a topology missing or where it means nothing.
         """
-        if name in machines.TPUS:
+        if name in presets.TPUS:
             return _tpu_slices(name, hosts, topology)
-        if name not in machines.GPU_HOSTS or topology is not None:
+        if name not in presets.GPU_HOSTS or topology is not None:
             raise InvalidArgumentError(
                 where=f"Cluster.preset({name!r}, topology={topology!r})",
-                expected=f"one of {', '.join((*machines.GPU_HOSTS, *machines.TPUS))}"
+                expected=f"one of {', '.join((*presets.GPU_HOSTS, *presets.TPUS))}"
                 + (" (topology on TPU only)" if topology else ""),
                 got=repr(name) + (f" with topology {topology!r}" if topology else ""),
                 hint="for other hardware make a Cluster(...) with its constants",
             )
-        machine = machines.GPU_HOSTS[name]
+        machine = presets.GPU_HOSTS[name]
         return cls(
             name=name,
             device=machine.device,
@@ -304,17 +307,17 @@ class Cluster:
             return cls.local(int(m[1]) if m[1] else None)
         if m := re.fullmatch(r"(tpu-?\w+):(\d+(?:x\d+)*)(?::(\d+))?", text):
             return cls.preset(m[1], topology=m[2], hosts=int(m[3] or 1))
-        for name in machines.GPU_HOSTS:
+        for name in presets.GPU_HOSTS:
             if m := re.fullmatch(rf"{re.escape(name)}(?:x(\d+))?", text):
                 return cls.preset(name, hosts=int(m[1] or 1))
             if m := re.fullmatch(rf"{re.escape(name)}:(\d+)", text):
-                return dataclasses.replace(cls.preset(name).submesh(1, machines.cards(name, int(m[1]))), name=text)
-        close = machines.meant(text)
+                return dataclasses.replace(cls.preset(name).submesh(1, presets.cards(name, int(m[1]))), name=text)
+        close = presets.meant(text)
         raise InvalidArgumentError(
             where="cluster",
             expected=f"local, a .json file, a machine with its number of hosts as in dgx-h100x8 or of cards as in "
-            f"dgx-h100:4 ({', '.join(machines.GPU_HOSTS)}), or a TPU with the shape of its slice as in tpu-v5e:4x4 "
-            f"({', '.join(machines.TPUS)})",
+            f"dgx-h100:4 ({', '.join(presets.GPU_HOSTS)}), or a TPU with the shape of its slice as in tpu-v5e:4x4 "
+            f"({', '.join(presets.TPUS)})",
             got=repr(text),
             hint=f"did you mean {close}?" if close else "join two with +: dgx-a100-80g+p3.16xlarge",
         )
@@ -394,8 +397,8 @@ def _unreadable(path: str | Path, got: str) -> InvalidArgumentError:
 
 
 def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
-    shape = machines.tpu_shape(name, topology)
-    device = machines.TPUS[name].device
+    shape = presets.tpu_shape(name, topology)
+    device = presets.TPUS[name].device
     return Cluster(
         name=f"{name}:{topology}",
         device=device,
@@ -404,5 +407,57 @@ def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
         inside_host=presets.TPU_ICI[device.name],
         between_hosts=presets.TPU_DCN,
         torus=shape,
-        inside_chip=machines.TPUS[name].inside_chip,
+        inside_chip=presets.TPUS[name].inside_chip,
     )
+
+
+WHOLE = -1  # instead of the number of a part: all devices of the cluster
+
+
+def first_devices(cluster: Cluster) -> dict[int, int]:
+    """The first device of each part of a cluster, and of the whole."""
+    sizes = itertools.accumulate((part.num_devices for part in cluster.parts), initial=0)
+    return {WHOLE: 0} | {number: first for number, (first, _) in enumerate(zip(sizes, cluster.parts, strict=False))}
+
+
+def part_number(cluster: Cluster, first_device: int, num_devices: int) -> int:
+    """The number of the part of a cluster that has these neighbouring devices; WHOLE: all of them, or one kind only.
+
+    Raises: InvalidArgumentError for devices of several parts that are not all of the cluster.
+    """
+    if not cluster.parts or num_devices == cluster.num_devices:
+        return WHOLE
+    first_of = first_devices(cluster)
+    for number, part in enumerate(cluster.parts):
+        if 0 <= first_device - first_of[number] <= part.num_devices - num_devices:
+            return number
+    sizes = " + ".join(f"{part.num_devices} {part.device.name}" for part in cluster.parts)
+    raise InvalidArgumentError(
+        where=f"a stage on cluster {cluster.name}",
+        expected=f"devices of one part ({sizes}), or all of the cluster",
+        got=f"devices {first_device} to {first_device + num_devices - 1}",
+        hint="choose stages whose devices are of one kind",
+    )
+
+
+def part_at(cluster: Cluster, first_device: int, num_devices: int) -> Cluster:
+    """The part of a cluster that has these devices; the cluster where all of it, or one kind only, has them."""
+    number = part_number(cluster, first_device, num_devices)
+    return cluster if number == WHOLE else cluster.parts[number]
+
+
+def peak_flops_per_s(cluster: Cluster, device: DeviceKind, num_devices: int, dtype: str) -> float:
+    """The peak rate of devices together: of all of a cluster the sum over its parts, else that of so many of a kind."""
+    if cluster.parts and num_devices == cluster.num_devices:
+        return sum(part.num_devices * part.device.peak_flops_per_s(dtype) for part in cluster.parts)
+    return num_devices * device.peak_flops_per_s(dtype)
+
+
+def memory_share(cluster: Cluster, first_device: int, num_devices: int) -> float:
+    """The memory of each of these devices, as a multiple of the smallest in the cluster."""
+    return part_at(cluster, first_device, num_devices).device.memory_bytes / cluster.device.memory_bytes
+
+
+def memory_shares(cluster: Cluster) -> tuple[float, ...]:
+    """Of each part of a cluster, the memory of a device as a multiple of the smallest."""
+    return tuple(part.device.memory_bytes / cluster.device.memory_bytes for part in cluster.parts)

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.common.records import lazy
-from autopar.cost.costs_on_meshes import CostsOnMeshes
+from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
 from autopar.frontend.recompute_in_scans import Recompute, is_product, saves_inputs_alone
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import memory_share
+from autopar.hardware.cluster import Cluster, memory_share
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import join_where_it_pays

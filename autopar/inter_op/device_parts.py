@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.errors import UnsupportedError
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, memory_shares
+from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
 from autopar.inter_op.stage_costs import PricedOption, send_seconds
 from autopar.passes.layers import Layers
 from autopar.passes.split_scan import SplitStep

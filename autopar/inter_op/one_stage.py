@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
+from autopar.cost.usage import compute_times_s
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
 from autopar.inter_op.fit_stages import BuildLimits

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, part_number
+from autopar.hardware.cluster import WHOLE, Cluster, part_number
 from autopar.inter_op.build_stages import (
     MicrobatchedStep,
     build,

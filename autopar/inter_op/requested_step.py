@@ -9,10 +9,9 @@ from typing import Any
 import jax
 
 from autopar.attention.checks import check_attention
-from autopar.cost.product_rate import main_dtype
+from autopar.cost.roofline import main_dtype
 from autopar.frontend.build_graph import build_graph
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import part_number
+from autopar.hardware.cluster import Cluster, part_number
 from autopar.inter_op.build_stages import (
     MicrobatchedStep,
     cut_layers,

@@ -13,12 +13,10 @@ import numpy as np
 
 from autopar.common.text import text_of_bytes
 from autopar.common.worker_processes import begin_workers
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model
-from autopar.cost.least_time import in_turn_s
+from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, memory_shares
+from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from autopar.hardware.cluster_parts import WHOLE
+from autopar.hardware.cluster import WHOLE
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh

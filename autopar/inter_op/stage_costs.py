@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.cost.collective_usage import predicted_collectives
-from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel, NodeCosts
-from autopar.cost.host_usage import host_copy_s
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
+from autopar.cost.usage import compute_times_s, host_copy_s, predicted_collectives
 from autopar.frontend.recompute_in_scans import Recompute
-from autopar.hardware.cluster_parts import WHOLE
+from autopar.hardware.cluster import WHOLE
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights

@@ -14,8 +14,7 @@ from autopar.common.progress import Progress
 from autopar.common.worker_processes import shared_job, worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.stream_work import Ran
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, memory_shares
+from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.device_parts import on_part, orders, placements
 from autopar.inter_op.fit_stages import BuildLimits

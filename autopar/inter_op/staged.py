@@ -12,8 +12,7 @@ from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import memory_share
+from autopar.hardware.cluster import Cluster, memory_share
 from autopar.inter_op.handing_out import handed_out_s
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from autopar.cost.cost_model import CostModel, cost_model
 from autopar.errors import InvalidArgumentError
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import WHOLE, first_devices, part_number
+from autopar.hardware.cluster import WHOLE, Cluster, first_devices, part_number
 from autopar.hardware.collective_cost import Link
 from autopar.ir.mesh import LogicalMesh
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.records import lazy
-from autopar.cost.costs_on_meshes import CostsOnMeshes
+from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.overlap import crossing_s
 from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.attention.kernels import Kernel
 from autopar.attention.notes import large_scores
 from autopar.cost.cost_model import cost_model
-from autopar.cost.memory_facts import place_names
+from autopar.cost.xla_program import place_names
 from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of, unfold

@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 import math
 
-from autopar.cost.collective_usage import predicted_collectives, uses_of_pieces
 from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.cost.usage import predicted_collectives, uses_of_pieces
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.lowering.collective_matmul import with_collective_matmuls

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost import peak_memory
-from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
 from autopar.cost.stream_work import Ran
+from autopar.cost.usage import compute_times_s
 from autopar.cost.xla_program import Compiler
 from autopar.ir.graph import ALL, OpGraph, Role, values_of
 from autopar.lowering.host_copies import with_host_copies

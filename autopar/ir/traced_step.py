@@ -53,7 +53,7 @@ class TracedStep:
     (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in
     the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
     by the variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its
-    last results (`autopar.frontend.callback_results`). `trace_again` is `retrace` with what was removed of the code
+    last results (`autopar.frontend.callbacks`). `trace_again` is `retrace` with what was removed of the code
     beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
     (`autopar.frontend.saved_names`); None: as written.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where

@@ -1,20 +1,19 @@
-"""Ragged and grouped products: rows in groups, each group with a matrix of its own (`jax.lax.ragged_dot`, megablox).
+"""Operations in groups: ragged and grouped products (`jax.lax.ragged_dot`, megablox), and convolutions.
 
-The sizes of the groups are known to every device. A device that has some of the rows finds by them how many of each
-group are its own; a device that has some of the groups moves their rows to the front. So rows, groups, columns and the
-inner dimension may all be split:
+Of a product rows are in groups, each with a matrix of its own. The sizes of the groups are known to every device. A
+device that has some of the rows finds by them how many of each group are its own; a device that has some of the groups
+moves their rows to the front. So rows, groups, columns and the inner dimension may all be split:
 
     product of rows (`rows`)       [m, k] x [g, k, n] -> [m, n]    m, n: parts; k, g: each device makes a summand
     sum over rows (its gradient)   [m, k] x [m, n] -> [g, k, n]    k, n, g: parts; m: each device makes a summand
 
 XLA's partitioner splits none of them on a TPU or a GPU, where a ragged product is one call.
 
-Convolutions in groups of channels or of examples, run on each device's own groups.
-
-XLA's SPMD partitioner is not used for them: on a mesh of two axes it doubles the gradient of a depthwise kernel, and
-where groups are split further it ends the process. Shardy's rule of such a convolution has a factor for the groups and,
-minor to it, one for what lies in a group, so that each device holds whole groups, or a part of one group: it runs the
-same convolution on its part, with as many groups as it holds.
+Convolutions in groups of channels or of examples run on each device's own groups. XLA's SPMD partitioner is not used
+for them: on a mesh of two axes it doubles the gradient of a depthwise kernel, and where groups are split further it
+ends the process. Shardy's rule of such a convolution has a factor for the groups and, minor to it, one for what lies in
+a group, so that each device holds whole groups, or a part of one group: it runs the same convolution on its part, with
+as many groups as it holds.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ An operand that is gathered over mesh axes is sent round the devices of these ax
 multiplied while the next one is on its way: by the first product that reads it and does not sum over the parts, or by
 the first, if all do. What reads the operand behind it has nothing to wait for, and reads it put together. A sum that is
 scattered is computed part by part, and each part's sum goes round while the next part is computed. In the instructions
-these are the same moves and products as before, marked with `Pieces`; `autopar.lowering.collective_matmul` runs them.
+these are the same moves and products as before, marked with `Pieces`.
 
 Source: Wang et al., "Overlap communication with dependent computation via decomposition in large deep learning models",
 2023.
-
-Runs products in pieces on each device's part: parts of an operand come in, or sums of parts go out, round a ring.
 
 On device i of n, piece k of an operand is the part of device (i + k) mod n: what comes from the next device. Of a
 result, the device computes its summand of the part of device (i + n - 1 - k) mod n at step k, adds what came from the

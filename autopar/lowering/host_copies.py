@@ -1,7 +1,4 @@
-"""Copies between the memories of devices and hosts, as the decisions of a plan ask for them.
-
-What the passes that bring values back from the memory of the host read of an instruction, and change of it.
-"""
+"""Copies between the memories of devices and hosts, as the decisions of a plan ask for them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """From decisions to instructions: the operands of each operation and every resharding step, in program order.
 
-The same instructions are executed (`emit`), counted (`prediction`) and measured for memory, so that what is
-predicted is what runs.
-
-`ShardingPlan`, the decisions for one graph on one mesh: written by a search, read by lowering.
-
-The equations of a graph as they were lowered last: the candidates of one step on one mesh differ in few of them.
+The same instructions are executed (`emit`), counted (`prediction`) and measured for memory, so that what is predicted
+is what runs. `ShardingPlan` has the decisions for one graph on one mesh: a search writes it. Equations are kept as they
+were lowered last: the candidates of one step on one mesh differ in few of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The best plan of a manual way: its settings by bounds and estimates, and plans of those that may be the best.
 
-What settings of a recipe come to by bounds, and by estimates on fewer of their equal layers, before a plan is made.
-
-The rules of `autopar.inter_op.truncated_model` and `autopar.inter_op.evaluate`: an estimate may be off by
-`ESTIMATE_ERROR` and `PEAK_ERROR`, so what may be the best by it is planned, and the rest is not.
+Estimates are made on fewer of a step's equal layers, by the rules of `autopar.inter_op.truncated_model` and
+`autopar.inter_op.evaluate`: one may be off by `ESTIMATE_ERROR` and `PEAK_ERROR`, so what may be the best by it is
+planned, and the rest is not.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable
 
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan, planning_context
-from autopar.cost.least_time import least_time_s
+from autopar.cost.cost_model import least_time_s
 from autopar.errors import AutoparError, MemoryLimitError
 from autopar.inter_op.build_stages import recomputed
 from autopar.inter_op.evaluate import PEAK_ERROR

@@ -1,10 +1,8 @@
-"""How the settings that a recipe leaves open are gone through: a frontier of memory, or a walk from the best.
+"""The settings that a recipe leaves open, and how they are gone through: a frontier of memory, or a walk from the best.
 
 A recipe such as data parallelism leaves open into how many micro-batches the batch is cut and what is recomputed, and
 Megatron's grid leaves open how many devices share what. Each is a generator: it yields attempts, is told what each came
 to, and goes on from that.
-
-A step on a cluster, a setting of a recipe for it, an attempt at it, and what that came to.
 """
 
 from __future__ import annotations

@@ -10,18 +10,143 @@ and what is added up of the batch alone, such as the number of tokens that a lay
 Likewise what such a scan makes without the examples, for each trip or at its end, and what leaves the step or is drawn
 of behind the scan, such as the counts and keys of each layer's random numbers, or a key that the layers hand on: it is
 made once, not in each micro-batch.
+
+Results of a scan that are known before the micro-batches are made by a scan of their own, without the carried values
+that they do not depend on. A loss that is summed over chunks of tokens is divided by a count that the same scan sums.
+The count comes of the batch alone, but beside the loss it would be known after the last micro-batch only, and gradients
+need it in the first one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from autopar.common import jax_compat
 from autopar.common.records import replaced
-from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects
-from autopar.ir.rewrite import Fresh, equal_values, scan_equation
-from autopar.microbatch.known_results import known_results
+from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
+from autopar.ir.rewrite import Fresh, clone, equal_values, handed_on, scan_equation
+from autopar.microbatch.microbatch_analysis import is_heavy
+
+
+def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
+    """The operation that makes the `wanted` results alone, of the operands that they need, under the same numbers.
+
+    An equation is taken as it is. None for what cannot be taken apart, or has effects, which would happen once more.
+    """
+    if has_effects(op):
+        return None
+    if op.kind is OpKind.EQUATION:
+        return op
+    if op.kind is not OpKind.SCAN or free_values(op.blocks[0]):
+        return None
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    unchanged = handed_on(op)
+    made = [body.inputs[k + i] if i in unchanged else a for i, a in enumerate(body.outputs)]
+    results = {i for i, v in enumerate(op.outputs) if v in wanted}
+    while True:
+        ops, read = _needed(body, [made[i] for i in results])
+        positions = [i for i, v in enumerate(body.inputs) if v in read or i - k in results & set(range(op.num_carry))]
+        carried = {i - k for i in positions if k <= i < n}
+        if carried <= results:
+            break
+        results |= carried
+    kept = sorted(results)
+    block = Block(inputs=tuple(body.inputs[i] for i in positions), outputs=tuple(made[i] for i in kept), ops=tuple(ops))
+    return replaced(
+        op,
+        eqn=scan_equation(op, positions).replace(outvars=[op.eqn.outvars[i] for i in kept]),
+        inputs=tuple(op.inputs[i] for i in positions),
+        outputs=tuple(op.outputs[i] for i in kept),
+        blocks=(block,),
+        num_consts=sum(i < k for i in positions),
+        num_carry=len(carried),
+    )
+
+
+def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
+    """(the operations of a block that some of its outputs need, in order; all values that they read)."""
+    read = {a for a in outputs if isinstance(a, int)}
+    ops = []
+    for op in reversed(block.ops):
+        if read.isdisjoint(op.outputs):
+            continue
+        if op.kind is OpKind.BARRIER:
+            passed = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in read]
+            op = replaced(op, inputs=tuple(a for a, _ in passed), outputs=tuple(v for _, v in passed))
+        op = part_of_results(op, read) or op
+        ops.append(op)
+        read |= set(read_by(op))
+    return ops[::-1], read
+
+
+def split_known_results(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
+    """Both graphs, of a whole batch and of a micro-batch, with such results made apart.
+
+    Only results that an equation reads: what another loop reads, such as a mask that is kept for the backward pass,
+    stays. Both graphs have the same operations before and after.
+    """
+    wanted = _wanted(whole)
+    return (_with_parts(whole, wanted), _with_parts(part, wanted)) if wanted else (whole, part)
+
+
+def _with_parts(graph: OpGraph, wanted: Mapping[int, frozenset[int]]) -> OpGraph:
+    fresh, ops = Fresh(graph), []
+    for op in graph.block.ops:
+        ops += _apart(op, wanted[op.outputs[0]], fresh) if op.outputs and op.outputs[0] in wanted else [op]
+    return dataclasses.replace(
+        graph, values=tuple(fresh.values), block=dataclasses.replace(graph.block, ops=tuple(ops))
+    )
+
+
+def _apart(op: Op, known: frozenset[int], fresh: Fresh) -> list[Op]:
+    """The scan of the known results, and that of the others; the operation itself where it cannot be taken apart."""
+    apart = part_of_results(op, known)
+    rest = part_of_results(op, [v for v in op.outputs if v not in known])
+    if apart is None or rest is None:
+        return [op]
+    again = set(apart.outputs)  # what the others need too
+    outputs = tuple(fresh.copy_of(v) if v in again else v for v in rest.outputs)
+    return [replaced(clone(apart, {}, fresh), outputs=apart.outputs), replaced(rest, outputs=outputs)]
+
+
+def _wanted(graph: OpGraph) -> dict[int, frozenset[int]]:
+    """By the first result of a scan, its results that are known before the loop and that equations read."""
+    known = set(graph.block.inputs)
+    read = {a for op in graph.block.ops if op.kind is OpKind.EQUATION for a in op.inputs if isinstance(a, int)}
+    wanted = {}
+    for op in graph.block.ops:
+        found = known_results(op, known)
+        known |= found
+        if op.kind is OpKind.SCAN and 0 < len(found) < len(op.outputs) and not read.isdisjoint(found):
+            wanted[op.outputs[0]] = frozenset(found & read)
+    return wanted
+
+
+def known_results(op: Op, known: Set[int]) -> set[int]:
+    """The results of an operation that are known where some values are, and cheap to make for the whole batch."""
+    if op.kind is OpKind.BARRIER:
+        return {v for a, v in zip(op.inputs, op.outputs, strict=True) if _is_known(a, known)}
+    if op.kind is not OpKind.SCAN:
+        return set(op.outputs) if not is_heavy(op) and all(v in known for v in read_by(op)) else set()
+    (body,), k, n = op.blocks, op.num_consts, op.num_consts + op.num_carry
+    carried = {i for i in range(op.num_carry) if _is_known(op.inputs[k + i], known)}
+    others = {v for i, v in enumerate(body.inputs) if not k <= i < n and _is_known(op.inputs[i], known)}
+    while True:
+        inside = known | others | {body.inputs[k + i] for i in carried}
+        for inner in body.ops:
+            inside |= known_results(inner, inside)
+        if all(_is_known(body.outputs[i], inside) for i in carried):
+            break
+        carried = {i for i in carried if _is_known(body.outputs[i], inside)}
+    stacked = range(op.num_carry, len(op.outputs))
+    return {op.outputs[i] for i in (*carried, *(j for j in stacked if _is_known(body.outputs[j], inside)))}
+
+
+def _is_known(atom: Atom, known: Set[int]) -> bool:
+    return not isinstance(atom, int) or atom in known
+
 
 _DRAWS = "random_bits"
 
@@ -41,7 +166,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     for op, other in zip(whole.block.ops, part.block.ops, strict=True):
         plan = plans.get(op.id)
         for loop, numbered, out in zip((op, other), values, ops, strict=True):
-            out += [loop] if plan is None else _apart(loop, plan, numbered, first_id + len(out))
+            out += [loop] if plan is None else _drawn_apart(loop, plan, numbered, first_id + len(out))
     return tuple(
         dataclasses.replace(g, values=tuple(v), block=dataclasses.replace(g.block, ops=tuple(o)))
         for g, v, o in zip((whole, part), values, ops, strict=True)
@@ -300,7 +425,7 @@ def _plan_of(op: Op, wanted: set[int], follows_examples: Callable[[int], bool]) 
     )
 
 
-def _apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
+def _drawn_apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[Op]:
     """The scan that draws, and the scan that reads what it drew. Adds to the values."""
     (body,) = op.blocks
     equal = equal_values(body)

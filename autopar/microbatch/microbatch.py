@@ -24,17 +24,13 @@ from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import TYPE_CHANGES, Spec, collective_axes, is_island, island_of
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
 from autopar.microbatch.cut_graph import cut_graph
-from autopar.microbatch.example_places import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
+from autopar.microbatch.example_rules import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
 from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State, differs_by_trip
-from autopar.microbatch.hoist_draws import hoist_draws
-from autopar.microbatch.jaxpr_pairs import with_literals_of
-from autopar.microbatch.known_results import split_known_results
+from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
-from autopar.microbatch.part_of_results import part_of_results
-from autopar.microbatch.running_state import UpdateWriter
-from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
+from autopar.microbatch.running_state import UpdateWriter, one_equation, scaling
+from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step, with_literals_of
 from autopar.microbatch.value_states import ValueStates, find_states
-from autopar.microbatch.written_operations import one_equation, scaling
 from autopar.sharding.rules import RuleBook, with_rules
 
 # The section of each operation: before the loop over micro-batches, in it, or after it, by where values are needed.

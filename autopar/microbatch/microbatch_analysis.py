@@ -22,16 +22,17 @@ from autopar.ir.rewrite import handed_on
 from autopar.kernels.islands import is_island
 from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.pallas_grid import is_pallas_call, is_same_kernel
-from autopar.microbatch.example_places import (
+from autopar.microbatch.example_rules import (
     AGAINST_OTHERS,
     COMBINES,
     SEVERAL,
     SHARED,
     MixesExamples,
     Results,
+    places_of_results,
     shape_of,
+    sums_over_examples,
 )
-from autopar.microbatch.example_rules import places_of_results, sums_over_examples
 from autopar.microbatch.forms import (
     TRIPS,
     CombinesExamples,

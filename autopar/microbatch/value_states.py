@@ -17,8 +17,8 @@ from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
 from autopar.microbatch.accumulation import shortest_name
 from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack
+from autopar.microbatch.hoist_draws import part_of_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy, is_number, is_work_on_examples, state_of
-from autopar.microbatch.part_of_results import part_of_results
 
 # A scan of the step as two: in the loop over micro-batches what works on examples, behind it what reads whole sums.
 #

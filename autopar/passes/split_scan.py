@@ -36,8 +36,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import role_of
 from autopar.ir.graph import FactorKind, Role, Rule
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.example_places import MixesExamples
-from autopar.microbatch.example_rules import places_of_results
+from autopar.microbatch.example_rules import MixesExamples, places_of_results
 from autopar.passes.scan_stacks import COMBINE, LOOPS, StackedStep, Stacks, all_stacks, find_stacks, major, rules_of
 from autopar.sharding.rules import RuleBook, equation_key
 

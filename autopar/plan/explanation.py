@@ -17,8 +17,8 @@ import msgspec
 from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count, text_of_s
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
-from autopar.hardware import host_groups
-from autopar.hardware.cluster_parts import part_at
+from autopar.hardware import mesh_links
+from autopar.hardware.cluster import part_at
 from autopar.ir.layout import Layout, enumerate_layouts
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
 from autopar.plan import summary
@@ -301,7 +301,7 @@ def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> b
     axes = tuple(AXIS_NAMES.index(name) for name in names)
     first = summary.first_device(record, stage)
     domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
-    return host_groups.spread(sizes, axes, domain_devices).hosts > 1
+    return mesh_links.spread(sizes, axes, domain_devices).hosts > 1
 
 
 def argument_called(record: PlanRecord, what: str, most: int) -> PlannedValue:

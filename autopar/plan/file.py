@@ -16,7 +16,7 @@ from autopar.attention.kernels import Kernel
 from autopar.common.json_files import Fault, JsonFaultError, decoded, first_layout_twice
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.errors import InvalidArgumentError, PlanFormatError
-from autopar.hardware.cluster_parts import part_number
+from autopar.hardware.cluster import part_number
 from autopar.hardware.collective_cost import PLANNED_KINDS
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh

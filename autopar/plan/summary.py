@@ -17,8 +17,7 @@ import msgspec
 from autopar.common.paths import parts_of
 from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.common.trace_events import Timeline
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import memory_share, part_at
+from autopar.hardware.cluster import Cluster, memory_share, part_at
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 

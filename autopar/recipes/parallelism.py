@@ -1,8 +1,5 @@
-"""Recipes of several kinds of parallelism together.
-
-Recipes in pipeline stages and micro-batches, with recomputation and offloading.
-
-Recipes of one parallelism each: data with ZeRO, tensor, expert and sequence parallelism.
+"""The recipes: of one parallelism (data with ZeRO, tensor, expert, sequence), in pipeline stages, and of several
+together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A recipe as a value, and the request of a plan that it makes.
-
-The mesh axes of a recipe, in Megatron's order, and their sizes.
-"""
+"""A recipe as a value, and the request of a plan that it makes; its mesh axes, in Megatron's order, and their sizes."""
 
 from __future__ import annotations
 

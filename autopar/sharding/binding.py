@@ -1,6 +1,6 @@
 """`Binding`: a mesh of some number of devices whose axes are for something, as a recipe says it.
 
-Mesh axes of a recipe as two, where arrays of the step divide by one of them only.
+A mesh axis becomes two where arrays of the step divide by one of them only (`with_groups`).
 
 Attention shared by heads among more devices than there are of keys and values: one mesh axis would split such heads
 inside (their width, whose products are partial sums of all scores). Two axes split queries by heads over both, and keys

@@ -2,11 +2,10 @@
 
 `autopar.recipes` names the sources.
 
-Tensor parallelism on a square of devices (2D), on several squares (2.5D) and on a cube (3D): the uses of the axes.
-
-Of a product Y = X W with X of (examples, features in), on q x q devices (`square`): the row splits examples, the column
-features; of W the row splits what goes in and the column what comes out, so that each device holds a block of
-everything. What the broadcasts of SUMMA would send, a product gathers at once, which is as much:
+Tensor parallelism on a square of devices is 2D, on several squares 2.5D, on a cube 3D. Of a product Y = X W with X of
+(examples, features in), on q x q devices (`square`): the row splits examples, the column features; of W the row splits
+what goes in and the column what comes out, so that each device holds a block of everything. What the broadcasts of
+SUMMA would send, a product gathers at once, which is as much:
 
     Y  = X W        gathers X along the column and W along the row
     dX = dY W^T     gathers W again, and scatters its sums along the column

@@ -2,9 +2,7 @@
 
 A pattern (`autopar.common.paths`) names leaves of the arguments, or, where it matches none, the results of modules. The
 names of axes are the user's: which axis of a logical mesh has which name is a choice of its own, the same one for all
-pins.
-
-Pins that a step's own code writes: `with_sharding_constraint`, `reshard`, `out_sharding=`, over the code's mesh.
+pins. A step's own code writes pins too: `with_sharding_constraint`, `reshard`, `out_sharding=`, over the code's mesh.
 """
 
 from __future__ import annotations

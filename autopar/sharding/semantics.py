@@ -4,11 +4,10 @@ Recipes speak of these ("split the batch over data"), the graph does not know th
 whose meaning is known, are followed through the operations by the factors of their rules, forwards and backwards; a
 dimension that is split or joined (reshape) is followed in its parts.
 
-Attention inside of kernels, known by the factors of their calls.
-
-A call attends where it reads two or more arrays of positions by something that may be split, and needs the positions
-of one of them whole: those of keys. The factors that may be split, stand in all of these arrays, and count neither
-examples nor positions are heads. Several heads of queries to a head of keys are one factor with it.
+Attention inside of kernels is known by the factors of their calls. A call attends where it reads two or more arrays of
+positions by something that may be split, and needs the positions of one of them whole: those of keys. The factors that
+may be split, stand in all of these arrays, and count neither examples nor positions are heads. Several heads of queries
+to a head of keys are one factor with it.
 """
 
 from __future__ import annotations

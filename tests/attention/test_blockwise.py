@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.attention import query_blocks
+from autopar.attention import ring
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from tests.attention.test_match import BATCH, causal, dropped, numbers, trained
 from tests.programs.test_found_at_random import same_as_jit
@@ -90,7 +90,7 @@ def test_every_plan_computes_what_plain_jit_does(recipe, devices):
 
 def test_queries_in_blocks_compute_the_same(monkeypatch):
     """Four blocks of queries: the last ones' positions, masks and gradients are those of the whole."""
-    monkeypatch.setattr(query_blocks, "QUERY_BLOCK", L // 4)
+    monkeypatch.setattr(ring, "QUERY_BLOCK", L // 4)
     state, batch = arguments()
     expected = jax.jit(train_step)(state, batch)
     step = parallel(None, 1)

@@ -9,9 +9,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from autopar.attention import execute, kernels, ring
-from autopar.attention.form import AttentionForm, Gradients
+from autopar.attention.form import AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.kernels import Kernel, kernel_of, library_of, visible_share
-from autopar.attention.masks import DistanceMask, distance_mask
 from autopar.hardware import presets
 from tests.attention.test_match import causal, distance, graph_of, padded, plain, stock, window_by_addition
 

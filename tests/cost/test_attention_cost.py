@@ -10,9 +10,9 @@ import autopar
 from autopar import recipes
 from autopar.attention.kernels import Kernel
 from autopar.attention.work import block_bytes, flops, repeated_operands
-from autopar.cost.attention_cost import attention_s, kernel_under
 from autopar.cost.cost_model import NodeCosts, cost_model
-from autopar.cost.ring_permutes import far_permute_s
+from autopar.cost.inner_collectives import far_permute_s
+from autopar.cost.roofline import attention_s, kernel_under
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets

@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from autopar.cost.cost_model import cost_model
-from autopar.cost.costs_on_meshes import CostsOnMeshes
+from autopar.cost.cost_model import CostsOnMeshes, cost_model
 from autopar.frontend.tracing import trace
 from autopar.inter_op.build_stages import build, cut_layers, stage_graphs
 from autopar.inter_op.fit_stages import BuildLimits

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import recipes
-from autopar.cost.collective_usage import predicted_collectives
-from autopar.cost.compute_times import compute_times_s
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.stream_simulator import overlap_of, run
 from autopar.cost.stream_work import SendTime, Stream, StreamWork
+from autopar.cost.usage import compute_times_s, predicted_collectives
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from autopar.cost.cost_model import NodeCosts, cost_model
-from autopar.cost.product_rate import ProductRate, product_rate
+from autopar.cost.roofline import ProductRate, product_rate
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster

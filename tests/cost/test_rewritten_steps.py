@@ -11,7 +11,6 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.common import jax_compat
-from autopar.cost.memory_facts import puts_one_in_each_row
 from autopar.cost.peak_memory import (
     GPU,
     TPU,
@@ -22,6 +21,7 @@ from autopar.cost.peak_memory import (
     shifted_scores,
     with_sunk_broadcasts,
 )
+from autopar.cost.xla_program import puts_one_in_each_row
 from autopar.verification import compile_for_target
 from tests.cost.test_peak_memory import BIG, Builder, peak
 

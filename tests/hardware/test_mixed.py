@@ -8,8 +8,7 @@ import pytest
 
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import presets
-from autopar.hardware.cluster import Cluster
-from autopar.hardware.cluster_parts import memory_shares, part_number
+from autopar.hardware.cluster import Cluster, memory_shares, part_number
 from autopar.hardware.mixed import slowest_kind, slowest_link
 
 

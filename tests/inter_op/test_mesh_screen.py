@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import autopar
 from autopar import Cluster
-from autopar.hardware.cluster_parts import WHOLE
+from autopar.hardware.cluster import WHOLE
 from autopar.inter_op import stage_problems
 from autopar.inter_op.mesh_screen import MUCH_SLOWER, MeshScreen
 from autopar.inter_op.stage_problems import DecidedOptions

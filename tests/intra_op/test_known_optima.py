@@ -18,8 +18,8 @@ import pytest
 import autopar
 from autopar import solver
 from autopar.cost import cost_model
-from autopar.cost.collective_usage import predicted_collectives
 from autopar.cost.stream_simulator import overlap_of
+from autopar.cost.usage import predicted_collectives
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster, Link

@@ -13,8 +13,7 @@ from autopar.common import jax_compat
 from autopar.ir.graph import FactorKind
 from autopar.kernels.cudnn import NAMES, is_cudnn_attention
 from autopar.kernels.local import local_rule, local_work
-from autopar.microbatch.example_places import MixesExamples
-from autopar.microbatch.example_rules import places_of_results
+from autopar.microbatch.example_rules import MixesExamples, places_of_results
 from autopar.verification import compile_for_target
 from autopar.xla import aot
 

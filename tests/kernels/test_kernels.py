@@ -14,8 +14,7 @@ from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import FactorKind
 from autopar.kernels.operation import parse
-from autopar.microbatch.example_places import MixesExamples
-from autopar.microbatch.example_rules import places_of_results
+from autopar.microbatch.example_rules import MixesExamples, places_of_results
 from autopar.sharding.rules import RuleBook
 from tests.kernels import pallas_steps as steps
 from tests.kernels.pallas_steps import plain_attention, train_step

@@ -19,8 +19,7 @@ from autopar.kernels import known
 from autopar.kernels.known import opaque_rule
 from autopar.kernels.local import local_work
 from autopar.kernels.pallas_grid import grid_along, grid_of, kernel_name
-from autopar.microbatch.example_places import MixesExamples
-from autopar.microbatch.example_rules import places_of_results
+from autopar.microbatch.example_rules import MixesExamples, places_of_results
 from tests.kernels.pallas_steps import arguments, loss, pallas_attention, plain_attention
 from tests.small_steps import assert_close, slow_cluster
 

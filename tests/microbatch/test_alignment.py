@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.errors import UnsupportedError
-from autopar.microbatch.jaxpr_pairs import with_literals_of
+from autopar.microbatch.smaller_step import with_literals_of
 
 
 def test_results_of_a_scan_body_that_differ_are_told_by_their_types_and_the_line_of_the_scan():

@@ -13,10 +13,9 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import walk
 from autopar.microbatch.cut_graph import cut_graph
-from autopar.microbatch.jaxpr_pairs import with_literals_of
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
-from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step
+from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step, with_literals_of
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from tests import small_steps

@@ -6,8 +6,7 @@ import pytest
 
 from autopar.frontend.fingerprints import jaxpr_fingerprint
 from autopar.frontend.tracing import trace
-from autopar.microbatch.jaxpr_pairs import with_literals_of
-from autopar.microbatch.smaller_step import SmallerSteps, smaller_step
+from autopar.microbatch.smaller_step import SmallerSteps, smaller_step, with_literals_of
 from benchmarks.zoo import CASES
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from autopar.common.trace_events import LINKS, Timeline
-from autopar.hardware import host_groups
+from autopar.hardware import mesh_links
 from autopar.ir.mesh import AXIS_NAMES, axes_text
 from autopar.plan import summary
 from autopar.plan.schema import PlanRecord
@@ -186,7 +186,7 @@ def link_loads(record: PlanRecord) -> tuple[LinkLoad, ...]:
         share = summary.stage_share(record, row.stage)
         for c in row.collectives:
             axes = tuple(AXIS_NAMES.index(name) for name in c.axes)
-            spread = host_groups.spread(sizes, axes, record.cluster.domain_devices)
+            spread = mesh_links.spread(sizes, axes, record.cluster.domain_devices)
             where = INSIDE if spread.hosts == 1 else BETWEEN
             total = loads.setdefault((where, f"collectives over {axes_text(c.axes)}"), [0.0, 0.0])
             total[0] += share * c.sent_bytes

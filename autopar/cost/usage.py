@@ -1,23 +1,34 @@
-"""The collectives of a lowered step: their number, mesh axes, bytes and seconds."""
+"""What a lowered step uses: collectives, the memory of the host and copies to it, seconds of computation by operation.
+
+Some values are sent in 16 bits although they are kept in 32: copies that only matrix products read. A TPU's matrix
+units take bfloat16, and at default precision XLA rounds the 32-bit operands of a product to it. Where a copy of a value
+on other devices is read by such products only, XLA rounds before it sends: half the bytes go over the links, and the
+copy takes half the memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
-from autopar.cost.cost_model import CostModel
-from autopar.cost.island_collectives import island_collectives
-from autopar.cost.ring_permutes import Moment, ring_permutes
-from autopar.cost.rounded_copies import rounded_copies
+import jax
+
+from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.cost.inner_collectives import Moment, island_collectives, ring_permutes
 from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
-from autopar.ir.graph import Op, OpGraph, OpKind, Value
-from autopar.ir.layout import local_bytes
+from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
+from autopar.ir.layout import Layout, local_bytes
+from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.instructions import (
     Compute,
+    HostCopy,
+    Instruction,
     Key,
     Loop,
     LoweredBlock,
     Move,
+    host_copies_in,
 )
 from autopar.sharding.resharding import ReshardStep
 from autopar.sharding.strategies import Strategy
@@ -195,3 +206,124 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, Colle
         )
         for permute in ring_permutes(op, strategy, model.device, model.links)
     ]
+
+
+# They only move what they read: rounding before is rounding after.
+_MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
+
+
+def rounded_copies(
+    graph: OpGraph, instructions: Sequence[Instruction], results: Iterable[Key], model: CostModel
+) -> frozenset[Key]:
+    """The copies that moves among these instructions make in 16 bits; `results` are read by others too."""
+    if not model.compiler.products_round:
+        return frozenset()
+    rounded: set[Key] = set()
+    elsewhere: set[Key] = set(results)  # read by what does not round
+    in_products: set[Key] = set()
+    for instruction in reversed(instructions):
+        if isinstance(instruction, Move):
+            key = instruction.value, instruction.target
+            wide = graph.values[instruction.value].dtype == "float32"
+            if (
+                wide
+                and key in in_products
+                and key not in elsewhere
+                and not any(step.kind.reduces for step in instruction.steps)
+            ):
+                rounded.add(key)
+            elsewhere.update(instruction.keys_read)
+        elif isinstance(instruction, Compute) and _rounds(instruction.op):
+            in_products.update(instruction.keys_read)
+        elif isinstance(instruction, Compute) and instruction.op.primitive in _MOVING:
+            (made,) = instruction.keys_made
+            (in_products if made in in_products and made not in elsewhere else elsewhere).update(instruction.keys_read)
+        else:
+            elsewhere.update(instruction.keys_read)
+    return frozenset(rounded)
+
+
+def _rounds(op: Op) -> bool:
+    """A matrix product at default precision."""
+    if op.primitive != "dot_general":
+        return False
+    precision = op.eqn.params.get("precision")
+    wanted = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, jax.lax.Precision.DEFAULT) for p in wanted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What one device keeps in the memory of its host, and copies from there and back in a step. `saved_bytes`: of one
+    micro-batch (else of the step), between the passes.
+    """
+
+    kept_bytes: int
+    saved_bytes: int
+    copied_bytes: int
+    time_s: float
+
+
+def host_use(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> HostUse:
+    """Of the state that a lowered step finds in the memory of the host, and the activations that it saves there."""
+    mesh = model.links.mesh
+
+    def local(value: int, layout: Layout) -> int:
+        v = graph.values[value]
+        return local_bytes(v.shape, v.itemsize, layout, mesh)
+
+    entries = zip(lowered.block.inputs, lowered.entries(), strict=True)
+    copies = list(host_copies_in(lowered))
+    outputs = zip(lowered.block.outputs, lowered.outputs, strict=True)
+    new_state = {(atom, place) for atom, place in outputs if isinstance(atom, int)}
+    saved = [t for t in copies if t.to_host and (t.value, t.target) not in new_state]
+    return HostUse(
+        kept_bytes=sum(local(v, layout) for v, (layout, state) in entries if state == HOST),
+        saved_bytes=sum(t.trips * local(t.value, t.target[0]) for t in saved),
+        copied_bytes=sum(_runs(graph, t) * local(t.value, t.target[0]) for t in copies),
+        time_s=sum(host_copy_s(graph, t, model) for t in copies),
+    )
+
+
+def passing_bytes(graph: OpGraph, instructions: Sequence[Instruction], mesh: LogicalMesh) -> int:
+    """Bytes of what a device sends to the memory of its host and brings back within a part of a step."""
+    read = {key for instruction in instructions for key in instruction.keys_read}
+    made = {key for instruction in instructions for key in instruction.keys_made if key[1][1] == HOST}
+    values = ((graph.values[value], layout) for value, (layout, _) in made & read)
+    return sum(local_bytes(v.shape, v.itemsize, layout, mesh) for v, layout in values)
+
+
+def host_copy_s(graph: OpGraph, copy: HostCopy, model: CostModel) -> float:
+    """Seconds of all runs, in a step, of a copy from the memory of the host, or to it."""
+    value = graph.values[copy.value]
+    nbytes = local_bytes(value.shape, value.itemsize, copy.target[0], model.links.mesh)
+    return _runs(graph, copy) * model.device.host_copy_s(nbytes)
+
+
+def _runs(graph: OpGraph, copy: HostCopy) -> int:
+    return copy.trips * (graph.num_microbatches if copy.section.repeats else 1)
+
+
+def compute_times_s(
+    graph: OpGraph, lowered: LoweredBlock, model: CostModel, costs: NodeCosts | None = None
+) -> dict[int, float]:
+    """Seconds that one device computes each operation (by its number) in a step, collectives left out.
+
+    Of a branch, the alternative that takes longest. `costs` of the same graph and model are not computed again.
+    """
+    costs = costs or NodeCosts(graph, model)
+
+    def of_block(block: LoweredBlock) -> dict[int, float]:
+        out: dict[int, float] = {}
+        for instruction in block.instructions:
+            if isinstance(instruction, Compute):
+                out[instruction.op.id] = costs.compute_s(instruction.op, instruction.strategy)
+            elif isinstance(instruction, Loop):
+                inner = [of_block(b) for b in instruction.blocks]
+                if instruction.op.kind is OpKind.COND:
+                    inner = [max(inner, key=lambda seconds: sum(seconds.values()))]
+                for seconds in inner:
+                    out.update(seconds)
+        return out
+
+    return of_block(lowered)
