@@ -8,10 +8,8 @@ from typing import Any
 
 from autopar.common import jax_distributed
 from autopar.errors import ProcessLostError
-from autopar.runtime.processes.coordinator_relay import CoordinatorLink
-from autopar.runtime.processes.heartbeat import begin_watch
-from autopar.runtime.processes.roll_call import RollCall
-from autopar.runtime.processes.shutdown import leave, lost_error, wait_until_stuck
+from autopar.runtime.coordinator import CoordinatorLink, RollCall
+from autopar.runtime.heartbeat import begin_watch, leave, lost_error, wait_until_stuck
 
 _AT = "autopar.distributed.initialize"
 INITIALIZATION_TIMEOUT_S = 300  # as jax has it

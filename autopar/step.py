@@ -34,7 +34,7 @@ from autopar.monitoring.step_profile import RECORDED_PROGRAM_OPTIONS, StepProfil
 from autopar.plan.options import Effort, checked_effort, checked_time_limit_s
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import OptionValue
-from autopar.runtime.execution.dispatch import turn
+from autopar.runtime.execute import turn
 
 _Value = TypeVar("_Value")
 

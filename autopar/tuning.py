@@ -29,7 +29,7 @@ from autopar.plan.schema import MeasuredRecord
 from autopar.plan.summary import fullest
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.recipes.parse import as_recipe
-from autopar.runtime.execution.dispatch import drain
+from autopar.runtime.execute import drain
 from autopar.step import Step
 from autopar.step_views import check_is_step, planning_problem_of, save_rules
 

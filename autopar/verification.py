@@ -28,7 +28,7 @@ from autopar.microbatch.plain_loop import run_graph
 from autopar.moved_arguments import moved
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.simulator import simulate
 from autopar.sharding.rules import RuleBook
 from autopar.step import Step
 from autopar.step_views import call_split, check_is_step, lower_on

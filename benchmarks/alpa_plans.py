@@ -40,7 +40,7 @@ from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
 from autopar.solver import StageProblem
-from autopar.solver.stages.problem import peak_bytes
+from autopar.solver.stage_problem import stage_peak_bytes
 from benchmarks.machine import description, markdown
 from benchmarks.zoo import CASES
 
@@ -125,7 +125,7 @@ def alpas_plan(
         spans = list(zip(firsts, lasts, strict=True))
         for chosen in [*several, fastest_that_fit(problem, spans, ways)]:
             stages = stages_of(spans, chosen)
-            peak = max(peak_bytes(problem, stages))
+            peak = max(stage_peak_bytes(problem, stages))
             rank = (peak > limit_bytes, solver.step_time_s(problem, stages))
             plan = solver.StagePlan(stages=stages, step_time_s=rank[1], bound_s=rank[1], peak_bytes=(peak,))
             entry = rank, choice_of(problem, plan, options), m
@@ -146,7 +146,7 @@ def fastest_that_fit(problem: StageProblem, spans: list[tuple[int, int]], ways: 
     for q, (first, last) in enumerate(spans):
 
         def rank(i: int, q: int = q, first: int = first, last: int = last) -> tuple[int, float]:
-            peak = peak_bytes(problem, stages_of(spans, [*found[:q], i, *found[q + 1 :]]))[q]
+            peak = stage_peak_bytes(problem, stages_of(spans, [*found[:q], i, *found[q + 1 :]]))[q]
             option = problem.options[i]
             seconds = float((option.forward_s + option.backward_s)[first:last].sum())
             return max(peak, problem.limit_bytes), seconds

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.solver import Solution, Status, solve
-from autopar.solver.ilp.problem import Edge, Problem, Use
+from autopar.solver.problem import Edge, Problem, Use
 
 NOT_ALLOWED = 10**18
 # Best cost submitted to the contest, by file name: for the score printed, the solver never sees them.

@@ -42,8 +42,8 @@ from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.tasks import groups_of_examples, layout_of, shape_of
 from autopar.lowering.emit import Emitter
 from autopar.lowering.instructions import Key, Split, Stack
-from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.program import TaskKind
+from autopar.runtime.simulator import simulate
 from autopar.sharding.rules import RuleBook
 from autopar.xla import aot, collectives, parse
 from benchmarks.machine import description, markdown

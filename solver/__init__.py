@@ -2,16 +2,14 @@
 
 In: `Problem` or `StageProblem`: numpy arrays of seconds and bytes.
 Out: `Solution` with a proven bound; `StagePlan` or `NoStages`.
-May import: its own packages, numpy, numba and OR-tools; neither JAX nor the rest of autopar.
+May import: numpy, numba and OR-tools; neither JAX nor the rest of autopar.
 """
 
-from autopar.solver.ilp.brute_force import brute_force, evaluate
-from autopar.solver.ilp.exact import Backend
-from autopar.solver.ilp.problem import Edge, Infeasibility, Problem, Solution, Status, Use
-from autopar.solver.ilp.tied import tie
+from autopar.solver.brute_force import brute_force, brute_force_stages, evaluate
+from autopar.solver.integer_program import Backend
+from autopar.solver.problem import Edge, Infeasibility, Problem, Solution, Status, Use, tie
 from autopar.solver.solving import solve
-from autopar.solver.stages.brute_force import brute_force_stages
-from autopar.solver.stages.problem import (
+from autopar.solver.stage_problem import (
     NoStages,
     Placement,
     Schedule,
@@ -22,7 +20,7 @@ from autopar.solver.stages.problem import (
     fullness,
     step_time_s,
 )
-from autopar.solver.stages.search import best_stages, solve_stages
+from autopar.solver.stage_search import best_stages, solve_stages
 
 __all__ = [
     "Backend",

@@ -15,16 +15,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver.ilp import brute_force
-from autopar.solver.ilp.brute_force import relative_gap as gap_of
-from autopar.solver.ilp.exact import EXACT_ENTRIES, Answer, Backend, Settings, solve_lazily
-from autopar.solver.ilp.flat_arrays import Flat, flatten
-from autopar.solver.ilp.infeasibility import fit
-from autopar.solver.ilp.memory_rows import can_bind, cannot_fit, holders, least_memory
-from autopar.solver.ilp.problem import Infeasibility, Problem, Solution, Status, validate
-from autopar.solver.presolve.elimination import solve_by_tables
-from autopar.solver.presolve.presolve import components, reduce_all
-from autopar.solver.presolve.reduction import ConflictError, Reduction
+from autopar.solver import brute_force
+from autopar.solver.brute_force import relative_gap as gap_of
+from autopar.solver.elimination import solve_by_tables
+from autopar.solver.flat_arrays import Flat, flatten
+from autopar.solver.integer_program import (
+    EXACT_ENTRIES,
+    Answer,
+    Backend,
+    Settings,
+    can_bind,
+    cannot_fit,
+    fit,
+    holders,
+    least_memory,
+    solve_lazily,
+)
+from autopar.solver.presolve import ConflictError, Reduction, components, reduce_all
+from autopar.solver.problem import Infeasibility, Problem, Solution, Status, validate
 
 EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
 FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take
@@ -242,8 +250,7 @@ def _solve_anytime(
     run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float, cutoff: float
 ) -> Answer:
     """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
-    from autopar.solver.anytime.anytime import Limits, improve
-    from autopar.solver.anytime.finish import Finish, TableSearch
+    from autopar.solver.anytime import Finish, Limits, TableSearch, improve
 
     settings = run.settings
 

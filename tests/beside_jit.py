@@ -5,8 +5,8 @@ import dataclasses
 import jax
 
 import autopar
-from autopar.runtime.pipeline.program import Send
-from autopar.runtime.pipeline.verify import verify_program, verify_schedule
+from autopar.runtime.program import Send
+from autopar.runtime.verify import verify_program, verify_schedule
 from benchmarks.zoo import Case
 from benchmarks.zoo.comparison import worst_difference
 

@@ -94,7 +94,7 @@ def main(task: dict[str, Any]) -> None:
     import numpy as np
 
     import autopar
-    from autopar.runtime.processes import heartbeat
+    from autopar.runtime import heartbeat
     from benchmarks.zoo import CASES
 
     heartbeat.LOST_AFTER_S = task.get("lost_after_s", heartbeat.LOST_AFTER_S)

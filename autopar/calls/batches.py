@@ -28,10 +28,9 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import abstract, flatten_arguments
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
-from autopar.runtime.execution.global_arrays import aval_of, is_whole
-from autopar.runtime.processes.agreement import exchange
-from autopar.runtime.processes.moves import place
-from autopar.runtime.processes.process_rows import ProcessRows, place_rows
+from autopar.runtime.agreement import exchange
+from autopar.runtime.process_rows import ProcessRows, place, place_rows
+from autopar.runtime.transfers import aval_of, is_whole
 
 # Batches in a program of several processes, each of which passes its own rows or the whole batch.
 #

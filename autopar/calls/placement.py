@@ -24,7 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import HOST_MEMORY, concrete_mesh, named_sharding
 from autopar.ir.layout import even_layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.runtime.execution.dispatch import turn
+from autopar.runtime.execute import turn
 
 
 def put_copies(leaves: Sequence[Any], compiled: CompiledStep) -> list[Any]:

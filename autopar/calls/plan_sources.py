@@ -36,7 +36,7 @@ from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PlanRecord
-from autopar.runtime.processes.agreement import agree
+from autopar.runtime.agreement import agree
 from autopar.sharding.rules import RuleBook
 
 DEFAULT_CACHE = "default"  # the user's cache directory

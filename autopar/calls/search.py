@@ -23,7 +23,7 @@ from autopar.plan.options import (
 )
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord, PlannedValue
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.runtime.standard_schedules import SCHEDULES
 
 # Of `Search.num_microbatches` and `Search.schedule`: left to the search, in place of those of a step's own.
 _AUTO = "auto"
@@ -43,7 +43,7 @@ class Search:
     Attributes:
         num_microbatches: The number of equal parts of the batch, or "auto".
         schedule: The order in which the stages of a pipeline run micro-batches: one of
-            `autopar.runtime.pipeline.standard_schedules.SCHEDULES`, or "auto".
+            `autopar.runtime.standard_schedules.SCHEDULES`, or "auto".
         attention: The program of attention that is found in the step, however it is spelled. "kernel": that of the
             device, which keeps no scores, where it has the form and type (cuDNN's on a GPU, jax's flash attention on a
             TPU). "blockwise": the same, and blocks of queries elsewhere. "as written": the step's own operations, whose

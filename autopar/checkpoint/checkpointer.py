@@ -47,7 +47,7 @@ from autopar.errors import (
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.plan.file import encode
 from autopar.plan.plan import Plan
-from autopar.runtime.processes.agreement import exchange_in_turn
+from autopar.runtime.agreement import exchange_in_turn
 
 # One run writes to a folder: a folder `.writer-N` in it says which, and shows signs of life.
 #

@@ -21,7 +21,7 @@ from autopar.common.jax_distributed import SharedStore
 #
 # JAX has such an agreement (`multihost_utils.reached_preemption_sync_point`), but the call that asks for it waits with
 # Python's lock held, and with it the relay through which the processes talk
-# (`autopar.runtime.processes.coordinator_relay`): a process that is told to end at the wrong moment waits for itself.
+# (`autopar.runtime.coordinator`): a process that is told to end at the wrong moment waits for itself.
 
 
 _PREFIX = "autopar/end"

@@ -18,7 +18,7 @@ from autopar.checkpoint.leaves import NUMBERS, NamedLeaf, text_of, type_of
 from autopar.checkpoint.manifest import LeafRecord
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, UnsupportedError
-from autopar.runtime.execution.global_arrays import aval_of, from_whole, is_whole
+from autopar.runtime.transfers import aval_of, from_whole, is_whole
 
 _BITS = "uint8"
 

@@ -22,8 +22,7 @@ from autopar.errors import CheckpointFormatError, CheckpointMismatchError, Inval
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan, shardings_in
-from autopar.runtime.execution.cross_process import absent
-from autopar.runtime.execution.global_arrays import aval_of, from_whole
+from autopar.runtime.transfers import absent, aval_of, from_whole
 
 NAMED = 4  # leaves that an error names
 

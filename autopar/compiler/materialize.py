@@ -40,7 +40,7 @@ from autopar.passes.stage_graph import StageGraph
 from autopar.plan.codec import sharding_plan_of
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PipelineRecord
-from autopar.runtime.pipeline.schedule import mesh_of_stages
+from autopar.runtime.schedule import mesh_of_stages
 from autopar.sharding.rules import RuleBook
 
 

@@ -21,7 +21,7 @@ from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
-from autopar.runtime.pipeline.merge_buffers import groups_of
+from autopar.runtime.simulator import groups_of
 from autopar.sharding.resharding import StepKind
 
 LARGEST = 20  # how many holders a plan names

@@ -58,8 +58,8 @@ from autopar.plan.schema import (
     PredictedCollective,
     StageRecord,
 )
-from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.simulation.simulator import timeline_of as pipeline_timeline
+from autopar.runtime.program import TaskKind
+from autopar.runtime.simulator import timeline_of as pipeline_timeline
 from autopar.sharding.semantics import annotate_semantics
 
 # The roles of a plan's mesh axes, by the names of the known parallelisms, from the decisions of a search.

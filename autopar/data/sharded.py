@@ -23,9 +23,8 @@ from autopar.data.sources import NumberedExamples, StreamExamples, check_not_bat
 from autopar.errors import InvalidArgumentError, ProcessMismatchError, expect_one_of, expect_step
 from autopar.executables.multiprocess import with_process_lost_errors
 from autopar.executables.step_leaves import put
-from autopar.runtime.execution.cross_process import absent, is_here
-from autopar.runtime.execution.global_arrays import aval_of
-from autopar.runtime.processes.agreement import exchange_in_turn
+from autopar.runtime.agreement import exchange_in_turn
+from autopar.runtime.transfers import absent, aval_of, is_here
 
 # The library that reads data, imported where it is needed: `import autopar` does without.
 

@@ -37,14 +37,11 @@ from autopar.lowering.emit import Emitter
 from autopar.lowering.instructions import Key, Stack
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
-from autopar.runtime.execution.cross_process import crossing, is_here
-from autopar.runtime.execution.cut_shards import End
-from autopar.runtime.execution.dispatch import in_flight_on
-from autopar.runtime.execution.execute import Executor, Way
-from autopar.runtime.execution.transfers import route
-from autopar.runtime.pipeline.dataflow import Dataflow, dataflow
-from autopar.runtime.pipeline.program import Joined, Program
-from autopar.runtime.pipeline.verify import verify_program
+from autopar.runtime.cross_mesh import End
+from autopar.runtime.execute import Executor, Way, in_flight_on
+from autopar.runtime.program import Dataflow, Joined, Program, dataflow
+from autopar.runtime.transfers import crossing, is_here, route
+from autopar.runtime.verify import verify_program
 from autopar.sharding.rules import RuleBook
 
 # Lowers each task of a staged program, as a JAX function on global arrays, for the devices of its stage.

@@ -21,7 +21,7 @@ from autopar.ir.graph import HOST
 from autopar.ir.jax_sharding import check_host_memory, named_sharding
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan
-from autopar.runtime.execution.dispatch import InFlight, in_flight_on, smallest
+from autopar.runtime.execute import InFlight, in_flight_on, smallest
 from autopar.sharding.rules import RuleBook
 
 

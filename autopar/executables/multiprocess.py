@@ -16,10 +16,9 @@ from autopar.common import jax_compat
 from autopar.errors import AutoparError
 from autopar.frontend.static_leaves import set_apart
 from autopar.ir.traced_step import TracedStep
-from autopar.runtime.execution.cross_process import absent, cross, is_here, to_all_processes
-from autopar.runtime.execution.global_arrays import aval_of, from_whole
-from autopar.runtime.processes.heartbeat import the_watch
-from autopar.runtime.processes.moves import move, place
+from autopar.runtime.heartbeat import the_watch
+from autopar.runtime.process_rows import move, place
+from autopar.runtime.transfers import absent, aval_of, cross, from_whole, is_here, to_all_processes
 
 # Results that are not state go to all processes where they are not larger: losses and other metrics.
 SHARED_BYTES = 65536

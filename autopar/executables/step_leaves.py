@@ -21,8 +21,8 @@ from autopar.executables.multiprocess import GlobalStep, with_process_lost_error
 from autopar.frontend.callbacks import call_with_results
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Plan, shardings_in
-from autopar.runtime.execution.dispatch import turn
-from autopar.runtime.execution.global_arrays import aval_of, from_whole
+from autopar.runtime.execute import turn
+from autopar.runtime.transfers import aval_of, from_whole
 
 
 def leaves_of(traced: TracedStep, args: tuple[Any, ...]) -> list[Any]:

@@ -42,7 +42,7 @@ from autopar.passes.split_scan import SplitStep
 from autopar.passes.stack_updates import stack_updates
 from autopar.passes.stage_graph import StageGraph
 from autopar.passes.summed_products import with_summed_products
-from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
+from autopar.runtime.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinsOnMesh
 from autopar.sharding.rules import RuleBook

@@ -20,7 +20,7 @@ from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
 from autopar.plan.schema import PipelineTrial
-from autopar.runtime.pipeline.schedule import mesh_of_stages
+from autopar.runtime.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import Constraints
 from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages, fullness

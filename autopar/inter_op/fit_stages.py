@@ -13,7 +13,7 @@ from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.lowering.lower import ShardingPlan
-from autopar.runtime.pipeline.standard_schedules import PipelineSchedule
+from autopar.runtime.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
 
 # A stage that exceeds the memory is decided again with a higher price on the bytes of its state, then with that price

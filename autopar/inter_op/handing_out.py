@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.submeshes import Submesh
-from autopar.runtime.pipeline.program import Program, runs_of
+from autopar.runtime.program import Program, runs_of
 
 # Of the thread that walks the instruction list: a run of a task, with what is sent and freed behind it.
 HAND_OUT_S = 1e-4

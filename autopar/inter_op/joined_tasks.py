@@ -19,12 +19,9 @@ from autopar.errors import PlanMismatchError
 from autopar.inter_op.staged import JoinedTask, StagedStep, with_waits
 from autopar.lowering.instructions import Key
 from autopar.plan.options import WORTHWHILE
-from autopar.runtime.pipeline.dataflow import Node
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.joining import joinable
-from autopar.runtime.pipeline.merge_buffers import merged
-from autopar.runtime.pipeline.program import TaskKind, runs_of
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.emit import emit, joinable
+from autopar.runtime.program import Node, TaskKind, runs_of
+from autopar.runtime.simulator import merged, simulate
 
 
 def join_where_it_pays(staged: StagedStep, limit_bytes: int, share: float = 1.0) -> StagedStep:

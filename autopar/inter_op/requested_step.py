@@ -31,7 +31,7 @@ from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.plan.context import PlanningContext, StepGraphs
 from autopar.plan.options import PlanRequest
-from autopar.runtime.pipeline.schedule import mesh_of_stages
+from autopar.runtime.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.rules import RuleBook
 

@@ -11,7 +11,7 @@ from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
 from autopar.solver import Stage, StagePlan, StageProblem
-from autopar.solver.stages.problem import limit_of
+from autopar.solver.stage_problem import limit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

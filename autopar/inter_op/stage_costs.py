@@ -43,7 +43,7 @@ from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 from autopar.passes.remat import recomputed_ops
 from autopar.solver import StageOption
-from autopar.solver.stages.problem import weight_seconds
+from autopar.solver.stage_problem import weight_seconds
 
 _LESS_IS_BETTER = (
     "forward_s", "backward_s", "once_s", "state_bytes", "saved_bytes", "deferred_bytes", "working_bytes", "send_s",

@@ -29,14 +29,12 @@ from autopar.passes.assign_stages import StagedGraph
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
-from autopar.runtime.execution.cross_mesh import refined, wire_layouts
-from autopar.runtime.pipeline.dataflow import Node
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.merge_buffers import merged
-from autopar.runtime.pipeline.program import Program, TaskKind
-from autopar.runtime.pipeline.schedule import StageCosts
-from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, is_fitted, make_schedule
-from autopar.runtime.simulation.simulator import Simulation, simulate
+from autopar.runtime.cross_mesh import refined, wire_layouts
+from autopar.runtime.emit import emit
+from autopar.runtime.program import Node, Program, TaskKind
+from autopar.runtime.schedule import StageCosts
+from autopar.runtime.simulator import Simulation, merged, simulate
+from autopar.runtime.standard_schedules import PipelineSchedule, is_fitted, make_schedule
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
 from autopar.solver import Status
@@ -117,7 +115,7 @@ class PlannedStage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedTask:
-    """Runs of one mesh that are one program, see `runtime.pipeline.program.Joined`, and what that costs, as `TaskCost`
+    """Runs of one mesh that are one program, see `runtime.program.Joined`, and what that costs, as `TaskCost`
     has it.
     """
 

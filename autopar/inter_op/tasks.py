@@ -25,7 +25,7 @@ from autopar.lowering.instructions import (
     section_of,
 )
 from autopar.passes.stage_graph import StageGraph
-from autopar.runtime.pipeline.program import Buffer, Pipeline, Task, TaskKind, Transfer
+from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
 
 # The levels of a stage's sections before and after the loop on which its values are made and read.
 

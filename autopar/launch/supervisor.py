@@ -372,7 +372,7 @@ class ChildProcess:
 
 _POLL_S = 0.05
 _LOOK_S = 1.0  # how often it is looked whether another number of processes is asked for
-# After a failure the others end by themselves, with an error that names who failed (runtime/processes/heartbeat.py);
+# After a failure the others end by themselves, with an error that names who failed (runtime/heartbeat.py);
 # SIGTERM comes to those that have not.
 SETTLE_S = 10.0
 STOPPED_AFTER_S = 15.0  # before the others find it silent: they may not have joined yet, and would wait for minutes

@@ -19,7 +19,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.runtime.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
 from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.runtime.execution.dispatch import MOST_IN_FLIGHT, InFlight
+from autopar.runtime.execute import MOST_IN_FLIGHT, InFlight
 from tests import small_steps as steps
 from tests.small_steps import grouped
 

@@ -12,7 +12,7 @@ from autopar.cost.overlap import timed, timed_together
 from autopar.inter_op import build_stages, joined_tasks
 from autopar.inter_op.staged import task_cost
 from autopar.lowering.instructions import Move
-from autopar.runtime.pipeline.joining import joinable
+from autopar.runtime.emit import joinable
 from autopar.sharding.resharding import StepKind
 
 WIDTH, DEVICES = 256, 8

@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.inter_op import build_stages, joined_tasks
-from autopar.runtime.pipeline.joining import joinable
+from autopar.runtime.emit import joinable
 from tests.small_steps import assert_close, transformer
 
 

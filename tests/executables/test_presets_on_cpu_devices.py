@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES
+from autopar.runtime.standard_schedules import SCHEDULES
 from tests.small_steps import assert_close, grouped, transformer
 
 CLUSTERS = ("dgx-h100", "tpu-v5e:2x4")

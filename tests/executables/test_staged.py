@@ -13,8 +13,8 @@ from autopar.errors import BatchMismatchError, DonatedStateError, InvalidArgumen
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.inter_op import requested
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
-from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.verify import verify_program, verify_schedule
+from autopar.runtime.program import TaskKind
+from autopar.runtime.verify import verify_program, verify_schedule
 from autopar.xla import collectives
 from benchmarks.zoo import CASES
 from benchmarks.zoo.comparison import worst_difference

@@ -27,7 +27,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.split_scan import split_scans
-from autopar.runtime.pipeline.program import TaskKind
+from autopar.runtime.program import TaskKind
 from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis
 from autopar.sharding.rules import RuleBook

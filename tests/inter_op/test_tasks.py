@@ -7,11 +7,11 @@ import pytest
 from autopar.inter_op.tasks import assemble_pipeline
 from autopar.ir.graph import OpKind
 from autopar.passes.stage_graph import split_stages
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.standard_schedules import make_schedule
-from autopar.runtime.pipeline.verify import verify_program
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.emit import emit
+from autopar.runtime.program import TaskKind
+from autopar.runtime.simulator import simulate
+from autopar.runtime.standard_schedules import make_schedule
+from autopar.runtime.verify import verify_program
 from tests.hand_made import ON_B, lowered, two_layers, two_stages
 
 

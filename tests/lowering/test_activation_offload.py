@@ -18,7 +18,7 @@ from autopar.inter_op.tasks import groups_of_examples
 from autopar.ir.graph import RETURNED, Section
 from autopar.ir.layout import local_bytes
 from autopar.lowering.instructions import HostCopy
-from autopar.runtime.pipeline.program import TaskKind
+from autopar.runtime.program import TaskKind
 from autopar.sharding.rules import RuleBook
 from autopar.xla import aot
 from benchmarks.zoo import CASES

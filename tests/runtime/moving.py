@@ -15,8 +15,8 @@ def main() -> None:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from autopar.runtime.execution.global_arrays import aval_of, from_whole
-    from autopar.runtime.processes.moves import move
+    from autopar.runtime.process_rows import move
+    from autopar.runtime.transfers import aval_of, from_whole
 
     devices = np.array(sorted(jax.devices(), key=lambda d: d.id))
     for source in SOURCES:

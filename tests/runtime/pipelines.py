@@ -2,8 +2,8 @@
 
 import random
 
-from autopar.runtime.pipeline.program import Buffer, Pipeline, Task, TaskKind, Transfer
-from autopar.runtime.pipeline.schedule import PipelineSchedule
+from autopar.runtime.program import Buffer, Pipeline, Task, TaskKind, Transfer
+from autopar.runtime.schedule import PipelineSchedule
 
 BEFORE, F, B, W, AFTER = TaskKind
 

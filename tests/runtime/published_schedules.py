@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.runtime.pipeline.standard_schedules import PipelineSchedule, StageCosts, Times, make_schedule, place
+from autopar.runtime.standard_schedules import PipelineSchedule, StageCosts, Times, make_schedule, place
 
 
 class Model(NamedTuple):

@@ -64,10 +64,8 @@ def main(process, ports):
     from autopar.ir.jax_sharding import named_sharding
     from autopar.ir.layout import replicated
     from autopar.ir.mesh import LogicalMesh
-    from autopar.runtime.execution.cross_mesh import wire_layouts
-    from autopar.runtime.execution.cross_process import crosser, crossing, is_here
-    from autopar.runtime.execution.cut_shards import End
-    from autopar.runtime.execution.global_arrays import aval_of, from_whole
+    from autopar.runtime.cross_mesh import End, wire_layouts
+    from autopar.runtime.transfers import aval_of, crosser, crossing, from_whole, is_here
 
     def end(layout, logical, devices):
         grid = np.array([jax.devices()[i] for i in devices]).reshape(logical.axis_sizes)

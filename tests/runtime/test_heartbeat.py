@@ -4,7 +4,7 @@ import atexit
 import time
 
 from autopar.common import jax_distributed
-from autopar.runtime.processes.heartbeat import BEAT_S, Watch
+from autopar.runtime.heartbeat import BEAT_S, Watch
 
 
 class Store:

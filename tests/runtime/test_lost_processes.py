@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.runtime.processes.roll_call import RollCall
+from autopar.runtime.coordinator import RollCall
 from tests.in_processes import free_ports
 from tests.runtime.lost_program import Case, run
 from tests.runtime.test_processes_coordinator_relay import wait_for

@@ -2,11 +2,10 @@
 
 import pytest
 
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.merge_buffers import merged
-from autopar.runtime.pipeline.program import Run, TaskKind
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.emit import emit
+from autopar.runtime.program import Run, TaskKind
+from autopar.runtime.simulator import merged, simulate
+from autopar.runtime.standard_schedules import SCHEDULES, make_schedule
 from tests.runtime.pipelines import Builder, chain
 
 

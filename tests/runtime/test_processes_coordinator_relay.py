@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.runtime.processes.coordinator_relay import CoordinatorLink
+from autopar.runtime.coordinator import CoordinatorLink
 
 
 def wait_for(happens: Callable[[], bool], timeout_s: float = 10.0) -> None:

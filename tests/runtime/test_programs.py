@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.runtime.pipeline.dataflow import dataflow
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.program import Free, Run, Send, TaskKind
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES, make_schedule
-from autopar.runtime.pipeline.total_order import order_of_runs
-from autopar.runtime.pipeline.verify import verify_program
-from autopar.runtime.simulation.simulator import simulate
+from autopar.runtime.emit import emit, order_of_runs
+from autopar.runtime.program import Free, Run, Send, TaskKind, dataflow
+from autopar.runtime.simulator import simulate
+from autopar.runtime.standard_schedules import SCHEDULES, make_schedule
+from autopar.runtime.verify import verify_program
 from tests.runtime.pipelines import Builder, chain, random_pipeline
 
 BEFORE, F, B, W, AFTER = TaskKind

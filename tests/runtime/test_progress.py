@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from autopar.runtime.processes import heartbeat
-from autopar.runtime.processes.heartbeat import Sign, Steps, Stillness, behind, differing, is_mismatch, place_of, stuck
+from autopar.runtime import heartbeat
+from autopar.runtime.heartbeat import Sign, Steps, Stillness, behind, differing, is_mismatch, place_of, stuck
 
 LIMIT_S = 40.0
 WAITS = Sign(steps=5, joint=5, ended=4, last_ended_s=41.0, longest_s=1.0, still_s=41.0, where="train.py:9 in main")

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError, ScheduleError
-from autopar.runtime.pipeline.automatic_schedules import most_held
-from autopar.runtime.pipeline.program import TaskKind
-from autopar.runtime.pipeline.standard_schedules import (
+from autopar.runtime.program import TaskKind
+from autopar.runtime.standard_schedules import (
     SCHEDULES,
     Slot,
     StageCosts,
@@ -18,7 +17,8 @@ from autopar.runtime.pipeline.standard_schedules import (
     peak_in_flight,
     place,
 )
-from autopar.runtime.pipeline.verify import verify_schedule
+from autopar.runtime.verify import verify_schedule
+from autopar.runtime.zero_bubble_schedules import most_held
 from tests.runtime.published_schedules import (
     ZERO_BUBBLE_ROWS,
     Expected,

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from autopar.common.trace_events import chrome_trace, write_trace
-from autopar.runtime.pipeline.emit import emit
-from autopar.runtime.pipeline.program import Free, Run, Send, TaskKind
-from autopar.runtime.pipeline.standard_schedules import SCHEDULES, Times, make_schedule, place
-from autopar.runtime.simulation.simulator import simulate, timeline_of
+from autopar.runtime.emit import emit
+from autopar.runtime.program import Free, Run, Send, TaskKind
+from autopar.runtime.simulator import simulate, timeline_of
+from autopar.runtime.standard_schedules import SCHEDULES, Times, make_schedule, place
 from tests.runtime.pipelines import Builder, chain
 
 BEFORE, F, B, W, AFTER = TaskKind

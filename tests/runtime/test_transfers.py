@@ -12,9 +12,8 @@ import pytest
 from autopar.ir.jax_sharding import named_sharding, submesh
 from autopar.ir.layout import Layout, enumerate_layouts, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.runtime.execution.cross_mesh import Hop, common_grid, grid_of, refined, regrid, wire_layouts
-from autopar.runtime.execution.cut_shards import End
-from autopar.runtime.execution.transfers import Route, route, sender
+from autopar.runtime.cross_mesh import End, Hop, common_grid, grid_of, refined, regrid, wire_layouts
+from autopar.runtime.transfers import Route, route, sender
 
 MESHES = [LogicalMesh(axis_sizes=s) for s in ((1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2))]
 SHAPES = ((24, 16), (6, 4), (8,), (5,), (), (2, 3, 4))

@@ -11,15 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Edge, Problem, Status, brute_force, evaluate, solve, solving
-from autopar.solver.anytime import anytime, finish
-from autopar.solver.anytime.anytime import Best, Limits, Settled, combine, drop_costly, improve
-from autopar.solver.anytime.compiled_loops import Loops
-from autopar.solver.anytime.finish import TableSearch
-from autopar.solver.ilp.flat_arrays import flatten
-from autopar.solver.ilp.memory_rows import least_memory, shares, used
-from autopar.solver.presolve.presolve import reduce_all
-from autopar.solver.presolve.reduction import ConflictError, Reduction
+from autopar.solver import Edge, Problem, Status, anytime, brute_force, evaluate, solve, solving
+from autopar.solver.anytime import Best, Limits, Loops, Settled, TableSearch, combine, drop_costly, improve
+from autopar.solver.flat_arrays import flatten
+from autopar.solver.integer_program import least_memory, shares, used
+from autopar.solver.presolve import ConflictError, Reduction, reduce_all
 from tests.solver.cases import layered_problem, random_problem
 
 
@@ -165,7 +161,7 @@ def test_tables_find_the_optimum_of_a_hard_problem_without_a_round():
 
 
 def test_tables_that_are_too_large_leave_the_rounds_to_the_core(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finish, "solve_by_tables", lambda problem: None)
+    monkeypatch.setattr(anytime, "solve_by_tables", lambda problem: None)
     lines: list[str] = []
     by_tables(hard_problem(), rounds=8, lines=lines)
     assert [line.split(":")[0] for line in lines] == [f"round {i}" for i in range(1, 9)]

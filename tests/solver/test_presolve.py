@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Edge, Problem, Status, Use, brute_force, evaluate
-from autopar.solver.presolve import elimination, presolve
-from autopar.solver.presolve.presolve import (
+from autopar.solver import Edge, Problem, Status, Use, brute_force, elimination, evaluate, presolve
+from autopar.solver.presolve import (
+    ConflictError,
+    Reduction,
+    chain,
     drop_dominated,
     drop_forbidden,
     eliminate,
@@ -23,7 +25,6 @@ from autopar.solver.presolve.presolve import (
     neighbours,
     reduce_all,
 )
-from autopar.solver.presolve.reduction import ConflictError, Reduction, chain
 from tests.solver.cases import random_problem
 
 STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated, reduce_all]

@@ -3,8 +3,8 @@
 import numpy as np
 
 from autopar.solver import tie
-from autopar.solver.ilp.problem import Edge, Problem
-from autopar.solver.presolve.presolve import keep_strategies, merge_followers, merge_parallel
+from autopar.solver.presolve import keep_strategies, merge_followers, merge_parallel
+from autopar.solver.problem import Edge, Problem
 
 A = np.array([[0.0, 1.0, 4.0], [2.0, 0.0, 5.0], [3.0, 7.0, 0.0]])
 B = np.array([[1.0, 0.0, 2.0], [6.0, 1.0, 0.0], [0.0, 8.0, 1.0]])

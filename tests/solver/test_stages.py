@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.runtime.pipeline.standard_schedules import StageCosts, make_schedule, place
+from autopar.runtime.standard_schedules import StageCosts, make_schedule, place
 from autopar.solver import (
     NoStages,
     Placement,
@@ -23,10 +23,10 @@ from autopar.solver import (
     best_stages,
     brute_force_stages,
     solve_stages,
+    stage_loops,
     step_time_s,
 )
-from autopar.solver.stages import compiled_loops
-from autopar.solver.stages.problem import check, in_flight, peak_bytes
+from autopar.solver.stage_problem import check, in_flight, stage_peak_bytes
 
 CLOSE = 1e-8
 
@@ -252,7 +252,7 @@ def test_the_least_rounds_are_those_of_all_cuts(seconds, shape):
     groups, rounds = shape
     between = itertools.combinations(range(1, len(seconds)), groups * rounds - 1)
     least = min(rounds_s([*ends, len(seconds)], seconds, groups) for ends in between)
-    found = compiled_loops.least_rounds(np.array(seconds), groups, rounds).tolist()
+    found = stage_loops.least_rounds(np.array(seconds), groups, rounds).tolist()
     assert found == sorted(set(found))
     assert found[-1] == len(seconds)
     assert rounds_s(found, seconds, groups) == pytest.approx(least, rel=1e-5)
@@ -318,7 +318,7 @@ def test_as_good_as_the_best_of_all_choices(schedule):
             assert found.step_time_s == pytest.approx(best.step_time_s, rel=CLOSE, abs=CLOSE), seed
             assert found.bound_s == pytest.approx(best.step_time_s, rel=CLOSE, abs=CLOSE), seed
             assert found.step_time_s == step_time_s(asked, found.stages)
-            assert found.peak_bytes == peak_bytes(asked, found.stages)
+            assert found.peak_bytes == stage_peak_bytes(asked, found.stages)
             assert check(asked, found.stages) is None
 
 

@@ -1,0 +1,437 @@
+"""The integer program, formulas (1), (2), (4) and (5), solved by OR-tools; memory rows are added when an answer
+violates them.
+
+Formula (3) is `problem.tie`. The program is built in arrays, in bulk. Strategies and pairs of infinite cost are left
+out, not priced. Edge variables are continuous: given 0-1 node variables, the row and column sums of (2) leave only 0
+and 1. With slack in formula (4) and costs set aside it gives a choice within memory, or the least excess.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solver.flat_arrays import Flat
+from autopar.solver.problem import Infeasibility, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """At one time: sum over nodes of bytes[node][choice] <= room; bytes are what is held beyond the node's least."""
+
+    time: int
+    nodes: tuple[int, ...]
+    bytes: tuple[np.ndarray, ...]
+    room: int  # the limit less the least that every live node holds; negative = cannot fit
+
+
+def row_at(flat: Flat, number: int) -> Row:
+    """The row of a number of the flat problem's rows."""
+    spans = np.flatnonzero((flat.low <= number) & (flat.high > number))
+    owners = np.searchsorted(flat.span_first, spans, side="right") - 1
+    widths = np.diff(flat.first)[owners]
+    return Row(
+        time=int(flat.times[number]),
+        nodes=tuple(owners.tolist()),
+        bytes=tuple(
+            flat.bytes[at : at + width]
+            for at, width in zip(flat.span_bytes[spans].tolist(), widths.tolist(), strict=True)
+        ),
+        room=int(flat.room[number]),
+    )
+
+
+def used(flat: Flat, share: np.ndarray) -> np.ndarray:
+    """Bytes beyond the least in every row, (R,), for shares of strategies (strategies,)."""
+    if not len(flat.low):
+        return np.zeros(len(flat.room))
+    owners, width, begin, entry = _entries(flat)
+    nbytes = np.add.reduceat(
+        flat.bytes[np.repeat(flat.span_bytes, width) + entry] * share[np.repeat(flat.first[owners], width) + entry],
+        begin,
+    )
+    change = np.zeros(len(flat.room) + 1)
+    np.add.at(change, flat.low, nbytes)
+    np.add.at(change, flat.high, -nbytes)
+    return np.cumsum(change)[:-1]
+
+
+def _entries(flat: Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(node and number of strategies of each span; first entry of each span; strategy of each entry)"""
+    owners = np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))
+    width = np.diff(flat.first)[owners]
+    begin = np.concatenate([[0], np.cumsum(width)[:-1]])
+    return owners, width, begin, np.arange(int(width.sum())) - np.repeat(begin, width)
+
+
+def shares(flat: Flat, choice: Sequence[int]) -> np.ndarray:
+    """A choice as a one for each strategy taken."""
+    share = np.zeros(int(flat.first[-1]))
+    share[flat.first[:-1] + np.asarray(choice, dtype=np.int64)] = 1.0
+    return share
+
+
+def can_bind(flat: Flat) -> np.ndarray:
+    """The rows that the largest choices would break, as numbers."""
+    if not len(flat.room):
+        return np.zeros(0, dtype=np.int64)
+    change = np.zeros(len(flat.room) + 1, dtype=np.int64)
+    if len(flat.low):
+        _, width, begin, entry = _entries(flat)
+        largest = np.maximum.reduceat(flat.bytes[np.repeat(flat.span_bytes, width) + entry], begin)
+        np.add.at(change, flat.low, largest)
+        np.add.at(change, flat.high, -largest)
+    return np.flatnonzero(change.cumsum()[:-1] > flat.room)
+
+
+def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
+    """The rows most over, at most one of each stretch of time; over: (R,) positive = over."""
+    over = over.copy()
+    width = max(1, len(over) // 400)
+    worst: list[int] = []
+    while len(worst) < most and len(over):
+        row = int(np.argmax(over))
+        if over[row] <= 0:
+            break
+        worst.append(row)
+        over[max(0, row - width) : row + width + 1] = 0
+    return worst
+
+
+def least_memory(flat: Flat) -> np.ndarray:
+    """The choice of the least bytes times rows at every node, the cheapest of several: fits where most do."""
+    choice = np.zeros(flat.nodes, dtype=np.int64)
+    for node in range(flat.nodes):
+        costs = flat.cost[flat.first[node] : flat.first[node + 1]]
+        if len(costs) == 1:
+            continue
+        nbytes = np.zeros(len(costs))
+        for span in range(flat.span_first[node], flat.span_first[node + 1]):
+            at = flat.span_bytes[span]
+            nbytes += flat.bytes[at : at + len(costs)] * float(flat.high[span] - flat.low[span])
+        choice[node] = np.lexsort((costs, nbytes))[0]
+    return choice
+
+
+def cannot_fit(problem: Problem) -> Infeasibility | None:
+    """The times at which even the smallest choice of every live node passes the limit, or None when there are none."""
+    if problem.limit_bytes is None:
+        return None
+    changes: dict[int, int] = defaultdict(int)
+    for use in problem.uses:
+        if use.start < use.stop:
+            least = int(use.bytes.min())
+            changes[use.start] += least
+            changes[use.stop] -= least
+    level = 0
+    times: list[int] = []
+    worst, worst_time = 0, 0
+    for when in sorted(changes):
+        level += changes[when]
+        if level > problem.limit_bytes:
+            times.append(when)
+            if level > worst:
+                worst, worst_time = level, when
+    if not times:
+        return None
+    return Infeasibility(
+        times=tuple(times),
+        nodes=holders(problem, worst_time),
+        bytes_over=worst - problem.limit_bytes,
+        reason="even the smallest strategies of the nodes live at these times pass the limit",
+    )
+
+
+def holders(problem: Problem, when: int) -> tuple[int, ...]:
+    """The nodes that hold memory at a time whatever they choose or may choose, the largest least first."""
+    live: dict[int, int] = defaultdict(int)
+    for use in problem.uses:
+        if use.start <= when < use.stop and use.bytes.any():
+            live[use.node] += int(use.bytes.min())
+    return tuple(sorted(live, key=lambda node: -live[node]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntegerProgram:
+    """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t]."""
+
+    objective: np.ndarray
+    column_upper: np.ndarray
+    row_lower: np.ndarray
+    row_upper: np.ndarray
+    entry_row: np.ndarray
+    entry_column: np.ndarray
+    entry_value: np.ndarray
+    first: np.ndarray  # of node g: the column of x[g, 0]
+    strategies: int  # columns below this are node variables
+
+
+class _Rows:
+    """Rows as they are added, in arrays."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lower: list[np.ndarray] = []
+        self.upper: list[np.ndarray] = []
+        self.row: list[np.ndarray] = []
+        self.column: list[np.ndarray] = []
+        self.value: list[np.ndarray] = []
+
+    def add(self, lower: np.ndarray, upper: np.ndarray, row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.row.append(row + self.count)
+        self.column.append(column)
+        self.value.append(value)
+        self.count += len(lower)
+
+
+def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> IntegerProgram:
+    """The whole program; the problem must have no edge from a node to itself.
+
+    spare: add one last column, the bytes by which rows may be passed as a part of the largest room, and minimise it
+    too.
+    """
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    rows = _Rows()
+    one_strategy_per_node(rows, sizes)
+    edge_cost = edge_variables(rows, problem, first)
+    objective = total_cost(problem, edge_cost)
+    upper = np.concatenate(
+        [np.isfinite(objective[: first[-1]]).astype(np.float64), np.ones(len(objective) - first[-1])]
+    )
+    objective = np.where(np.isfinite(objective), objective, 0.0)
+    if spare:
+        objective, upper = np.append(objective, 1.0), np.append(upper, math.inf)
+    memory_limit(rows, memory, first, len(objective) - 1 if spare else None)
+    return IntegerProgram(
+        objective=objective,
+        column_upper=upper,
+        row_lower=np.concatenate(rows.lower),
+        row_upper=np.concatenate(rows.upper),
+        entry_row=np.concatenate(rows.row),
+        entry_column=np.concatenate(rows.column),
+        entry_value=np.concatenate(rows.value),
+        first=first,
+        strategies=int(first[-1]),
+    )
+
+
+def one_strategy_per_node(rows: _Rows, sizes: np.ndarray) -> None:
+    """(1) sum over s of x[g, s] = 1."""
+    sums = np.ones(len(sizes))
+    total = int(sizes.sum())
+    rows.add(sums, sums, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total))
+
+
+def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.ndarray]:
+    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s = x[h, t], over the pairs allowed; returns their costs."""
+    costs: list[np.ndarray] = []
+    column = int(first[-1])
+    for edge in problem.edges:
+        s, t = np.nonzero(np.isfinite(edge.cost))
+        costs.append(edge.cost[s, t])
+        pairs = np.arange(column, column + len(s))
+        column += len(s)
+        for node, rows_of_pair, count in ((edge.source, s, edge.cost.shape[0]), (edge.target, t, edge.cost.shape[1])):
+            zero = np.zeros(count)
+            strategies = np.arange(count)
+            rows.add(
+                zero,
+                zero,
+                np.concatenate([rows_of_pair, strategies]),
+                np.concatenate([pairs, first[node] + strategies]),
+                np.concatenate([np.ones(len(s)), np.full(count, -1.0)]),
+            )
+    return costs
+
+
+def memory_limit(rows: _Rows, memory: Sequence[Row], first: np.ndarray, spare: int | None) -> None:
+    """(4) at each time that can bind: sum over live nodes and s of bytes[g, s] x[g, s] <= the row's room."""
+    largest = max((abs(row.room) for row in memory), default=1)
+    for row in memory:
+        scale = float(max(1, abs(row.room) if spare is None else largest))  # bytes reach 1e11, tolerances are absolute
+        begins = first[np.asarray(row.nodes, dtype=np.int64)]
+        spans = [at + np.arange(len(nbytes)) for at, nbytes in zip(begins, row.bytes, strict=True)]
+        columns = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+        sizes = np.concatenate([np.zeros(0), *row.bytes]) / scale
+        used = sizes > 0
+        columns, sizes = columns[used], sizes[used]
+        if spare is not None:
+            columns, sizes = np.append(columns, spare), np.append(sizes, -1.0)
+        upper = np.array([row.room / scale])
+        rows.add(np.array([-math.inf]), upper, np.zeros(len(columns), dtype=np.int64), columns, sizes)
+
+
+def total_cost(problem: Problem, edge_cost: list[np.ndarray]) -> np.ndarray:
+    """(5) sum over x of node cost + sum over y of edge cost."""
+    return np.concatenate([*problem.node_cost, *edge_cost])
+
+
+THREADS = 2
+EXACT_ENTRIES = 60_000  # edge variables with which a program takes some seconds
+ROWS_AT_ONCE = 64  # rows added where the last answer broke them; a problem with no more gets all of them at once
+
+
+class Backend(enum.Enum):
+    """The solver behind MathOpt that takes what presolve leaves; docs/solver.md has their figures."""
+
+    HIGHS = "highs"
+    CP_SAT = "cp_sat"
+    SCIP = "scip"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a backend found: choice None when there is none; proven says that the search ended by itself."""
+
+    choice: tuple[int, ...] | None
+    bound: float
+    proven: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How to solve. deadline: on the clock of time.perf_counter; relative_gap: at which an answer is good enough."""
+
+    backend: Backend
+    deadline: float
+    relative_gap: float
+    seed: int
+
+
+def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequence[int] = ()) -> Answer:
+    """The program with the rows given, then with those its answer breaks, until it breaks none.
+
+    flat: the arrays of the problem; its memory may count more than the problem's own uses. The linear relaxation finds
+    most of the rows that matter. A choice is returned only if it fits; the bound holds for all of the rows, being of
+    fewer.
+    """
+    binding = can_bind(flat)
+    included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set(rows)
+    relaxed = len(binding) > ROWS_AT_ONCE and not included
+    bound = -math.inf
+    while True:
+        program = build(problem, [row_at(flat, row) for row in sorted(included)])
+        values, answer = run(program, settings, integers=not relaxed)
+        bound = max(bound, answer.bound)
+        if values is None:
+            return Answer(choice=None, bound=bound, proven=answer.proven)
+        share = values[: program.strategies] if relaxed else shares(flat, answer.choice or ())
+        over = used(flat, share) - flat.room
+        over[sorted(included)] = 0.0  # within the solver's tolerance, or exactly checked by the caller
+        fresh = worst_rows(np.where(over > 1e-6 * np.maximum(flat.room, 1), over, 0.0), most=ROWS_AT_ONCE)
+        if not fresh and not relaxed:
+            fits = not len(flat.room) or bool((used(flat, share) <= flat.room).all())
+            return Answer(choice=answer.choice if fits else None, bound=bound, proven=answer.proven and fits)
+        if time.perf_counter() > settings.deadline:
+            return Answer(choice=None, bound=bound, proven=False)
+        relaxed = relaxed and bool(fresh)
+        included.update(fresh)
+
+
+def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
+    """Run a backend; the values of all columns (None when it found none) and the answer. A relaxation's choice is None.
+
+    Costs are scaled to a largest absolute value of 1e6 before, for the solvers' absolute tolerances.
+    """
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+
+    scale = 1e6 / max(float(np.abs(program.objective).max(initial=0.0)), 1e-300)
+    columns, rows = len(program.objective), len(program.row_lower)
+    proto = model_pb2.ModelProto()
+    proto.variables.ids.extend(range(columns))
+    proto.variables.lower_bounds.extend(np.zeros(columns).tolist())
+    proto.variables.upper_bounds.extend(program.column_upper.tolist())
+    proto.variables.integers.extend((integers & (np.arange(columns) < program.strategies)).tolist())
+    priced = np.flatnonzero(program.objective)
+    proto.objective.linear_coefficients.ids.extend(priced.tolist())
+    proto.objective.linear_coefficients.values.extend((program.objective[priced] * scale).tolist())
+    proto.linear_constraints.ids.extend(range(rows))
+    proto.linear_constraints.lower_bounds.extend(program.row_lower.tolist())
+    proto.linear_constraints.upper_bounds.extend(program.row_upper.tolist())
+    order = np.lexsort((program.entry_column, program.entry_row))
+    proto.linear_constraint_matrix.row_ids.extend(program.entry_row[order].tolist())
+    proto.linear_constraint_matrix.column_ids.extend(program.entry_column[order].tolist())
+    proto.linear_constraint_matrix.coefficients.extend(program.entry_value[order].tolist())
+    model = mathopt.Model.from_model_proto(proto)
+
+    kinds = {
+        Backend.HIGHS: mathopt.SolverType.HIGHS,
+        Backend.CP_SAT: mathopt.SolverType.CP_SAT,
+        Backend.SCIP: mathopt.SolverType.GSCIP,
+    }
+    backend = settings.backend if integers else Backend.HIGHS  # the others have no relaxation to give
+    left_s = max(settings.deadline - time.perf_counter(), 0.01)
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=left_s) if math.isfinite(left_s) else None,
+        relative_gap_tolerance=settings.relative_gap if integers else None,
+        absolute_gap_tolerance=0.0 if integers else None,
+        random_seed=settings.seed,
+        threads=THREADS if backend is Backend.CP_SAT else None,  # MathOpt does not pass it on to the others
+    )
+    result = mathopt.solve(model, kinds[backend], params=parameters)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return None, Answer(choice=None, bound=math.inf, proven=True)
+    bound = result.dual_bound() / scale
+    if not result.has_primal_feasible_solution():
+        return None, Answer(choice=None, bound=bound, proven=False)
+    stored = result.variable_values()
+    values = np.array([stored[variable] for variable in model.variables()])
+    proven = reason is mathopt.TerminationReason.OPTIMAL
+    if not integers:
+        return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
+    share = values[: program.strategies]
+    choice = tuple(int(np.argmax(share[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
+    return values, Answer(choice=choice, bound=bound, proven=proven)
+
+
+def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | Infeasibility | None:
+    """A choice that fits, or why there is none; None when time ran out.
+
+    Every row may pass its room by a shared z, and z is minimised; edges that allow every pair are left out. Rows are
+    brought in as they are broken: an excess over some rows is one over all.
+    """
+    free = replace(
+        problem,
+        node_cost=tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_cost),
+        edges=tuple(
+            replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf))
+            for e in problem.edges
+            if not np.isfinite(e.cost).all()
+        ),
+    )
+    binding = can_bind(flat)
+    included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set()
+    while True:
+        program = build(free, [row_at(flat, row) for row in sorted(included)], spare=True)
+        values, answer = run(program, settings)
+        if values is None or answer.choice is None:
+            reason = "the strategies left exclude each other"
+            return Infeasibility(times=(), nodes=(), bytes_over=0, reason=reason) if answer.proven else None
+        over = np.rint(used(flat, shares(flat, answer.choice)) - flat.room).astype(np.int64)
+        if not len(over) or over.max() <= 0:
+            return answer.choice
+        least = int(over[sorted(included)].max()) if included else 0
+        fresh = worst_rows(np.where(over > max(least, 0), over, 0).astype(np.float64), most=ROWS_AT_ONCE)
+        if not fresh and answer.proven:
+            times = tuple(int(flat.times[row]) for row in np.flatnonzero(over == least))
+            return Infeasibility(
+                times=times,
+                nodes=holders(problem, times[0]),
+                bytes_over=least,
+                reason="no choice that the edges allow fits at these times; this is the least excess",
+            )
+        if time.perf_counter() > settings.deadline:
+            return None
+        included.update(fresh)

@@ -1,0 +1,638 @@
+"""Reductions that keep the best cost, each `reduce(problem) -> Reduction`: the smaller problem and the way back.
+
+    drop_forbidden   strategies that no neighbour allows (arc consistency; Mackworth 1977)
+    merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
+    drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
+    fold_forced      a node with one strategy: its edges become costs of its neighbours
+    merge_followers  nodes that a neighbour settles
+    eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
+    2002)
+
+Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a
+strategy is dominated only by one that holds no more at any time. Callers that may ignore memory pass a problem without
+uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
+
+from autopar.solver.problem import Edge, Infeasibility, Problem, Use
+
+Choice = tuple[int, ...]
+Undo = Callable[[Sequence[int]], Choice]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """A smaller problem, the choice for the larger one that belongs to a choice of it, and the cost left out of it.
+
+    origin: the larger problem's node that each node stands for; None = the nodes are the same.
+    """
+
+    problem: Problem
+    undo: Undo
+    offset: float = 0.0
+    origin: tuple[int, ...] | None = None
+
+
+class ConflictError(Exception):
+    """No choice is allowed whatever the memory; carries the reason."""
+
+    def __init__(self, why: Infeasibility):
+        super().__init__(why.reason)
+        self.why = why
+
+
+def chain(first: Reduction, second: Reduction) -> Reduction:
+    """One reduction after another."""
+    return Reduction(
+        problem=second.problem,
+        undo=lambda choice: first.undo(second.undo(choice)),
+        offset=first.offset + second.offset,
+        origin=_compose(first.origin, second.origin),
+    )
+
+
+def _compose(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return tuple(first[node] for node in second)
+
+
+def size(problem: Problem) -> tuple[int, int, int]:
+    """Nodes, edges and strategies: what reductions make smaller."""
+    return len(problem.node_cost), len(problem.edges), sum(len(cost) for cost in problem.node_cost)
+
+
+# Merging of followers: a node whose strategy a neighbour determines becomes part of that neighbour, with its memory.
+#
+# Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's
+# matrix has one finite entry. Merging them is exact with or without a memory limit, and removes 4 of 5 nodes of the
+# contest's graphs.
+
+
+class _Leads:
+    """For each node the node that determines its strategy, and its own strategy for each of that one's."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.lead = list(range(len(problem.node_cost)))
+        self.follow: list[np.ndarray] = [np.arange(len(cost)) for cost in problem.node_cost]
+
+    def settle(self, node: int) -> None:
+        """Point a node at the end of its chain of leads."""
+        lead, follow = self.lead, self.follow
+        chain = []
+        while lead[node] != node:
+            chain.append(node)
+            node = lead[node]
+        for member in reversed(chain[:-1]):
+            above = lead[member]
+            follow[member] = follow[member][follow[above]]
+            lead[member] = lead[above]
+
+    def join(self, leader: int, node: int, rule: np.ndarray) -> bool:
+        """Let a node, and what it follows, follow a leader, if possible; `rule`: its strategy for
+        each of the leader's.
+        """
+        self.settle(leader)
+        self.settle(node)
+        top, root = self.lead[leader], self.lead[node]
+        if top == root:
+            return False
+        strategies = self.follow[node]
+        if root != node and len(np.unique(strategies)) != len(self.problem.node_cost[root]):
+            return False  # the node follows its root many to one: it does not settle the root
+        inverse = np.empty(len(self.problem.node_cost[node]), dtype=np.int64)
+        inverse[strategies] = np.arange(len(strategies))
+        needed = rule[self.follow[leader]]
+        if root != node and not np.isin(needed, strategies).all():
+            return False
+        self.lead[root] = top
+        self.follow[root] = inverse[needed]
+        return True
+
+
+def merge_followers(problem: Problem) -> Reduction:
+    """Merge every node that has, for each strategy of some neighbour, one strategy allowed.
+
+    Expects drop_forbidden before: a one-to-one edge is then square. Edges inside a merged group become node cost.
+    """
+    leads = _Leads(problem)
+    rules: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
+    merged = False
+    for edge in problem.edges:
+        a, b = edge.source, edge.target
+        if a == b or min(edge.cost.shape) == 1:
+            continue
+        if id(edge.cost) not in rules:
+            rules[id(edge.cost)] = _rules(np.isfinite(edge.cost))
+        forth, back = rules[id(edge.cost)]
+        if (forth is not None and leads.join(a, b, forth)) or (back is not None and leads.join(b, a, back)):
+            merged = True
+    if not merged:
+        return Reduction(problem=problem, undo=tuple)
+    for node in range(len(leads.lead)):
+        leads.settle(node)
+    return _merged(problem, leads.lead, leads.follow)
+
+
+def _rules(allowed: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The one partner of each strategy of either side, where each has one."""
+    pairs, (rows, columns) = np.count_nonzero(allowed), allowed.shape
+    forth = pairs == rows and bool((allowed.sum(axis=1) == 1).all())
+    back = pairs == columns and bool((allowed.sum(axis=0) == 1).all())
+    return allowed.argmax(axis=1) if forth else None, allowed.argmax(axis=0) if back else None
+
+
+def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray]) -> Reduction:
+    """The problem without the nodes that follow others; every lead leads itself."""
+    count = len(problem.node_cost)
+    stays = [node for node in range(count) if lead[node] == node]
+    number = {node: position for position, node in enumerate(stays)}
+    node_cost = [problem.node_cost[node] for node in stays]
+    for node in range(count):
+        if lead[node] != node:
+            node_cost[number[lead[node]]] = node_cost[number[lead[node]]] + problem.node_cost[node][follow[node]]
+    edges: list[Edge] = []
+    followed = [rule.tobytes() for rule in follow]
+    spread: dict[tuple[int, bytes, bytes], np.ndarray] = {}  # equal ones are one array
+    for edge in problem.edges:
+        a, b = lead[edge.source], lead[edge.target]
+        rows, columns = follow[edge.source], follow[edge.target]
+        if a == b:
+            node_cost[number[a]] = node_cost[number[a]] + edge.cost[rows, columns]
+        elif a == edge.source and b == edge.target:
+            edges.append(replace(edge, source=number[a], target=number[b]))
+        else:
+            key = id(edge.cost), followed[edge.source], followed[edge.target]
+            if key not in spread:
+                spread[key] = edge.cost[rows[:, None], columns[None, :]]
+            edges.append(Edge(source=number[a], target=number[b], cost=spread[key]))
+    uses = tuple(
+        Use(node=number[lead[u.node]], start=u.start, stop=u.stop, bytes=u.bytes[follow[u.node]]) for u in problem.uses
+    )
+    names = problem.node_names
+    smaller = Problem(
+        node_cost=tuple(node_cost),
+        edges=tuple(edges),
+        uses=uses,
+        limit_bytes=problem.limit_bytes,
+        node_names=tuple(names[node] for node in stays) if names is not None else None,
+    )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        return tuple(int(follow[node][choice[number[lead[node]]]]) for node in range(count))
+
+    return Reduction(problem=smaller, undo=undo, origin=tuple(stays))
+
+
+# Which strategies no other of the same node always beats, with no more memory.
+#
+# Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
+# (e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
+# worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
+
+
+def undominated(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """The numbers of the strategies of each node that stay; `near`: the numbers of its edges. Nodes are passed over
+    once there would be more than `most_work` comparisons.
+
+    By compiled loops where their compiler is loaded anyway, for other parts of a larger problem: for small ones loading
+    it takes longer than arrays do. Both give the same.
+    """
+    return (by_loops if "numba" in sys.modules else by_arrays)(problem, near, most_work)
+
+
+def _uses(problem: Problem) -> list[list[np.ndarray]]:
+    uses: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
+    for use in problem.uses:
+        if use.start < use.stop:
+            uses[use.node].append(use.bytes)
+    return uses
+
+
+def by_arrays(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """`undominated` in arrays, a node and an edge at a time."""
+    strategies, uses = [np.arange(len(cost)) for cost in problem.node_cost], _uses(problem)
+    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
+    work = 0
+    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
+        count = len(strategies[node])
+        if count == 1:
+            continue
+        edges = [problem.edges[number] for number in near[node]]
+        others = [edge.target if edge.source == node else edge.source for edge in edges]
+        work += count * count * (1 + sum(len(strategies[other]) for other in others))
+        if work > most_work:
+            break
+        cost = problem.node_cost[node]
+        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
+            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
+            for edge, other in zip(edges, others, strict=True):
+                if len(strategies[other]) < len(problem.node_cost[other]):
+                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
+                    continue
+                key = id(edge.cost), edge.source == node
+                if key not in worst_of:
+                    worst_of[key] = _worst(_side(edge, node))
+                worst = worst + worst_of[key]
+        beats = worst <= 0
+        for nbytes in uses[node]:
+            beats &= nbytes[:, None] <= nbytes[None, :]
+        np.fill_diagonal(beats, False)
+        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
+        alive = np.ones(count, dtype=bool)
+        for s in beaten:
+            alive[s] = not (beats[:, s] & alive).any()
+        strategies[node] = np.flatnonzero(alive)
+    return strategies
+
+
+def _side(edge: Edge, node: int) -> np.ndarray:
+    """The edge's costs with this node's strategies first."""
+    return edge.cost if edge.source == node else edge.cost.T
+
+
+def _worst(side: np.ndarray) -> np.ndarray:
+    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
+    choose with s: where that excludes s, t is no worse.
+    """
+    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
+    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
+    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
+
+
+def by_loops(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
+    """`undominated` in compiled loops."""
+    from autopar.solver import dominance_loops
+
+    loops: Any = dominance_loops  # numba's types do not know the arguments of what it compiles
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first, uses = _starts(problem.node_cost), _uses(problem)
+    numbers: dict[int, int] = {}
+    matrices: list[np.ndarray] = []
+    for edge in problem.edges:
+        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
+            matrices.append(edge.cost.ravel())
+    kept = loops.undominated(
+        first,
+        np.concatenate([np.zeros(0), *problem.node_cost]),
+        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
+        _starts(matrices)[:-1],
+        np.concatenate([np.zeros(0), *matrices]),
+        _starts(near),
+        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
+        np.argsort(sizes, kind="stable"),
+        np.array([0, *itertools.accumulate(len(of) * n for of, n in zip(uses, sizes.tolist(), strict=True))]),
+        np.concatenate([np.zeros(0, dtype=np.int64), *(nbytes for of in uses for nbytes in of)]).astype(np.int64),
+        most_work,
+    )
+    return [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())]
+
+
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
+    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
+
+
+DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
+TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
+
+
+Step = Callable[[Problem], Reduction]
+
+
+def reduce_all(problem: Problem) -> Reduction:
+    """Every reduction in turn until a turn changes nothing.
+
+    Raises: ConflictError when the strategies left exclude each other.
+    """
+    total = Reduction(problem=problem, undo=tuple)
+    settled: dict[Step, Problem] = {}  # what each step left, which it need not look at again
+    while True:
+        size_before = size(total.problem)
+        # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
+        # dropped again before elimination, which takes for granted that every strategy left is allowed.
+        merging = (merge_followers, merge_parallel, drop_forbidden)
+        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
+            before = total.problem
+            if settled.get(step) is before:
+                continue
+            try:
+                total = chain(total, step(before))
+            except ConflictError as conflict:
+                raise _translated(conflict, total) from None
+            # What is dominated may be so by what a pass dropped after it: only a pass that drops nothing is the last.
+            if step is not drop_dominated or total.problem is before:
+                settled[step] = total.problem
+        if size(total.problem) == size_before:
+            return total
+
+
+def _translated(conflict: ConflictError, total: Reduction) -> ConflictError:
+    """The same conflict by the numbers of the nodes that the reductions began with."""
+    if total.origin is None:
+        return conflict
+    return ConflictError(replace(conflict.why, nodes=tuple(total.origin[node] for node in conflict.why.nodes)))
+
+
+def merge_parallel(problem: Problem) -> Reduction:
+    """Add up the edges of the same two nodes, and turn an edge from a node to itself into node cost."""
+    node_cost = list(problem.node_cost)
+    merged: dict[tuple[int, int], Edge] = {}
+    turned: dict[int, np.ndarray] = {}  # by the ids of what was turned or added up, so that equal ones are one array
+    sums: dict[tuple[int, int], np.ndarray] = {}
+    for edge in problem.edges:
+        a, b = edge.source, edge.target
+        if a == b:
+            node_cost[a] = node_cost[a] + np.diagonal(edge.cost)
+            continue
+        if a > b:
+            a, b = b, a
+            edge = Edge(source=a, target=b, cost=turned.setdefault(id(edge.cost), edge.cost.T))
+        before = merged.get((a, b))
+        if before is not None:
+            both = id(before.cost), id(edge.cost)
+            if both not in sums:
+                sums[both] = before.cost + edge.cost
+            edge = Edge(source=a, target=b, cost=sums[both])
+        merged[a, b] = edge
+    matrices = {id(edge.cost): edge.cost for edge in merged.values()}
+    is_zero = dict(zip(matrices, _each(np.equal, list(matrices.values()), 0.0), strict=True))
+    edges = tuple(edge for edge in merged.values() if not is_zero[id(edge.cost)])
+    if edges == problem.edges:  # none was merged, turned or left out
+        return Reduction(problem=problem, undo=tuple)
+    return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=edges), undo=tuple)
+
+
+def drop_forbidden(problem: Problem) -> Reduction:
+    """Remove strategies of infinite cost and those left without any partner on an edge, until all have one.
+
+    Raises: ConflictError naming a node that keeps no strategy, and its neighbours.
+    """
+    allowed = [np.isfinite(cost) for cost in problem.node_cost]
+    matrices = {id(edge.cost): edge.cost for edge in problem.edges}
+    complete: dict[int, bool] = {}  # every strategy has a partner
+    for key, all_finite in zip(matrices, _each(np.isfinite, list(matrices.values())), strict=True):
+        complete[key] = all_finite
+        if not all_finite:
+            pairs = np.isfinite(matrices[key])
+            complete[key] = bool(pairs.any(axis=1).all() and pairs.any(axis=0).all())
+    all_finite_costs = _each(np.isfinite, problem.node_cost)
+    pending = [
+        number
+        for number, edge in enumerate(problem.edges)
+        if not (complete[id(edge.cost)] and all_finite_costs[edge.source] and all_finite_costs[edge.target])
+    ]
+    if not pending and all(all_finite_costs):
+        return Reduction(problem=problem, undo=tuple)
+    near = neighbours(problem)
+    waiting = set(pending)
+    while pending:
+        number = pending.pop()
+        waiting.discard(number)
+        edge = problem.edges[number]
+        a, b = edge.source, edge.target
+        pairs = np.isfinite(edge.cost) & allowed[a][:, None] & allowed[b][None, :]
+        for node, partner in ((a, pairs.any(axis=1)), (b, pairs.any(axis=0))):
+            if not partner[allowed[node]].all():
+                allowed[node] = allowed[node] & partner
+                for edge_number in near[node]:
+                    if edge_number not in waiting:
+                        waiting.add(edge_number)
+                        pending.append(edge_number)
+    for node, keep in enumerate(allowed):
+        if not keep.any():
+            around = {
+                end for number in near[node] for end in (problem.edges[number].source, problem.edges[number].target)
+            }
+            reason = (
+                "the strategies of these nodes exclude each other"
+                if near[node]
+                else "no strategy of this node is allowed"
+            )
+            nodes = (node, *sorted(around - {node}))
+            raise ConflictError(Infeasibility(times=(), nodes=nodes, bytes_over=0, reason=reason))
+    return keep_strategies(problem, [np.flatnonzero(keep) for keep in allowed])
+
+
+def _each(test: Callable[..., np.ndarray], arrays: Sequence[np.ndarray], *arguments: float) -> list[bool]:
+    """Whether all entries pass a test, of each of some arrays, none of them empty: all looked at in one go."""
+    if not arrays:
+        return []
+    ends = np.cumsum([array.size for array in arrays])
+    passed = test(np.concatenate([array.ravel() for array in arrays]), *arguments)
+    return np.logical_and.reduceat(passed, np.concatenate(([0], ends[:-1]))).tolist()
+
+
+def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduction:
+    """Restrict every node to some of its strategies, given by their numbers."""
+    if all(len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)):
+        return Reduction(problem=problem, undo=tuple)
+    unchanged = [len(keep) == len(cost) for keep, cost in zip(strategies, problem.node_cost, strict=True)]
+    kept = [keep.tobytes() for keep in strategies]
+    parts: dict[tuple[int, bytes, bytes], np.ndarray] = {}  # equal ones are one array
+
+    def part_of(e: Edge) -> Edge:
+        if unchanged[e.source] and unchanged[e.target]:
+            return e
+        key = id(e.cost), kept[e.source], kept[e.target]
+        if key not in parts:
+            parts[key] = e.cost[strategies[e.source][:, None], strategies[e.target]]
+        return Edge(source=e.source, target=e.target, cost=parts[key])
+
+    smaller = replace(
+        problem,
+        node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, strategies, strict=True)),
+        edges=tuple(part_of(e) for e in problem.edges),
+        uses=tuple(replace(u, bytes=u.bytes[strategies[u.node]]) for u in problem.uses),
+    )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        return tuple(int(keep[strategy]) for keep, strategy in zip(strategies, choice, strict=True))
+
+    return Reduction(problem=smaller, undo=undo)
+
+
+def drop_dominated(problem: Problem) -> Reduction:
+    """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
+    (`undominated`).
+    """
+    return keep_strategies(problem, undominated(problem, neighbours(problem), DOMINANCE_WORK))
+
+
+def fold_forced(problem: Problem) -> Reduction:
+    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, for their memory."""
+    single = [len(cost) == 1 for cost in problem.node_cost]
+    if not any(single[edge.source] or single[edge.target] for edge in problem.edges):
+        return Reduction(problem=problem, undo=tuple)
+    node_cost = list(problem.node_cost)
+    edges: list[Edge] = []
+    for edge in problem.edges:
+        if single[edge.source]:
+            node_cost[edge.target] = node_cost[edge.target] + edge.cost[0]
+        elif single[edge.target]:
+            node_cost[edge.source] = node_cost[edge.source] + edge.cost[:, 0]
+        else:
+            edges.append(edge)
+    return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=tuple(edges)), undo=tuple)
+
+
+def eliminate(problem: Problem) -> Reduction:
+    """Remove nodes of at most two neighbours, whose memory does not depend on their choice, by min-plus.
+
+    A node v with neighbours a and b leaves the edge min over s of (c[s] + e_a[s, t] + e_b[s, u]) between them; the way
+    back looks up its best strategy for the strategies they chose. Constant memory of eliminated nodes is moved to a
+    node kept, or keeps a node of one strategy alive for it.
+    """
+    bound = {use.node for use in problem.uses if use.start < use.stop and (use.bytes != use.bytes[0]).any()}
+    resident = {use.node for use in problem.uses if use.start < use.stop}
+    table: list[dict[int, np.ndarray]] = [
+        {} for _ in problem.node_cost
+    ]  # both directions; the node's own strategies first
+    merged = merge_parallel(problem).problem
+    for edge in merged.edges:
+        table[edge.source][edge.target] = edge.cost
+        table[edge.target][edge.source] = edge.cost.T
+    cost = list(merged.node_cost)
+    rules: list[_Rule] = []
+    removed: set[int] = set()
+    offset = 0.0
+    queue = [node for node in range(len(cost)) if len(table[node]) <= 2]
+    while queue:
+        node = queue.pop()
+        around = tuple(table[node])
+        settled = len(cost[node]) == 1 and node in resident and not around
+        if node in removed or node in bound or len(around) > 2 or settled:
+            continue
+        if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
+            continue
+        reach, sides = cost[node], tuple(table[node].values())
+        for axis, side in enumerate(sides):
+            reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
+        value = reach.min(axis=0)
+        rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
+        if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
+            cost[node] = np.zeros(1)
+            bound.add(node)
+        else:
+            removed.add(node)
+        for peer in around:
+            del table[peer][node]
+        table[node] = {}
+        if not around:
+            offset += float(value)
+        elif len(around) == 1:
+            cost[around[0]] = cost[around[0]] + value
+        else:
+            a, b = around
+            sum_so_far = table[a].get(b)
+            table[a][b] = value if sum_so_far is None else sum_so_far + value
+            table[b][a] = table[a][b].T
+        queue.extend(peer for peer in around if len(table[peer]) <= 2)
+    if not rules:
+        return Reduction(problem=problem, undo=tuple)
+
+    shrunk = {rule.node for rule in rules} - removed
+    return _without(
+        problem, _Eliminated(cost=cost, table=table, rules=rules, gone=removed, shrunk=shrunk, offset=offset)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """A node eliminated: its cost, its neighbours, and its edges to them, its own strategies first."""
+
+    node: int
+    around: tuple[int, ...]
+    cost: np.ndarray
+    sides: tuple[np.ndarray, ...]
+
+    def best(self, choice: Sequence[int]) -> int:
+        """Its best strategy for what its neighbours chose: by the sums of which elimination took the least."""
+        reach = self.cost
+        for peer, side in zip(self.around, self.sides, strict=True):
+            reach = reach + side[:, choice[peer]]
+        return int(np.argmin(reach))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Eliminated:
+    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of the nodes eliminated, in
+    order; nodes `gone`, and those `shrunk` to one strategy for their memory.
+    """
+
+    cost: list[np.ndarray]
+    table: list[dict[int, np.ndarray]]
+    rules: list[_Rule]
+    gone: set[int]
+    shrunk: set[int]
+    offset: float
+
+
+def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
+    """The problem without the nodes that are gone, and the way back."""
+    cost, table, removed, shrunk = eliminated.cost, eliminated.table, eliminated.gone, eliminated.shrunk
+    stays = [node for node in range(len(cost)) if node not in removed]
+    number = {node: position for position, node in enumerate(stays)}
+    names = problem.node_names
+    smaller = Problem(
+        node_cost=tuple(cost[node] for node in stays),
+        edges=tuple(
+            Edge(source=number[a], target=number[b], cost=side) for a in stays for b, side in table[a].items() if a < b
+        ),
+        uses=tuple(
+            Use(node=number[u.node], start=u.start, stop=u.stop, bytes=u.bytes[:1] if u.node in shrunk else u.bytes)
+            for u in problem.uses
+            if u.node not in removed
+        ),
+        limit_bytes=problem.limit_bytes,
+        node_names=tuple(names[node] for node in stays) if names is not None else None,
+    )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        full = [0] * len(cost)
+        for node, strategy in zip(stays, choice, strict=True):
+            full[node] = strategy
+        for rule in reversed(eliminated.rules):
+            full[rule.node] = rule.best(full)
+        return tuple(full)
+
+    return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))
+
+
+def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
+    """The parts of a problem without uses that share no edge, with their nodes."""
+    part_of = DisjointSet(range(len(problem.node_cost)))
+    for edge in problem.edges:
+        part_of.merge(edge.source, edge.target)
+    members: dict[int, list[int]] = defaultdict(list)
+    for node in part_of:
+        members[part_of[node]].append(node)
+    edges: dict[int, list[Edge]] = defaultdict(list)
+    place = {node: at for group in members.values() for at, node in enumerate(group)}
+    for edge in problem.edges:
+        edges[part_of[edge.source]].append(replace(edge, source=place[edge.source], target=place[edge.target]))
+    for root, group in members.items():
+        yield Problem(node_cost=tuple(problem.node_cost[node] for node in group), edges=tuple(edges[root])), group
+
+
+def neighbours(problem: Problem) -> list[list[int]]:
+    """The numbers of each node's edges."""
+    near: list[list[int]] = [[] for _ in problem.node_cost]
+    for number, edge in enumerate(problem.edges):
+        near[edge.source].append(number)
+        if edge.target != edge.source:
+            near[edge.target].append(number)
+    return near
