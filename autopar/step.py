@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.batches import StepBatches
+from autopar.calls.call import FastPath, trace_call
 from autopar.calls.call_arguments import CallArguments, Signature, StepOptions, WarnOnce
-from autopar.calls.fast_path import FastPath
 from autopar.calls.placement import has_sharding, init_state, on_one_device, put_copies, put_leaves, state_shardings
 from autopar.calls.plan_sources import PlanSources, StepPlans
-from autopar.calls.trace_call import trace_call
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError

@@ -1,4 +1,7 @@
-"""`autopar.verify`: compares a plan with the compiled program, and the results with plain `jax.jit`."""
+"""`autopar.verify`: compares a plan with the compiled program, and the results with plain `jax.jit`.
+
+How far rounding alone goes is seen from arguments that are moved by a unit in their last place.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
@@ -25,7 +29,6 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.kernels.check_rules import check_rules, check_twins, half_of_digits
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
-from autopar.moved_arguments import moved
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulator import simulate
@@ -33,6 +36,23 @@ from autopar.sharding.rules import RuleBook
 from autopar.step import Step
 from autopar.step_views import call_split, check_is_step, lower_on
 from autopar.xla import aot, collectives
+
+
+def moved(args: Any, seed: int) -> Any:
+    """The arguments with each number of their floating-point arrays moved by a unit in its last place, up or down."""
+    random = np.random.default_rng(seed)
+
+    def leaf(x: Any) -> Any:
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        if not is_array or jax_compat.is_key_dtype(x.dtype) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        values = np.asarray(x)
+        wide = values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+        unit = float(jnp.finfo(values.dtype).eps)
+        return (wide * (1 + unit * random.choice((-1.0, 1.0), values.shape))).astype(values.dtype)
+
+    return jax.tree.map(leaf, args)
+
 
 COLUMNS = 100
 TRIES = 3  # of moving the arguments by a unit in their last place

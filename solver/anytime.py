@@ -24,10 +24,9 @@ import numpy as np
 
 from autopar.solver.brute_force import evaluate
 from autopar.solver.elimination import solve_by_tables
-from autopar.solver.flat_arrays import Flat, flatten
 from autopar.solver.integer_program import EXACT_ENTRIES, Answer, Settings, solve_lazily
 from autopar.solver.presolve import ConflictError, Reduction, chain, keep_strategies, reduce_all
-from autopar.solver.problem import Problem
+from autopar.solver.problem import Flat, Problem, flatten
 
 TREE_NODES = 300  # the largest tree of a move
 SAFETY = 1e-9  # of the bound: sums of floats in another order differ by less

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.flat_arrays import Flat
-from autopar.solver.problem import Infeasibility, Problem
+from autopar.solver.problem import Flat, Infeasibility, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ import numpy as np
 from autopar.solver import brute_force
 from autopar.solver.brute_force import relative_gap as gap_of
 from autopar.solver.elimination import solve_by_tables
-from autopar.solver.flat_arrays import Flat, flatten
 from autopar.solver.integer_program import (
     EXACT_ENTRIES,
     Answer,
@@ -32,7 +31,7 @@ from autopar.solver.integer_program import (
     solve_lazily,
 )
 from autopar.solver.presolve import ConflictError, Reduction, components, reduce_all
-from autopar.solver.problem import Infeasibility, Problem, Solution, Status, validate
+from autopar.solver.problem import Flat, Infeasibility, Problem, Solution, Status, flatten, validate
 
 EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
 FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take

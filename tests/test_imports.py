@@ -49,7 +49,6 @@ LEAVES = ("errors",)
 INNER_MODULES = {
     "solver": (
         "problem",
-        "flat_arrays",
         "integer_program",
         "stage_problem",
         "brute_force",

@@ -15,7 +15,7 @@ import jax
 from autopar.calls.call_arguments import StepOptions, WarnOnce
 from autopar.calls.search import with_followed_layouts
 from autopar.common import jax_compat
-from autopar.common.cache_dir import cache_directory, default_directory
+from autopar.common.files import cache_directory, default_directory
 from autopar.common.progress import Progress, collected_seldom
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits

@@ -28,12 +28,11 @@ import msgspec
 from autopar.calls import nnx_objects
 from autopar.checkpoint.leaves import check_name, named_leaves
 from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
-from autopar.checkpoint.preemption import Preempted, PreemptionNotice
+from autopar.checkpoint.preemption import ENDS_WITHOUT_THREADS, Preempted, PreemptionNotice, SpareThreads
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, array_files, like_created, restored, structure_of_plan
 from autopar.common.jax_distributed import shared_store
 from autopar.common.launched import RESTART
-from autopar.common.spare_threads import ENDS_WITHOUT_THREADS, SpareThreads
 from autopar.errors import (
     CheckpointFolderInUseError,
     CheckpointFormatError,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from autopar.checkpoint.leaves import array_dtype, is_name, key_dtype, number_of
-from autopar.common.json_files import JsonFaultError, decoded
+from autopar.common.files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError
 from autopar.plan.file import decode
 from autopar.plan.plan import Plan

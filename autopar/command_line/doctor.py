@@ -16,7 +16,7 @@ import jax
 import msgspec
 
 from autopar.command_line.kept_files import BEGINNINGS, Kind, kept_in
-from autopar.common.cache_dir import default_directory
+from autopar.common.files import default_directory
 from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from autopar.common import jax_compat
-from autopar.common.json_files import Fault
+from autopar.common.files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, walk

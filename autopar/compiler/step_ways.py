@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
-from autopar.attention.notes import chosen_note
+from autopar.attention.match import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.compiler.saved_values import LayerValues
 from autopar.compiler.whole_graph import whole_graph

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.attention import ring
 from autopar.attention.kernels import Kernel, library_of
-from autopar.attention.notes import attention_as_written, attention_left
+from autopar.attention.match import attention_as_written, attention_left
 from autopar.common.text import text_of_bytes
 from autopar.common.trace_events import Timeline
 from autopar.compiler.memory_breakdown import memory_of_program, memory_of_stages, saved_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from autopar.common.json_files import JsonFaultError, decoded
+from autopar.common.files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import discovery, mesh_links, mixed, presets
 from autopar.hardware.collective_cost import Fabric, Link

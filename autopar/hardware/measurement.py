@@ -16,8 +16,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.common.cache_dir import default_directory, leave_aside, read_whole, write_whole
-from autopar.common.json_files import JsonFaultError, decoded
+from autopar.common.files import JsonFaultError, decoded, default_directory, leave_aside, read_whole, write_whole
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.hardware.collective_cost import Link, time_s
 from autopar.hardware.fit import Timing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.attention.kernels import Kernel
-from autopar.attention.notes import large_scores
+from autopar.attention.match import large_scores
 from autopar.cost.cost_model import cost_model
 from autopar.cost.xla_program import place_names
 from autopar.errors import MemoryLimitError

@@ -27,8 +27,16 @@ from autopar.common.jax_compat import run_wide_products_on_cpus
 from autopar.common.paths import name_of_key
 from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError, expect_one_of
 from autopar.ir.primitives import MATRIX_PRODUCTS, RAGGED_PRODUCT, linear_operands
-from autopar.mixed_precision.float8 import check_has_products, delayed_scaling, float8_dot_general, is_scaling
-from autopar.mixed_precision.loss_scale import FACTOR, FIRST, PERIOD, LossScale
+from autopar.mixed_precision.scaling import (
+    FACTOR,
+    FIRST,
+    PERIOD,
+    LossScale,
+    check_has_products,
+    delayed_scaling,
+    float8_dot_general,
+    is_scaling,
+)
 
 # `value_and_grad` under a policy: the casts are inside of what is differentiated.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import msgspec
 
-from autopar.common.cache_dir import leave_aside, read_whole, write_whole
+from autopar.common.files import leave_aside, read_whole, write_whole
 from autopar.common.jax_compat import lowering_flags
 from autopar.errors import AutoparError
 from autopar.ir.graph import Rule

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from autopar.attention.kernels import Kernel
-from autopar.common.json_files import Fault, JsonFaultError, decoded, first_layout_twice
+from autopar.common.files import Fault, JsonFaultError, decoded, first_layout_twice
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.errors import InvalidArgumentError, PlanFormatError
 from autopar.hardware.cluster import part_number

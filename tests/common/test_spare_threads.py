@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from autopar.common import spare_threads
-from autopar.common.spare_threads import SpareThreads
+from autopar.checkpoint import preemption
+from autopar.checkpoint.preemption import SpareThreads
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def ended(monkeypatch):
         def begin(*_, **__):
             raise RuntimeError("can't create new thread at interpreter shutdown")
 
-        monkeypatch.setattr(threading, spare_threads._BEGINS, begin)
+        monkeypatch.setattr(threading, preemption._BEGINS, begin)
 
     return refuse
 

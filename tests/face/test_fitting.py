@@ -12,9 +12,8 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.batch_sizes import check_batch, resized
 from autopar.errors import InvalidArgumentError, MemoryLimitError
-from autopar.fitting import FitRow, Fitting, largest, unit_of
+from autopar.fitting import FitRow, Fitting, check_batch, largest, resized, unit_of
 from autopar.plan.report.fit_data import fit_values
 from autopar.step_views import peak_on_more_examples, peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster

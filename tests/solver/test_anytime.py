@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, anytime, brute_force, evaluate, solve, solving
 from autopar.solver.anytime import Best, Limits, Loops, Settled, TableSearch, combine, drop_costly, improve
-from autopar.solver.flat_arrays import flatten
 from autopar.solver.integer_program import least_memory, shares, used
 from autopar.solver.presolve import ConflictError, Reduction, reduce_all
+from autopar.solver.problem import flatten
 from tests.solver.cases import layered_problem, random_problem
 
 
