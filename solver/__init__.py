@@ -5,7 +5,7 @@ Out: `Solution` with a proven bound; `StagePlan` or `NoStages`.
 May import: numpy, numba and OR-tools; neither JAX nor the rest of autopar.
 """
 
-from autopar.solver.brute_force import brute_force, brute_force_stages, evaluate
+from autopar.solver.exhaustive_search import brute_force, brute_force_stages, evaluate
 from autopar.solver.integer_program import Backend
 from autopar.solver.problem import Edge, Infeasibility, Problem, Solution, Status, Use, tie
 from autopar.solver.solving import solve

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.brute_force import evaluate
 from autopar.solver.elimination import solve_by_tables
+from autopar.solver.exhaustive_search import evaluate
 from autopar.solver.integer_program import EXACT_ENTRIES, Answer, Settings, solve_lazily
 from autopar.solver.presolve import ConflictError, Reduction, chain, keep_strategies, reduce_all
 from autopar.solver.problem import Flat, Problem, flatten

@@ -15,9 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.solver import brute_force
-from autopar.solver.brute_force import relative_gap as gap_of
 from autopar.solver.elimination import solve_by_tables
+from autopar.solver.exhaustive_search import evaluate, infeasible, peak_bytes, relative_gap
 from autopar.solver.integer_program import (
     EXACT_ENTRIES,
     Answer,
@@ -64,7 +63,7 @@ def solve(
     run = _Run(problem, time_limit_s, seed, relative_gap, backend, rounds, log, cutoff)
     why = cannot_fit(problem)
     if why is not None:
-        return brute_force.infeasible(why, run.seconds())
+        return infeasible(why, run.seconds())
     try:
         if problem.limit_bytes is None or len(problem.node_cost) <= EXACT_NODES:
             free = _solve_free(run)
@@ -72,7 +71,7 @@ def solve(
                 return run.solution(free)
         return run.solution(_solve_limited(run))
     except ConflictError as conflict:
-        return brute_force.infeasible(conflict.why, run.seconds())
+        return infeasible(conflict.why, run.seconds())
 
 
 class _Run:
@@ -118,12 +117,12 @@ class _Run:
                 wall_s=self.seconds(),
                 peak_bytes=0,
             )
-        cost, peak = brute_force.evaluate(self.problem, answer.choice)
+        cost, peak = evaluate(self.problem, answer.choice)
         assert cost < math.inf, "the solver chose what is not allowed"
         limit = self.problem.limit_bytes
         assert limit is None or peak <= limit, f"the solver chose {peak} bytes, {limit} fit"
         self.offer(cost)
-        gap = gap_of(cost, min(answer.bound, cost))
+        gap = relative_gap(cost, min(answer.bound, cost))
         closed = gap <= 1e-8  # sums of floats in another order, and the core's safety margin, differ by less
         return Solution(
             choice=answer.choice,
@@ -154,7 +153,7 @@ def _solve_free(run: _Run) -> Answer | None:
     if answer.choice is None:
         return None if limited else answer
     limit = run.problem.limit_bytes
-    return answer if limit is None or brute_force.peak_bytes(run.problem, answer.choice) <= limit else None
+    return answer if limit is None or peak_bytes(run.problem, answer.choice) <= limit else None
 
 
 def _solve_limited(run: _Run) -> Answer:
@@ -215,7 +214,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cuto
     limited = len(can_bind(flat)) > 0
     choice = None if limited else solve_by_tables(part)
     if choice is not None:
-        return Answer(choice=choice, bound=brute_force.evaluate(part, choice)[0], proven=True)
+        return Answer(choice=choice, bound=evaluate(part, choice)[0], proven=True)
     start = least_memory(flat)
     if not _fits(part, start):
         now = time.perf_counter()
@@ -224,7 +223,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cuto
             raise ConflictError(fitting)
         start = np.array(fitting, dtype=np.int64) if fitting is not None else start
     if offset is not None and _fits(part, start):
-        run.offer(brute_force.evaluate(part, start.tolist())[0] + offset)
+        run.offer(evaluate(part, start.tolist())[0] + offset)
     bound = -math.inf
     if part.num_pairs <= EXACT_ENTRIES and (limited or run.rounds is None):
         now = time.perf_counter()
@@ -232,7 +231,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cuto
         answer = solve_lazily(part, flat, settings)
         bound = answer.bound
         if answer.choice is not None:
-            cost, _ = brute_force.evaluate(part, answer.choice)
+            cost, _ = evaluate(part, answer.choice)
             exact = answer.proven and run.settings.relative_gap == 0.0
             if answer.proven:
                 return replace(answer, bound=cost if exact else min(bound, cost))
@@ -241,7 +240,7 @@ def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cuto
 
 
 def _fits(part: Problem, choice: np.ndarray) -> bool:
-    cost, peak = brute_force.evaluate(part, choice.tolist())
+    cost, peak = evaluate(part, choice.tolist())
     return cost < math.inf and (part.limit_bytes is None or peak <= part.limit_bytes)
 
 

@@ -51,7 +51,7 @@ INNER_MODULES = {
         "problem",
         "integer_program",
         "stage_problem",
-        "brute_force",
+        "exhaustive_search",
         "dominance_loops",
         "presolve",
         "elimination",

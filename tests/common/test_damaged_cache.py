@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.common import cache_dir
+from autopar.common import files
 from autopar.hardware.cluster import Cluster
 from tests.small_steps import (
     MLP_BATCH,
@@ -30,7 +30,7 @@ from tests.small_steps import (
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    cache_dir.warn_once.cache_clear()
+    files.warn_once.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_files_of_another_user(filled, tmp_path, caplog, as_another_user):
 def test_kept_files_can_be_read_by_whom_the_user_lets_read_others(mask, mode, tmp_path):
     before = os.umask(mask)
     try:
-        assert cache_dir.write_whole(tmp_path / "file", b"")
+        assert files.write_whole(tmp_path / "file", b"")
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
@@ -264,7 +264,7 @@ def test_a_user_without_a_home(monkeypatch, caplog):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 4_000_000_000 - 1)  # of whom the system knows nothing
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
-    assert cache_dir.default_directory() is None
+    assert files.default_directory() is None
     assert_runs(autopar.parallelize(mlp_step, cluster=slow_cluster(2)))
     Cluster.local(2)
     (said,) = warnings(caplog)
@@ -274,13 +274,13 @@ def test_a_user_without_a_home(monkeypatch, caplog):
 def test_names_of_directories(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", "~/plans")
-    assert cache_dir.default_directory() == Path("/home/somebody/plans")
+    assert files.default_directory() == Path("/home/somebody/plans")
     monkeypatch.delenv("AUTOPAR_CACHE_DIR")
     for unset in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert cache_dir.default_directory() == Path("/home/somebody/.cache/autopar")
+        assert files.default_directory() == Path("/home/somebody/.cache/autopar")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
-    assert cache_dir.default_directory() == Path("/scratch/autopar")
+    assert files.default_directory() == Path("/scratch/autopar")
 
 
 def test_writers_at_once_never_tear_a_file(tmp_path):
@@ -288,8 +288,8 @@ def test_writers_at_once_never_tear_a_file(tmp_path):
 
     def write(whose: bytes) -> int:
         for _ in range(100):
-            assert cache_dir.write_whole(path, whose * 100_000)
-            data = cache_dir.read_whole(path)
+            assert files.write_whole(path, whose * 100_000)
+            data = files.read_whole(path)
             assert data is not None
             assert (len(data), len(set(data))) == (100_000, 1), "torn"
         return len(data)
