@@ -15,7 +15,6 @@ import jax
 
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.inner_collectives import Moment, island_collectives, ring_permutes
-from autopar.cost.xla_program import MemoryStep as MemoryStep
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, local_bytes

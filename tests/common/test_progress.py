@@ -1,10 +1,16 @@
-"""The seconds of passes while a plan is made."""
+"""The seconds of passes while a plan is made, and the collector of cycles meanwhile and after."""
 
+import gc
 import sys
 import time
 import types
 
-from autopar.common.progress import Deadline, Progress
+import jax
+import pytest
+
+import autopar
+from autopar.common.progress import SELDOM, Deadline, Progress, collected_seldom
+from tests.small_steps import mlp_batch, mlp_state
 
 
 def test_the_line_says_what_was_weighed_the_best_the_bound_and_what_is_left():
@@ -73,3 +79,42 @@ def test_a_pass_within_another_one_counts_once_in_the_total():
     spent_s = progress.spent_s
     assert list(spent_s) == ["build stages", "search", "record"]
     assert progress.total_s == spent_s["search"] + spent_s["record"]
+
+
+@pytest.fixture(autouse=True)
+def thresholds():
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_thresholds_come_back_behind_the_last_of_several():
+    first, second = collected_seldom(), collected_seldom()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == SELDOM
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.set_threshold(0, 10, 10)
+    with collected_seldom():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold() == (0, 10, 10)
+
+
+def test_planning_collects_seldom_and_leaves_nothing_behind_where_it_fails():
+    seen = []
+
+    def step(state, batch):
+        seen.append(gc.get_threshold())
+        raise ZeroDivisionError
+
+    planned = autopar.parallelize(step, cluster=autopar.Cluster.flat(2), cache_dir=None)
+    with pytest.raises(ZeroDivisionError):
+        planned.plan(mlp_state(jax.random.key(0)), mlp_batch())
+    assert seen[0] == SELDOM
+    assert gc.get_threshold() == (700, 10, 10)

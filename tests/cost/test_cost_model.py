@@ -1,10 +1,19 @@
-"""The costs of a mesh that is laid over a cluster."""
+"""The costs of a mesh over a cluster; those of a graph's operations are made once, for all programs of the graph on it."""
 
+import jax
 import pytest
 
-from autopar.cost.cost_model import cost_model
+from autopar.cost.cost_model import CostsOnMeshes, cost_model
+from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.build_stages import build, cut_layers, stage_graphs
+from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.stage_choice import StageChoice
+from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.split_scan import split_scans
+from autopar.sharding.rules import RuleBook
+from tests.small_steps import chain_step, slow_cluster
 
 
 @pytest.mark.parametrize(
@@ -15,3 +24,48 @@ def test_only_on_a_torus_of_three_dimensions_a_scatter_over_all_devices_is_an_al
     cluster = Cluster.parse(cluster)
     links = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).links
     assert links.scatters_by_all_reduce is by_all_reduce
+
+
+ON = slow_cluster(4)
+ROW, GRID = LogicalMesh(axis_sizes=(4,)), LogicalMesh(axis_sizes=(2, 2))
+LIMITS = BuildLimits(limit_bytes=10**12, time_limit_s=10.0)
+
+
+def step(layers=4, width=64, batch=4096):
+    rules, examples = RuleBook(), jax.ShapeDtypeStruct((batch, width), "float32")
+    arguments = ([jax.ShapeDtypeStruct((width, width), "float32")] * layers, {"x": examples, "y": examples})
+    traced = trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(split_scans(traced, 1, rules), 4, rules)
+
+
+def choice(of, mesh):
+    policies = ("nothing",) * len(of.layers)
+    return StageChoice(schedule="1f1b", chunks=1, first_layers=(0,), group_meshes=(mesh,), policies=policies)
+
+
+def weights(s_per_byte):
+    return [ObjectiveWeights(s_per_byte=s_per_byte, exposed_fraction=1.0)]
+
+
+def test_equal_models_have_the_same_costs():
+    graph = step().graph
+    costs = CostsOnMeshes(graph)
+    assert costs.on(cost_model(ON, ROW)) is costs.on(cost_model(ON, ROW))
+    assert costs.on(cost_model(ON, ROW)) is not costs.on(cost_model(ON, GRID))
+    assert costs.on(cost_model(ON, ROW)).graph is graph
+
+
+@pytest.mark.parametrize("mesh", [ROW, GRID])
+def test_a_program_takes_as_long_behind_others_as_alone(mesh):
+    """The first programs of the stage decide otherwise, under a price at which all state is split."""
+    several, alone = step(), step()
+    build(several, choice(several, GRID), ON, LIMITS)
+    leaner = build(several, choice(several, mesh), ON, LIMITS, terms=weights(1.0))
+    behind = build(several, choice(several, mesh), ON, LIMITS, terms=weights(0.0))
+    by_itself = build(alone, choice(alone, mesh), ON, LIMITS, terms=weights(0.0))
+    assert leaner.peak_bytes[0] < behind.peak_bytes[0]
+    assert (behind.task_s, behind.task_bytes, behind.step_time_s) == (
+        by_itself.task_s, by_itself.task_bytes, by_itself.step_time_s
+    )  # fmt: skip
+    graphs = stage_graphs(several, choice(several, mesh).policies, (0,), "1f1b", 1)
+    assert {model.links.mesh for model in graphs.costs[0].known} == {GRID, mesh}

@@ -1,4 +1,10 @@
-"""What is emitted keeps the numbers and sends what was predicted: each step of a path, between random layouts."""
+"""What is emitted keeps the numbers, sends what was predicted, and bears the user's modules.
+
+Each step of a path is run between random layouts. XLA's partitioner folds away arrays without elements, also among the
+operands of sums over devices.
+"""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.frontend.build_graph import build_graph
+import autopar
+from autopar import recipes
+from autopar.frontend.build_graph import build_graph, module_path, role_of, stack_of_module
 from autopar.frontend.tracing import trace
 from autopar.hardware.collective_cost import PLANNED_KINDS, Link, sent_bytes
+from autopar.ir.graph import Role
 from autopar.ir.jax_sharding import concrete_mesh, named_sharding
 from autopar.ir.layout import Layout, enumerate_with_partial
 from autopar.ir.mesh import LogicalMesh
@@ -17,6 +26,8 @@ from autopar.lowering.emit import Emitter
 from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
 from autopar.sharding.rules import RuleBook
 from autopar.xla import collectives
+from benchmarks.zoo import CASES
+from tests.small_steps import slow_cluster
 
 LINK = Link(latency_s=1e-7, bytes_per_s=1e9, overhead_s=1e-6, source="test")
 MESHES = [LogicalMesh(axis_sizes=sizes) for sizes in ((8,), (2, 4), (2, 2, 2))]
@@ -137,3 +148,46 @@ def test_every_kind_of_collective_is_among_the_steps_that_are_tried():
 )
 def test_the_path_that_always_exists_makes_summands_and_keeps_them(source, target):
     check(gather_and_slice(source, target), source, target, SQUARE)
+
+
+W = np.linspace(-0.3, 0.4, 8 * 16, dtype=np.float32).reshape(8, 16)
+BATCH = {"x": np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8), "extra": np.zeros((8, 0, 8), np.float32)}
+
+
+def step(w, batch):
+    """`extra` has no tokens: the gradient of the weight by it is a sum over nothing."""
+
+    def loss(w):
+        return jnp.square(batch["x"] @ w).mean() + jnp.einsum("bnd,de->bne", batch["extra"], w).sum()
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+@pytest.mark.parametrize("plan", [recipes.data_parallel(), recipes.zero(3), recipes.pipeline(1, num_microbatches=2)])
+def test_products_of_empty_arrays(plan):
+    found = autopar.parallelize(step, plan=plan, cache_dir=None)(W, BATCH)
+    for seen, expected in zip(found, jax.jit(step)(W, BATCH), strict=True):
+        np.testing.assert_allclose(seen, expected, rtol=2e-5)
+
+
+GPT = CASES["gpt"](layers=1, width=32, length=16, batch=8)
+
+
+@pytest.mark.parametrize("module", ["", "M", "M/layer0/dense"])
+@pytest.mark.parametrize("role", [Role.FORWARD, Role.BACKWARD, Role.UPDATE])
+def test_stacks_are_read_back(module, role):
+    stack = stack_of_module(module, role)
+    assert (module_path(stack), role_of(stack)) == (module, role)
+
+
+def test_products_are_named_as_in_the_plain_step():
+    """But for the subscripts of einsum, which jax takes into its names, and which are no module."""
+    args = jax.eval_shape(GPT.init, jax.random.key(0)), GPT.batch(0)
+    step = autopar.parallelize(GPT.step, plan=recipes.zero(3), cluster=slow_cluster(4), cache_dir=None)
+    ours, plain = (
+        set(re.findall(r' dot\(.*op_name="([^"]*/dot_general)"', compiled.as_text()))
+        for compiled in (step.compile(*args), jax.jit(GPT.step).lower(*args).compile())
+    )
+    assert {name.replace("shard_map/", "") for name in ours} == {re.sub("/[^/]*->[^/]*", "", name) for name in plain}
+    assert "jit(step)/transpose(jvp(GPT))/layer0/feed_forward_in/dot_general" in plain

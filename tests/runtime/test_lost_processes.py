@@ -9,7 +9,7 @@ import pytest
 from autopar.runtime.coordinator import RollCall
 from tests.in_processes import free_ports
 from tests.runtime.lost_program import Case, run
-from tests.runtime.test_processes_coordinator_relay import wait_for
+from tests.runtime.test_coordinator import wait_for
 
 
 def meeting(num_processes: int, present: list[int], timeout_s: float) -> list[RollCall]:
