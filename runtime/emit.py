@@ -348,7 +348,7 @@ def emit(
     Args:
         task_s: Seconds of each task, to merge the lists of the meshes by; all 1 if left out.
         transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
-        joined: Chains of runs that are one program each, of those of `joining.joinable`.
+        joined: Chains of runs that are one program each, of those of `joinable`.
 
     Raises:
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.

@@ -1,7 +1,7 @@
 """Lower bounds: tree-reweighted message passing over edges, prices on memory rows. Compiled.
 
 Sequential tree-reweighted message passing (Kolmogorov, TPAMI 2006) on node costs to which the memory's prices are added
-(Lagrangian relaxation of formula (4)). Every function works on the arrays of `flat_arrays.Flat`; a message lives at
+(Lagrangian relaxation of formula (4)). Every function works on the arrays of `problem.Flat`; a message lives at
 `into[e][s]`: messages[head[e] + s] into the source, messages[tail[e] + t] into the target.
 """
 

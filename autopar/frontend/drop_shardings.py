@@ -6,7 +6,7 @@ devices could not be compiled with shardings over all of them. Each is replaced 
 loops, branches and calls; variables and parameters lose the meshes with which they were traced.
 
 Moves to the memory of the host, which offload policies of `jax.checkpoint` write, stay as names of values
-(`jax_remat.in_host_memory`): the plan keeps them there (`autopar.lowering.host_copies`).
+(`jax_compat.in_host_memory`): the plan keeps them there (`autopar.lowering.host_copies`).
 
 Conversions between a weak type and the same strong type are removed too, without a note: they do not change values. A
 step traced with numbers or weakly typed arrays then differs from the step traced with strongly typed arrays only in the

@@ -398,7 +398,7 @@ class Follower:
         return self._checked(op, [replaced(s, uniform=uniform and s.form is Form.SPLIT) for s in results])
 
     def _made(self, op: Op, dim: int | None, outer: int) -> State:
-        """The state of a result with the examples in a dimension, as `example_places.Results` says it."""
+        """The state of a result with the examples in a dimension, as `example_rules.Results` says it."""
         if dim is None:
             return State(form=Form.PARTIAL_SUM, cause=CombinesExamples(op, "it sums over examples"))
         return State(form=Form.INVARIANT) if dim == SHARED else State(form=Form.SPLIT, dim=dim, outer=outer)

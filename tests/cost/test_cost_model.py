@@ -1,4 +1,4 @@
-"""The costs of a mesh over a cluster; those of a graph's operations are made once, for all programs of the graph on it."""
+"""The costs of a mesh over a cluster; those of a graph's operations are made once, for all its programs on the mesh."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Programs: literal lists, random pipelines, a verifier that sees every kind of damage, and runs that are one program."""
+"""Programs: literal lists, random pipelines, a verifier that sees every kind of damage, runs that are joined."""
 
 import dataclasses
 import random
