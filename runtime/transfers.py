@@ -99,20 +99,19 @@ def sender(routes: Sequence[Route]) -> Callable[[Sequence[Any]], list[Any]]:
     def send_all(arrays: Sequence[Any]) -> list[Any]:
         named: list[Any] = []
         for r, parts in zip(routes, cut_shards(arrays), strict=True):
-            named += _sent_by_rounds(r, parts) if r.passage else parts
+            named += [_sent(x, parts) for x in r.rounds] if r.passage else parts
         arrived = iter(put_shards(named))
         return join([_parts_of_rounds(r, r.passage, arrived) if r.passage else [next(arrived)] for r in routes])
 
     return send_all
 
 
-def _sent_by_rounds(r: Route, parts: Sequence[Any]) -> list[Any]:
-    """The array that each round sends."""
-    arrays = []
-    for x in r.rounds:
-        shards = [shard_of(parts[part], device) for part, device in x.senders]
-        arrays.append(jax.make_array_from_single_device_arrays(x.shape, x.named, shards))
-    return arrays
+def _sent(x: Round, parts: Sequence[Any], *, as_numbers: bool = False) -> Any:
+    """The array that one put sends; of random keys their numbers, where they are wanted so."""
+    shards = [shard_of(parts[part], i) for part, i in x.senders]
+    if as_numbers:
+        shards = [jax.random.key_data(shard) for shard in shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.named, shards)
 
 
 def _parts_of_rounds(r: Route, way: Passage, arrived: Iterator[Any]) -> list[Any]:
@@ -132,23 +131,15 @@ def row(devices: np.ndarray, shard_shape: Sequence[int]) -> NamedSharding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
-    """One put: shards of one process to as many devices of one process.
+class Leg(Round):
+    """One put: shards of one process to as many devices of one process. Without senders where another process sends.
 
     Attributes:
-        senders: (part, number of the shard) of each sent shard of this process; empty where another process sends.
         absent: The placeholder for the sent array in a process that holds no part of it.
-        shape: The shape of the concatenated shards.
-        named: Their sharding on the sending devices.
-        put_to: Their sharding on the receiving devices.
-        devices: The numbers of all of them.
+        devices: The numbers of all devices that send or receive.
     """
 
-    senders: tuple[tuple[int, int], ...]
     absent: Any | None
-    shape: tuple[int, ...]
-    named: NamedSharding
-    put_to: NamedSharding
     devices: tuple[int, ...]
 
 
@@ -296,20 +287,16 @@ def crosser(
         arrived: dict[tuple[int, int], Any] = {}
         for places in calls.values():
             legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
-            sources = [leg.absent if leg.absent is not None else _sent_by_leg(c, leg, cut) for c, leg, cut in legs]
+            sources = [
+                _sent(leg, cut, as_numbers=jax_compat.is_key_dtype(c.dtype)) if leg.absent is None else leg.absent
+                for c, leg, cut in legs
+            ]
             arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
         if has_arrived is not None:
             has_arrived(list(arrived.values()))
         return join([_parts_of_legs(c, i, arrived) for i, c in enumerate(crossings)])
 
     return cross_all
-
-
-def _sent_by_leg(c: Crossing, leg: Leg, parts: Sequence[Any]) -> Any:
-    shards = [shard_of(parts[part], i) for part, i in leg.senders]
-    if jax_compat.is_key_dtype(c.dtype):
-        shards = [jax.random.key_data(shard) for shard in shards]
-    return jax.make_array_from_single_device_arrays(leg.shape, leg.named, shards)
 
 
 def _parts_of_legs(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:

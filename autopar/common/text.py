@@ -176,9 +176,9 @@ class TextConsole:
         """A paragraph, broken between words."""
         self._console.print(Text(text, style=style or ""))
 
-    def long_line(self, text: str, *, style: str | None = None) -> None:
+    def long_line(self, text: str) -> None:
         """A line that is broken only where a width was asked for."""
-        self._console.print(Text(text, style=style or ""), soft_wrap=self._format.columns is None)
+        self._console.print(Text(text), soft_wrap=self._format.columns is None)
 
     def table(self, rows: Table) -> None:
         """A table; its cells are markup of rich."""

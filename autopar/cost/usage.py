@@ -29,7 +29,7 @@ from autopar.lowering.instructions import (
     Move,
     host_copies_in,
 )
-from autopar.sharding.resharding import ReshardStep
+from autopar.sharding.resharding import MeshLinks, ReshardStep
 from autopar.sharding.strategies import Strategy
 
 
@@ -97,15 +97,7 @@ def use_of_step(
     if collective is None:
         return None
     kind, result_bytes = collective
-    return CollectiveUse(
-        kind=kind,
-        axes=step.axes,
-        sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(step.axes))),
-        count=move.count,
-        time_s=links.time_s(kind, result_bytes, step.axes) * move.count,
-        module=move.module,
-        value=value.name or f"{value.dtype}{list(value.shape)}",
-    )
+    return _runs_of(kind, step.axes, result_bytes, move.count, links, module=move.module, value=_name_of(value))
 
 
 def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[CollectiveUse]:
@@ -134,7 +126,7 @@ def uses_of_pieces(graph: OpGraph, compute: Compute, model: CostModel) -> list[C
             count=count,
             time_s=time_s * count,
             module=op.place,
-            value=value.name or f"{value.dtype}{list(value.shape)}",
+            value=_name_of(value),
         )
     ]
 
@@ -148,36 +140,18 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
     for v, layout in zip(op.outputs, compute.results, strict=True):
         value = graph.values[v]
         nbytes = local_bytes(value.shape, value.itemsize, layout, mesh) * model.widening(value.dtype)
-        out.append(
-            CollectiveUse(
-                kind=CollectiveKind.ALL_REDUCE,
-                axes=compute.reduced,
-                sent_bytes=float(sent_bytes(CollectiveKind.ALL_REDUCE, nbytes, mesh.size(compute.reduced))),
-                count=op.count,
-                time_s=model.links.time_s(CollectiveKind.ALL_REDUCE, nbytes, compute.reduced) * op.count,
-                module=op.place,
-                value=value.name or f"{value.dtype}{list(value.shape)}",
-            )
-        )
+        kind, axes = CollectiveKind.ALL_REDUCE, compute.reduced
+        out.append(_runs_of(kind, axes, nbytes, op.count, model.links, module=op.place, value=_name_of(value)))
     return out
 
 
 def uses_of_island(op: Op, strategy: Strategy, model: CostModel) -> list[CollectiveUse]:
     """The collectives that an island is written with; none of other operations."""
-    mesh, uses = model.links.mesh, []
-    for sent in island_collectives(op, strategy, mesh):
-        nbytes = sent.result_bytes * model.widening(sent.dtype)
-        uses.append(
-            CollectiveUse(
-                kind=sent.kind,
-                axes=sent.axes,
-                sent_bytes=float(sent_bytes(sent.kind, nbytes, mesh.size(sent.axes))),
-                count=op.count * sent.count,
-                time_s=op.count * sent.count * model.links.time_s(sent.kind, nbytes, sent.axes),
-                module=op.place,
-                value=f"{sent.dtype} in shard_map",
-            )
-        )
+    links, uses = model.links, []
+    for sent in island_collectives(op, strategy, links.mesh):
+        nbytes, count = sent.result_bytes * model.widening(sent.dtype), op.count * sent.count
+        value = f"{sent.dtype} in shard_map"
+        uses.append(_runs_of(sent.kind, sent.axes, nbytes, count, links, module=op.place, value=value))
     return uses
 
 
@@ -205,6 +179,32 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, Colle
         )
         for permute in ring_permutes(op, strategy, model.device, model.links)
     ]
+
+
+def _runs_of(
+    kind: CollectiveKind,
+    axes: tuple[int, ...],
+    result_bytes: float,
+    count: float,
+    links: MeshLinks,
+    *,
+    module: str,
+    value: str,
+) -> CollectiveUse:
+    """So many runs of a collective with a result of so many bytes."""
+    return CollectiveUse(
+        kind=kind,
+        axes=axes,
+        sent_bytes=float(sent_bytes(kind, result_bytes, links.mesh.size(axes))),
+        count=count,
+        time_s=links.time_s(kind, result_bytes, axes) * count,
+        module=module,
+        value=value,
+    )
+
+
+def _name_of(value: Value) -> str:
+    return value.name or f"{value.dtype}{list(value.shape)}"
 
 
 # They only move what they read: rounding before is rounding after.

@@ -134,12 +134,12 @@ class Measurement:
     __str__ = text
 
 
-def saved_for(on: MeasuredOn, directory: Path | None = None) -> Measurement | None:
+def saved_for(on: MeasuredOn) -> Measurement | None:
     """The saved measurement that holds for these devices, that of the fewest devices if several do.
 
     A file that is damaged or of another format counts as absent, with a warning.
     """
-    folder = directory or default_directory()
+    folder = default_directory()
     if folder is None:
         return None
     pattern = re.sub(r"-\d+x\d+-jax", "-*x*-jax", on.file_name)

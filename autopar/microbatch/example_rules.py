@@ -62,10 +62,10 @@ def common_place(eqn: Any, places: Places) -> int:
     return dim
 
 
-def only_place(eqn: Any, places: Places, operand: int) -> int:
-    """The dimension that holds the examples in one operand, the others being the same for all."""
-    place = places[operand]
-    if place is None or any(p is not None for i, p in enumerate(places) if i != operand):
+def only_place(places: Places) -> int:
+    """The dimension that holds the examples in the first operand, the others being the same for all."""
+    place, *others = places
+    if place is None or any(p is not None for p in others):
         raise MixesExamples(SEVERAL if place is not None else COMBINES)
     return place
 
@@ -161,14 +161,14 @@ def static_slice(eqn: Any, places: Places) -> list[int]:
 
 
 def pad(eqn: Any, places: Places) -> list[int]:
-    dim = only_place(eqn, places, 0)
+    dim = only_place(places)
     if tuple(eqn.params["padding_config"][dim]) != (0, 0, 0):
         raise MixesExamples(BY_POSITION)
     return [dim]
 
 
 def dynamic_slice(eqn: Any, places: Places) -> list[int]:
-    dim = only_place(eqn, places, 0)
+    dim = only_place(places)
     if eqn.params["slice_sizes"][dim] != shape_of(eqn.invars[0])[dim]:
         raise MixesExamples(BY_POSITION)
     return [dim]  # a slice of full size starts at 0, whatever its index says
@@ -276,7 +276,7 @@ def _transpose(eqn: Any, places: Places) -> list[int]:
 
 
 def _broadcast_in_dim(eqn: Any, places: Places) -> list[int]:
-    dim = only_place(eqn, places, 0)
+    dim = only_place(places)
     target = int(eqn.params["broadcast_dimensions"][dim])
     if shape_of(eqn.outvars[0])[target] != shape_of(eqn.invars[0])[dim]:
         raise MixesExamples(COMBINES)

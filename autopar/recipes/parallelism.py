@@ -80,9 +80,7 @@ def combine(
     Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     Raises: InvalidArgumentError.
     """
-    for name, number in (("dp", dp), ("tp", tp), ("ep", ep), ("sp", sp)):
-        if number is not None:
-            check_number(f"recipes.combine({name}=...)", number)
+    _check_numbers("recipes.combine", dp=dp, tp=tp, ep=ep, sp=sp)
     check_number("recipes.combine(pp=...)", pp)
     check_sequence("recipes.combine(sequence=...)", sequence, SEQUENCES)
     check_zero_stage("recipes.combine(zero=...)", zero)
@@ -183,12 +181,17 @@ def checked_stages(
 ) -> PlanRequest:
     """The request of stages and micro-batches alone. Raises: InvalidArgumentError."""
     check_number(f"{where}(stages=...)", stages)
-    for name, number in (("num_microbatches", num_microbatches), ("chunks", chunks)):
-        if number is not None:
-            check_number(f"{where}({name}=...)", number)
+    _check_numbers(where, num_microbatches=num_microbatches, chunks=chunks)
     if schedule is not None:
         check_schedule(f"{where}(schedule=...)", schedule)
     return PlanRequest(num_stages=stages, num_microbatches=num_microbatches, schedule=schedule, chunks=chunks)
+
+
+def _check_numbers(where: str, **numbers: int | None) -> None:
+    """Raises: InvalidArgumentError for one that is given and is no positive whole number."""
+    for name, number in numbers.items():
+        if number is not None:
+            check_number(f"{where}({name}=...)", number)
 
 
 # Recipes of data parallelism: copies of the model, and the state that they shard (ZeRO, FSDP).
@@ -235,8 +238,7 @@ def expert_parallel(size: int | None = None) -> Recipe:
     Sources: Lepikhin et al., "GShard", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5. Raises:
     InvalidArgumentError.
     """
-    if size is not None:
-        check_number("recipes.expert_parallel(size=...)", size)
+    _check_numbers("recipes.expert_parallel", size=size)
     return bind_axes(data_beside(size), ep=size)
 
 
@@ -264,8 +266,7 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
     over the first, and gathered over the second. `collective_matmul`, of "megatron": products run in pieces, which are
     gathered or scattered meanwhile (Wang et al., "Overlap Communication", 2023). Raises: InvalidArgumentError.
     """
-    if size is not None:
-        check_number("recipes.sequence_parallel(size=...)", size)
+    _check_numbers("recipes.sequence_parallel", size=size)
     if kind == "megatron" or collective_matmul:
         return bind_axes(data_beside(size), tp=size, tensor=tensor_axis(kind == "megatron", collective_matmul))
     check_sequence("recipes.sequence_parallel(kind)", kind, ("megatron", *SEQUENCES))
@@ -296,9 +297,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
             got=f"{kind!r} with depth={depth}",
             hint="'2.5d' of depth 1 is '2d'",
         )
-    for name, number in (("size", size), ("depth", depth)):
-        if number is not None:
-            check_number(f"recipes.tensor_parallel({name}=...)", number)
+    _check_numbers("recipes.tensor_parallel", size=size, depth=depth)
     if kind == "1d":
         return bind_axes(data_beside(size), tp=size)
     return Recipe(request=PlanRequest(binding=cube(size=size) if kind == "3d" else square(size=size, depth=depth)))

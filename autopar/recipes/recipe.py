@@ -118,14 +118,15 @@ def hybrid_axes(
             got=f"{size} with stage 0",
             hint="take stage 1, 2 or 3, or leave the size out",
         )
-    if None in others or size % math.prod(n for n in others if n is not None):
+    beside = math.prod(n for n in others if n is not None)
+    if None in others or size % beside:
         raise InvalidArgumentError(
             where=where,
             expected="a multiple of ep * sp, the devices that share the state beside the data axis",
             got=f"{size} with ep * sp = {' * '.join(map(str, others))}",
             hint="zero_size counts all devices that share one copy of the state",
         )
-    shared = size // math.prod(n for n in others if n is not None)
+    shared = size // beside
     if dp is not None and dp % shared:
         raise InvalidArgumentError(
             where=where,
