@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from autopar.common.deadline import Deadline
+from autopar.common.progress import Deadline
 from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError, SolverError
 from autopar.inter_op.evaluate import PEAK_ERROR

@@ -17,9 +17,8 @@ import numpy as np
 from scipy import sparse
 
 from autopar.common import jax_compat
-from autopar.common.units import text_of_bytes
-from autopar.cost.cost_model import NodeCosts, cost_model
-from autopar.cost.least_time import in_turn_s
+from autopar.common.text import text_of_bytes
+from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.frontend.recompute_in_scans import (
     is_never_again,
     name_of,

@@ -14,7 +14,7 @@ import enum
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from autopar.common import jax_compat, jax_remat
+from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
@@ -245,7 +245,7 @@ class _Rewriter:
         """The operation that names a value of the memory of the host, of the layer of another operation."""
         known = self.fresh.values[value]
         variables = (jax_compat.variable_of(known.shape, known.dtype, known.weak_type) for _ in range(2))
-        eqn = jax_remat.in_host_memory(like.eqn, *variables)
+        eqn = jax_compat.in_host_memory(like.eqn, *variables)
         return Op(
             id=self.fresh.op_id(), kind=OpKind.EQUATION, primitive=eqn.primitive.name, eqn=eqn, inputs=(value,),
             outputs=(name,), rule=None, role=Role.FORWARD, module=like.module, count=like.count,
