@@ -12,11 +12,10 @@ from typing import Any
 import jax
 
 from autopar.attention.kernels import library_of
-from autopar.attention.match import obstacle
-from autopar.attention.notes import large_scores
+from autopar.attention.match import large_scores, obstacle
 from autopar.common.paths import parts_of
 from autopar.common.progress import Progress
-from autopar.common.units import text_of_bytes, text_of_s
+from autopar.common.text import text_of_bytes, text_of_s
 from autopar.errors import AutoparError
 from autopar.frontend.jit_shardings import JitShardings, spec_text
 from autopar.frontend.recompute_in_scans import Recompute
@@ -26,7 +25,7 @@ from autopar.ir.graph import Purpose
 from autopar.ir.traced_step import TracedStep
 from autopar.lint_report import CHANGES, Change
 from autopar.manual.given_layouts import GivenLayouts, GivenPlan, handed_on, plan_as_given
-from autopar.manual.settings import Problem
+from autopar.manual.walks import Problem
 from autopar.plan import summary
 from autopar.plan.context import StepGraphs
 from autopar.plan.options import AS_FAST, WORTHWHILE, Attention, PlanRequest

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from autopar.common.text_console import PLAIN, TextFormat
-from autopar.common.units import text_of_bytes, text_of_count, text_of_part, text_of_s
+from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count, text_of_part, text_of_s
 from autopar.plan import summary
 from autopar.plan.options import AS_FAST
 from autopar.plan.plan import Plan

@@ -12,11 +12,10 @@ from typing import Any
 import jax
 
 from autopar.api import parallelize
-from autopar.attention.notes import large_scores
+from autopar.attention.match import large_scores
 from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
-from autopar.common.gc_policy import collected_seldom
-from autopar.common.progress import Progress
+from autopar.common.progress import Progress, collected_seldom
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
@@ -27,7 +26,7 @@ from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_changes import Planned, axes_of, changes_of, state_of
 from autopar.lint_report import Computed, Held, Lint, Sent
 from autopar.manual.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, laid_anew
-from autopar.manual.settings import Problem
+from autopar.manual.walks import Problem
 from autopar.plan import summary
 from autopar.plan.context import StepGraphs
 from autopar.plan.modules import collective_rows

@@ -24,7 +24,7 @@ from autopar.checkpoint.targets import array_files
 from autopar.command_line.doctor import diagnose
 from autopar.command_line.kept_files import Kind, clear, kept_in
 from autopar.command_line.step_files import devices_for_meshes, returned_by, shapes_only
-from autopar.common.cache_dir import default_directory
+from autopar.common.files import default_directory
 from autopar.common.text import TextFormat
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate

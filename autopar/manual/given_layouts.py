@@ -36,14 +36,13 @@ from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
 from autopar.lowering.lower import lower
-from autopar.manual.settings import Problem
+from autopar.manual.walks import Problem
 from autopar.passes.graph_views import GraphViews
 from autopar.plan.context import PlanningContext, StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.sharding.partial_sums import Partials
-from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh
-from autopar.sharding.pins_in_code import pins_in_code
+from autopar.sharding.pins import Pin, Pinned, Pins, PinsOnMesh, pins_in_code
 from autopar.sharding.propagation import propagated
 
 # What stands in place of a line for a layout that the author did not write.
