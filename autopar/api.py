@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.calls.batch_mode import checked_mode
+from autopar.calls.batches import checked_mode
 from autopar.calls.call_arguments import DEFAULT_ARGNUMS, StepOptions
 from autopar.calls.nnx_objects import unwrapped
 from autopar.calls.plan_sources import DEFAULT_CACHE

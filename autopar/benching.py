@@ -12,7 +12,7 @@ from typing import Any
 from autopar.api import as_step
 from autopar.attention.checks import has_attention
 from autopar.calls import nnx_objects
-from autopar.common.progress import Progress, collected_seldom
+from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.whole_graph import whole_graph
@@ -186,7 +186,7 @@ def _on_one_cluster(
     rows: list[BenchRow] = []
     blank = BenchRow(name="", cluster=cluster, examples=problem.examples, why=WAITS)
     is_interrupted = False
-    with collected_seldom():
+    with rare_garbage_collection():
         for at, (name, way) in enumerate(ways.items(), 1):
             row = dataclasses.replace(blank, name=name, why=INTERRUPTED)
             try:

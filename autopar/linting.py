@@ -15,7 +15,7 @@ from autopar.api import parallelize
 from autopar.attention.match import large_scores
 from autopar.benching import as_cluster, problem_of
 from autopar.calls import nnx_objects
-from autopar.common.progress import Progress, collected_seldom
+from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
 from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
@@ -40,7 +40,7 @@ from autopar.step_views import function_of, on_cluster
 ROWS, LEAST = 6, 0.002
 
 
-@collected_seldom()
+@rare_garbage_collection()
 def lint(
     step: Step | Callable[..., Any],
     *args: Any,

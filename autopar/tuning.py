@@ -18,7 +18,7 @@ from rich.table import Table
 
 from autopar.calls.placement import put_copies
 from autopar.calls.plan_sources import PlanningProblem
-from autopar.common.progress import Progress, collected_seldom
+from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
@@ -149,7 +149,7 @@ def tuned_by(
     recipes = dict(BESIDE) if named is None else named
     problem = planning_problem_of(step, *args)
     progress = Progress(f"autopar tune {step.__name__}", show=problem.show_progress)
-    with collected_seldom():
+    with rare_garbage_collection():
         planned = list(_planned(problem, recipes, within, progress))
     save_rules(step)
     refused = [_FailedPlan(name, result) for name, result in planned if isinstance(result, Exception)]

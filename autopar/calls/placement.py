@@ -17,8 +17,7 @@ from autopar.calls.call_arguments import StepOptions
 from autopar.calls.plan_sources import StepPlans
 from autopar.common import jax_compat
 from autopar.executables.compiled_step import CompiledStep
-from autopar.executables.multiprocess import make_state
-from autopar.executables.step_leaves import copied
+from autopar.executables.step_leaves import copied, make_state
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import HOST_MEMORY, concrete_mesh, named_sharding

@@ -16,7 +16,7 @@ from autopar.calls.call_arguments import StepOptions, WarnOnce
 from autopar.calls.search import with_followed_layouts
 from autopar.common import jax_compat
 from autopar.common.files import cache_directory, default_directory
-from autopar.common.progress import Progress, collected_seldom
+from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.compiler.materialize import check_plan
 from autopar.compiler.memory_errors import check_given_plan_fits
 from autopar.compiler.planner import make_plan
@@ -311,7 +311,7 @@ class StepPlans:
             return self._short_batches[key]
         if key not in self._by_key:
             progress = self.progress()
-            with collected_seldom():
+            with rare_garbage_collection():
                 with progress.pass_("trace"):
                     traced, trees = trace()
                     traced = self._sources.with_example_dims(traced)
@@ -355,7 +355,7 @@ class StepPlans:
         traced, plan = self._by_key[key]
         assert plan.trees is not None, "the plan of a step knows its arguments"
         progress = Progress(f"autopar {self._name}, again", show=self._show_progress)
-        with collected_seldom():
+        with rare_garbage_collection():
             shorter = key in self._shorter
             other = self._sources.again(traced, plan.trees, progress, effort, time_limit_s, is_shorter=shorter)
         self.last_progress = progress
@@ -371,7 +371,7 @@ class StepPlans:
         """The plan with the arguments of its step, which it can plan anew."""
 
         def replan(request: PlanRequest) -> Plan:
-            with collected_seldom():
+            with rare_garbage_collection():
                 return self._sources.replanned(plan, traced, trees, request)
 
         return dataclasses.replace(plan, trees=trees, replan=replan)

@@ -43,7 +43,7 @@ from autopar.errors import (
     expect_positive,
     expect_step,
 )
-from autopar.executables.multiprocess import with_process_lost_errors
+from autopar.executables.step_leaves import with_process_lost_errors
 from autopar.plan.file import encode
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement import exchange_in_turn

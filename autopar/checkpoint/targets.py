@@ -19,7 +19,7 @@ from autopar.checkpoint.manifest import LeafRecord, Manifest
 from autopar.checkpoint.stored_arrays import restored_array, stored_shape, stored_sharding
 from autopar.common import jax_compat
 from autopar.errors import CheckpointFormatError, CheckpointMismatchError, InvalidArgumentError, MissingPackageError
-from autopar.executables.multiprocess import with_process_lost_errors
+from autopar.executables.step_leaves import with_process_lost_errors
 from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan, shardings_in
 from autopar.runtime.transfers import absent, aval_of, from_whole

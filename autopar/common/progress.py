@@ -65,7 +65,7 @@ _before = (0, 0, 0)
 
 
 @contextlib.contextmanager
-def collected_seldom() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Within it cycles are looked for seldom, behind it as before; it may be entered several times at once."""
     global _inside, _before
     with _lock:

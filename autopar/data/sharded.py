@@ -21,8 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from autopar.data.sources import NumberedExamples, StreamExamples, check_not_batched, is_stream, numbered, stacked
 from autopar.errors import InvalidArgumentError, ProcessMismatchError, expect_one_of, expect_step
-from autopar.executables.multiprocess import with_process_lost_errors
-from autopar.executables.step_leaves import put
+from autopar.executables.step_leaves import put, with_process_lost_errors
 from autopar.runtime.agreement import exchange_in_turn
 from autopar.runtime.transfers import absent, aval_of, is_here
 

@@ -18,8 +18,8 @@ from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.compiler.materialize import make_staged, with_saved_names
 from autopar.errors import UnsupportedError
-from autopar.executables.multiprocess import GlobalStep
 from autopar.executables.step_leaves import (
+    GlobalStep,
     LeafwiseStep,
     copied,
     has_aval,

@@ -14,8 +14,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.materialize import make_function, with_saved_names
 from autopar.errors import UnsupportedError
 from autopar.executables.compiled_pipeline import CompiledPipeline, build_pipeline
-from autopar.executables.multiprocess import GlobalStep
-from autopar.executables.step_leaves import LeafwiseStep, put, result_like
+from autopar.executables.step_leaves import GlobalStep, LeafwiseStep, put, result_like
 from autopar.frontend.callbacks import raise_failures
 from autopar.ir.graph import HOST
 from autopar.ir.jax_sharding import check_host_memory, named_sharding

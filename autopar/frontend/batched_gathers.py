@@ -235,7 +235,7 @@ _RULES: dict[str, Callable[[Any, Known], Fact | None]] = {
 }
 
 
-def with_own_rows(closed: Any) -> Any:
+def with_batched_gathers(closed: Any) -> Any:
     """A closed jaxpr in which such gathers and scatters have batching dimensions; the same where there are none."""
     return _rewritten(closed, known_constants(closed))
 

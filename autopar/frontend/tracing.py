@@ -12,7 +12,7 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.common.jax_compat import variables_of
 from autopar.errors import AutoparError, InvalidArgumentError
-from autopar.frontend.batched_gathers import with_own_rows
+from autopar.frontend.batched_gathers import with_batched_gathers
 from autopar.frontend.callbacks import check_effects
 from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
@@ -197,7 +197,7 @@ def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeD
 def _as_planned(closed: Any) -> tuple[Any, Removed]:
     """A traced step as it is planned and run, which computes the same numbers; what its code says of placements."""
     cleaned, removed = without_placements(closed)
-    return with_own_rows(cleaned), removed
+    return with_batched_gathers(cleaned), removed
 
 
 def name_of(function: Any) -> str:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.calls.batch_mode import BatchDecision, Leaf, PassedBatch, checked_mode, decide
+from autopar.calls.batches import BatchDecision, Leaf, PassedBatch, checked_mode, decide
 from autopar.errors import InvalidArgumentError, ProcessMismatchError
 from tests.in_processes import launch
 from tests.small_steps import mlp_batch, mlp_state, mlp_step

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.common.progress import SELDOM, Deadline, Progress, collected_seldom
+from autopar.common.progress import SELDOM, Deadline, Progress, rare_garbage_collection
 from tests.small_steps import mlp_batch, mlp_state
 
 
@@ -90,7 +90,7 @@ def thresholds():
 
 
 def test_thresholds_come_back_behind_the_last_of_several():
-    first, second = collected_seldom(), collected_seldom()
+    first, second = rare_garbage_collection(), rare_garbage_collection()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -101,7 +101,7 @@ def test_thresholds_come_back_behind_the_last_of_several():
 
 def test_a_collector_that_is_off_stays_off():
     gc.set_threshold(0, 10, 10)
-    with collected_seldom():
+    with rare_garbage_collection():
         assert gc.get_threshold()[0] == 0
     assert gc.get_threshold() == (0, 10, 10)
 

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import Cluster, recipes
 from autopar.common import jax_compat
-from autopar.frontend.batched_gathers import with_own_rows
+from autopar.frontend.batched_gathers import with_batched_gathers
 from tests.small_steps import grouped, slow_cluster, verified_step
 
 ROWS, COLUMNS, WIDTH = 8, 5, 4
@@ -107,7 +107,7 @@ LEFT = {
 
 @pytest.mark.parametrize("function", [f for f, _ in REWRITTEN.values()] + [*LEFT.values()], ids=[*REWRITTEN, *LEFT])
 def test_the_results_are_the_same(function):
-    closed = with_own_rows(jax_compat.plain_jaxpr(function, *arrays()))
+    closed = with_batched_gathers(jax_compat.plain_jaxpr(function, *arrays()))
     run = jax.jit(jax.extend.core.jaxpr_as_fun(closed))
     np.testing.assert_array_equal(run(*arrays())[0], jax.jit(function)(*arrays()))
 
@@ -115,7 +115,7 @@ def test_the_results_are_the_same(function):
 @pytest.mark.parametrize(("function", "dims"), REWRITTEN.values(), ids=REWRITTEN)
 def test_what_is_counted_is_a_batching_dimension(function, dims):
     closed = jax_compat.plain_jaxpr(function, *arrays())
-    found = batching_of(jax_compat.open_jaxpr(with_own_rows(closed)))
+    found = batching_of(jax_compat.open_jaxpr(with_batched_gathers(closed)))
     if jax.config.jax_remat3 and function is REWRITTEN["recomputed"][0]:
         dims = dims[1:]  # jax computes one of them less again
     assert found == dims
@@ -124,12 +124,12 @@ def test_what_is_counted_is_a_batching_dimension(function, dims):
 @pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
 def test_all_others_stay_as_they_are(function):
     closed = jax_compat.plain_jaxpr(function, *arrays())
-    assert with_own_rows(closed) is closed
+    assert with_batched_gathers(closed) is closed
 
 
 def test_before_and_after():
     closed = jax.make_jaxpr(REWRITTEN["two indices stay"][0])(*arrays())
-    before, after = (jax_compat.open_jaxpr(each).eqns for each in (closed, with_own_rows(closed)))
+    before, after = (jax_compat.open_jaxpr(each).eqns for each in (closed, with_batched_gathers(closed)))
     assert [eqn.primitive.name for eqn in after[-2:]] == ["concatenate", "gather"]
     assert after[-2].invars == before[-2].invars[1:]
     assert after[-1].invars[1] is after[-2].outvars[0]
