@@ -2,5 +2,5 @@
 
 In: The tasks, buffers and transfers of a `Pipeline`; compiled tasks; arrays.
 Out: `Program`, `Simulation`, the arrays of the results.
-May import: autopar.common, autopar.ir and autopar.lowering; never the solver.
+May import: autopar.common and autopar.ir; never the solver.
 """

@@ -45,7 +45,7 @@ PACKAGES = (
 )
 # Anyone may import these.
 LEAVES = ("errors",)
-# The same for the modules of solver/ and runtime/, so that no two of them know each other; `""` is the package itself.
+# The same for the modules of solver/ and runtime/; `""` is the package itself.
 INNER_MODULES = {
     "solver": (
         "problem",
