@@ -82,9 +82,9 @@ def data_axis(zero: int = 0, gather: str = "after") -> AxisUse:
     )
 
 
-def replica_axis() -> AxisUse:
-    """Groups of a data axis that each have all of the state (hybrid sharding): copies, like plain data parallelism."""
-    return dataclasses.replace(data_axis(), name="replica")
+def replica_axis(name: str = "replica") -> AxisUse:
+    """Groups of devices that each have all of the state, and other examples: copies, like plain data parallelism."""
+    return dataclasses.replace(data_axis(), name=name)
 
 
 def sequence_axis(kind: str, zero: int = 0, gather: str = "after") -> AxisUse:
@@ -214,32 +214,21 @@ def square(*, size: int | None, depth: int | None = None) -> Binding:
     `size` devices hold a model together, and copies of it are data parallel; None: all devices.
     Raises: InvalidArgumentError where the devices make no square.
     """
-    deep = () if depth is None else (_replicas("depth"),)
+    deep = () if depth is None else (replica_axis("depth"),)
     depths = () if depth is None else (depth,)
     q = None if size is None else _edge(size, 2, depth or 1)
-    return Binding(axes=(_replicas("data"), *deep, *_SQUARE), sizes=(_copies(size), *depths, q, q))
+    return Binding(axes=(data_axis(), *deep, *_SQUARE), sizes=(_copies(size), *depths, q, q))
 
 
 def cube(*, size: int | None) -> Binding:
     """A cube of devices; `size` as of a square. Raises: InvalidArgumentError where the devices make no cube."""
     q = None if size is None else _edge(size, 3, 1)
-    return Binding(axes=(_replicas("data"), *_CUBE), sizes=(_copies(size), q, q, q))
+    return Binding(axes=(data_axis(), *_CUBE), sizes=(_copies(size), q, q, q))
 
 
 def _copies(size: int | None) -> int | None:
     """Of the model; None: as many as the devices make."""
     return 1 if size is None else None
-
-
-def _replicas(name: str) -> AxisUse:
-    """Devices with the same weights and other examples."""
-    return AxisUse(
-        name=name,
-        dimensions=(Dimension.EXAMPLE,),
-        must_shard=EXAMPLES,
-        must_read_sharded=EXAMPLES,
-        may_slice=(Dimension.EXAMPLE,),
-    )
 
 
 def _edge(size: int, power: int, depth: int) -> int:
