@@ -113,7 +113,7 @@ def main() -> None:
         return policy.value_and_grad(loss_of)(state.params, tokens)[0]
 
     train, evaluation = (
-        autopar.data.sources(path, length=options.length + 1, stride=options.length, dtype="uint8")
+        autopar.data.tokens(path, length=options.length + 1, stride=options.length, dtype="uint8")
         for path in token_files(options.folder)
     )
     data = autopar.data.shard(train, train_step, batch_size=options.batch_size, seed=0, epochs=None)

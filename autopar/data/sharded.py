@@ -616,7 +616,7 @@ def shard(
     plan they are host data (in several processes, rows over all devices); from then on they come in the plan's layouts.
 
     Args:
-        source: Examples: a NumPy array or a pytree of arrays (dimension 0 counts examples), `autopar.data.sources`, a
+        source: Examples: a NumPy array or a pytree of arrays (dimension 0 counts examples), `autopar.data.tokens`, a
             `grain.MapDataset`, anything with `__len__` and `__getitem__` (a list, a Hugging Face dataset), or an
             iterable (a `grain.IterDataset`), which is read in its own order, by every process in full.
         step: The step that takes the batches, made by `autopar.parallelize`.

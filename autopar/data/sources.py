@@ -260,7 +260,7 @@ def tokens(
 
     Raises: InvalidArgumentError for a file that is not such tokens or has not one window; FileNotFoundError.
     """
-    where = f"autopar.data.sources({str(path)!r})"
+    where = f"autopar.data.tokens({str(path)!r})"
     stride = length if stride is None else stride
     try:
         kind = np.dtype(dtype)

@@ -80,10 +80,10 @@ def test_grains_random_transformations_draw_anew_in_each_epoch():
 def test_windows_of_a_token_file(tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(11, dtype=np.uint16).tofile(path)
-    windows = autopar.data.sources(path, length=4)
+    windows = autopar.data.tokens(path, length=4)
     assert [w.tolist() for w in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert windows[-1].dtype == np.int32
-    overlapping = autopar.data.sources(path, length=5, stride=4)
+    overlapping = autopar.data.tokens(path, length=5, stride=4)
     assert [w.tolist() for w in overlapping] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     assert [b.shape for b in batches(overlapping, batch_size=2)] == [(2, 5)]
     with pytest.raises(IndexError):
@@ -95,7 +95,7 @@ def test_windows_of_a_token_file(tmp_path):
         (dict(length=0), "length and stride"),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
-            autopar.data.sources(path, **wrong)
+            autopar.data.tokens(path, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_without_grain_the_error_says_what_to_install(monkeypatch):
 def test_tokens_that_int32_does_not_hold_are_refused(tmp_path):
     path = tmp_path / "tokens.bin"
     np.array([1, 2, 3, 2**31], np.uint32).tofile(path)
-    windows = autopar.data.sources(path, length=2, dtype="uint32")
+    windows = autopar.data.tokens(path, length=2, dtype="uint32")
     assert windows[0].tolist() == [1, 2]
     with pytest.raises(InvalidArgumentError, match="2147483648"):
         windows[1]
@@ -217,4 +217,4 @@ def test_positions_and_types_of_tokens_that_are_none_are_refused(tmp_path):
         data.restore(None)
     np.arange(8, dtype="uint16").tofile(tmp_path / "tokens")
     with pytest.raises(InvalidArgumentError, match="an integer type of tokens, got 'uint17'"):
-        autopar.data.sources(tmp_path / "tokens", length=2, dtype="uint17")
+        autopar.data.tokens(tmp_path / "tokens", length=2, dtype="uint17")
