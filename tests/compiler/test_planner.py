@@ -14,6 +14,7 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.plan.file import decode, encode
 from autopar.plan.schema import PlanRecord
+from benchmarks.everyday import STEPS
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, chain_step, grouped, mlp_step, shapes, slow_cluster
 
@@ -43,7 +44,10 @@ def chain(layers, width, batch):
 
 
 def zoo(name, **sizes):
-    case = CASES[name](**sizes)
+    return shapes_of(CASES[name](**sizes))
+
+
+def shapes_of(case):
     return case.step, (jax.eval_shape(case.init, jax.random.key(0)), shapes(case.batch(0)))
 
 
@@ -107,7 +111,7 @@ def test_one_micro_batch_of_a_recipe_for_one_program_is_that_program(recipe):
 
 
 def test_a_step_that_mixes_examples_runs_as_one_micro_batch():
-    step, on = zoo("clip"), Cluster.preset("dgx-h100").submesh(1, 2)
+    step, on = shapes_of(STEPS["clip"](16)), Cluster.preset("dgx-h100").submesh(1, 2)
     with pytest.raises(autopar.errors.MixedExamplesError):
         planned(step, on, num_microbatches=2)
     assert planned(step, on, num_microbatches=1).record.pipeline is None

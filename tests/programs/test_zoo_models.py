@@ -18,7 +18,6 @@ QUICK = {
     "fixed_point",
     "moe",
     "lstm",
-    "gnn",
     "nnx_model",
 }
 
