@@ -15,6 +15,7 @@ from benchmarks.everyday.parts import (
     normal,
     rms_norm,
     token_batch,
+    trained,
 )
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.float8 import float8_product
@@ -192,22 +193,17 @@ def fp8(batch: int = 8) -> Case:
             b, c = jax.random.split(key)
             return {"gain": jnp.ones(WIDTH), "up": normal(b, WIDTH, 2 * WIDTH), "down": normal(c, 2 * WIDTH, WIDTH)}
 
-        params = {"embed": normal(a, VOCABULARY, WIDTH), "layers": [layer(k) for k in keys]}
-        return {"params": params, "opt_state": tx.init(params)}
+        return {"embed": normal(a, VOCABULARY, WIDTH), "layers": [layer(k) for k in keys]}
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         x = params["embed"][tokens[:, :-1]].astype(jnp.bfloat16)
         for p in params["layers"]:
             h = float8_product(rms_norm(x, p["gain"]), p["up"].astype(jnp.bfloat16), 1)
             x = x + float8_product(jax.nn.silu(h), p["down"].astype(jnp.bfloat16), 1)
         return next_token_loss(x @ params["embed"].T.astype(jnp.bfloat16), tokens[:, 1:])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="fp8", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("fp8", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 STEPS = (distillation, lora, qlora, fp8)

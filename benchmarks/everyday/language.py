@@ -26,6 +26,7 @@ from benchmarks.everyday.parts import (
     rms_norm,
     rope,
     token_batch,
+    trained,
 )
 from benchmarks.zoo.case import Case, PyTree
 
@@ -202,12 +203,11 @@ def gemma(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, layers + 1)
-        params = {
+        return {
             "embedder": normal(keys[0], VOCABULARY, WIDTH),
             **{f"layer_{i}": layer_params(k) for i, k in enumerate(keys[1:])},
             "final_norm": jnp.zeros(WIDTH),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         variance = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
@@ -229,7 +229,8 @@ def gemma(batch: int = 8) -> Case:
         gate, up = jnp.einsum("btw,swf->sbtf", h, p["gating"])
         return x + (jax.nn.gelu(gate) * up) @ p["linear"]
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         t = inputs.shape[1]
@@ -242,12 +243,7 @@ def gemma(batch: int = 8) -> Case:
         one_hot = jax.nn.one_hot(targets, VOCABULARY)
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=-1))
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="gemma", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("gemma", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 def mixtral(batch: int = 8) -> Case:
@@ -269,12 +265,11 @@ def mixtral(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b = jax.random.split(key)
-        params = {
+        return {
             "embed": normal(a, VOCABULARY, WIDTH),
             "layers": jax.vmap(layer_params)(jax.random.split(b, layers)),
             "norm": jnp.ones(WIDTH),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
     def layer(carry: tuple[jax.Array, jax.Array], p: PyTree) -> tuple[tuple[jax.Array, jax.Array], None]:
         x, z_loss = carry
@@ -288,19 +283,14 @@ def mixtral(batch: int = 8) -> Case:
         x = x + jnp.einsum("btef,efw,bte->btw", inner, p["w2"], gates)
         return (x, z_loss + jnp.mean(jax.nn.logsumexp(router_logits, axis=-1) ** 2)), None
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        tokens = batch["tokens"]
         x = params["embed"][tokens[:, :-1]]
         (x, z_loss), _ = jax.lax.scan(layer, (x, jnp.zeros(())), params["layers"])
         loss = next_token_loss(rms_norm(x, params["norm"]) @ params["embed"].T, tokens[:, 1:])
-        return loss + 1e-3 * z_loss, z_loss
+        return loss + 1e-3 * z_loss, {"router_z": z_loss}
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, z_loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, "router_z": z_loss}
-
-    return Case(name="mixtral", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("mixtral", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY), has_aux=True)
 
 
 def mamba(batch: int = 8) -> Case:
@@ -324,8 +314,7 @@ def mamba(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, layers + 1)
-        params = {"embed": normal(keys[0], VOCABULARY, WIDTH), "layers": [layer_params(k) for k in keys[1:]]}
-        return {"params": params, "opt_state": tx.init(params)}
+        return {"embed": normal(keys[0], VOCABULARY, WIDTH), "layers": [layer_params(k) for k in keys[1:]]}
 
     def mixer(p: PyTree, x: jax.Array) -> jax.Array:
         u, gate = jnp.split(x @ p["in"], 2, axis=-1)
@@ -345,18 +334,14 @@ def mamba(batch: int = 8) -> Case:
         y = jnp.einsum("btis,bts->bti", h, c) + p["d"] * u
         return (y * jax.nn.silu(gate)) @ p["out"]
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         x = params["embed"][tokens[:, :-1]]
         for p in params["layers"]:
             x = x + mixer(p, rms_norm(x, p["norm"]))
         return next_token_loss(x @ params["embed"].T, tokens[:, 1:])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="mamba", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("mamba", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 def rwkv(batch: int = 8) -> Case:
@@ -381,12 +366,11 @@ def rwkv(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         keys = jax.random.split(key, layers + 2)
-        params = {
+        return {
             "emb": normal(keys[0], VOCABULARY, WIDTH),
             "blocks": [layer_params(k) for k in keys[2:]],
             "head": normal(keys[1], WIDTH, VOCABULARY),
         }
-        return {"params": params, "opt": tx.init(params)}
 
     def shift(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
@@ -413,19 +397,15 @@ def rwkv(batch: int = 8) -> Case:
         k = jnp.square(jax.nn.relu(shift(x) @ p["channel_key"]))
         return jax.nn.sigmoid(x @ p["channel_receptance"]) * (k @ p["channel_value"])
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         x = params["emb"][tokens[:, :-1]]
         for p in params["blocks"]:
             x = x + time_mix(p, layer_norm(x, p["ln1"]))
             x = x + channel_mix(p, layer_norm(x, p["ln2"]))
         return next_token_loss(x @ params["head"], tokens[:, 1:])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"])
-        updates, opt = tx.update(grads, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
-
-    return Case(name="rwkv", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("rwkv", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 def _decoder_block_params(key: jax.Array) -> PyTree:
@@ -456,7 +436,7 @@ def t5(batch: int = 8) -> Case:
             "encoder": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(k[2], layers)),
             "decoder": jax.vmap(_decoder_block_params)(jax.random.split(k[3], layers)),
         }
-        return {"params": params, "opt_state": tx.init(params)}
+        return params
 
     def encoder_layer(x: jax.Array, p: PyTree, bias: jax.Array, mask: jax.Array) -> jax.Array:
         h, a = layer_norm(x, p["norm1"]), p["attention"]
@@ -485,12 +465,7 @@ def t5(batch: int = 8) -> Case:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * weights
         loss = losses.sum() / weights.sum()
         hits = ((logits.argmax(-1) == targets) * weights).sum()
-        return loss, {"loss": loss, "accuracy": hits / weights.sum(), "tokens": weights.sum()}
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        grads, metrics = jax.grad(loss_fn, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, metrics
+        return loss, {"accuracy": hits / weights.sum(), "tokens": weights.sum()}
 
     def make(seed: int) -> PyTree:
         random = np.random.default_rng(seed)
@@ -501,7 +476,7 @@ def t5(batch: int = 8) -> Case:
             made[name] = np.where(np.arange(length) < lengths, tokens, 0).astype(np.int32)
         return made
 
-    return Case(name="t5", step=step, init=init, batch=make)
+    return trained("t5", init, loss_fn, tx, make, has_aux=True)
 
 
 def whisper(batch: int = 8) -> Case:
@@ -511,7 +486,7 @@ def whisper(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         k = jax.random.split(key, 2 * layers + 4)
-        params = {
+        return {
             "conv1": {"w": normal(k[0], 3, bands, WIDTH), "b": jnp.zeros(WIDTH)},
             "conv2": {"w": normal(k[1], 3, WIDTH, WIDTH), "b": jnp.zeros(WIDTH)},
             "encoder": [encoder_block_params(i, WIDTH, HEADS) for i in k[4 : 4 + layers]],
@@ -521,7 +496,6 @@ def whisper(batch: int = 8) -> Case:
             "decoder": [_decoder_block_params(i) for i in k[4 + layers :]],
             "decoder_norm": layer_norm_params(WIDTH),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
     def conv(p: PyTree, x: jax.Array, stride: int) -> jax.Array:
         y = jax.lax.conv_general_dilated(x, p["w"], (stride,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"))
@@ -544,13 +518,8 @@ def whisper(batch: int = 8) -> Case:
             y = _decoder_block(p, y, x)
         return next_token_loss(layer_norm(y, params["decoder_norm"]) @ params["tokens"].T, targets)
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
     make = joined(float_batch(mel=(batch, frames, bands)), token_batch(batch, LENGTH, VOCABULARY))
-    return Case(name="whisper", step=step, init=init, batch=make)
+    return trained("whisper", init, loss_fn, tx, make)
 
 
 def bert_padded(batch: int = 8) -> Case:
@@ -597,13 +566,12 @@ def packed(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b = jax.random.split(key)
-        params = {
+        return {
             "embed": normal(a, VOCABULARY, WIDTH),
             "layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, layers)),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
-    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         tokens, segments = batch["tokens"], batch["segments"]
         x, y = tokens[:, :-1], tokens[:, 1:]
         inside = segments[:, :-1]
@@ -617,13 +585,7 @@ def packed(batch: int = 8) -> Case:
         h = params["embed"][x] + jnp.sin(positions[..., None] * frequency)
         h, _ = jax.lax.scan(jax.checkpoint(lambda h, p: (encoder_block(p, h, mask), None)), h, params["layers"])
         losses = optax.softmax_cross_entropy_with_integer_labels(h @ params["embed"].T, y)
-        return (losses * weights).sum() / weights.sum(), weights.sum()
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, tokens), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, "tokens": tokens}
+        return (losses * weights).sum() / weights.sum(), {"tokens": weights.sum()}
 
     def make(seed: int) -> PyTree:
         random = np.random.default_rng(seed)
@@ -632,7 +594,7 @@ def packed(batch: int = 8) -> Case:
         segments = np.where(np.arange(LENGTH + 1) >= LENGTH - random.integers(0, 3, (batch, 1)), 0, segments)
         return token_batch(batch, LENGTH, VOCABULARY)(seed) | {"segments": segments.astype(np.int32)}
 
-    return Case(name="packed", step=step, init=init, batch=make)
+    return trained("packed", init, loss_fn, tx, make, has_aux=True)
 
 
 def chunked_vocabulary(batch: int = 8) -> Case:
@@ -642,14 +604,14 @@ def chunked_vocabulary(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c = jax.random.split(key, 3)
-        params = {
+        return {
             "embed": normal(a, VOCABULARY, WIDTH),
             "layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, layers)),
             "head": normal(c, WIDTH, VOCABULARY),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
-    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         x, y = tokens[:, :-1], tokens[:, 1:]
         h, _ = jax.lax.scan(
             lambda h, p: (encoder_block(p, h, causal(h.shape[1])), None), params["embed"][x], params["layers"]
@@ -666,12 +628,7 @@ def chunked_vocabulary(batch: int = 8) -> Case:
         (total, count), _ = jax.lax.scan(chunk, (jnp.zeros(()), jnp.zeros((), jnp.int32)), (h, y))
         return total / count
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="chunked_vocabulary", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("chunked_vocabulary", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 def lstm_lengths(batch: int = 8) -> Case:
@@ -681,15 +638,14 @@ def lstm_lengths(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         k = jax.random.split(key, 4)
-        params = {
+        return {
             "embed": normal(k[0], VOCABULARY, WIDTH),
             "input": dense(k[1], WIDTH, 4 * WIDTH),
             "hidden": normal(k[2], WIDTH, 4 * WIDTH),
             "head": dense(k[3], WIDTH, classes),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
-    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         tokens, lengths = batch["tokens"], batch["lengths"] + 1
         x = params["embed"][tokens] @ params["input"]["w"] + params["input"]["b"]
 
@@ -705,20 +661,14 @@ def lstm_lengths(batch: int = 8) -> Case:
         (h, _), _ = jax.lax.scan(at, (zeros, zeros), (x.swapaxes(0, 1), jnp.arange(tokens.shape[1])))
         logits = h @ params["head"]["w"] + params["head"]["b"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return losses.mean(), (logits.argmax(-1) == batch["labels"]).mean()
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, "accuracy": accuracy}
+        return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["labels"]).mean()}
 
     make = joined(
         integers(VOCABULARY, tokens=(batch, LENGTH)),
         integers(LENGTH, lengths=(batch,)),
         integers(classes, labels=(batch,)),
     )
-    return Case(name="lstm_lengths", step=step, init=init, batch=make)
+    return trained("lstm_lengths", init, loss_fn, tx, make, has_aux=True)
 
 
 STEPS = (

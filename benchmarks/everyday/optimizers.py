@@ -18,6 +18,7 @@ from benchmarks.everyday.parts import (
     next_token_loss,
     normal,
     token_batch,
+    trained,
 )
 from benchmarks.zoo.case import Case, PyTree
 
@@ -33,7 +34,8 @@ def _decoder_params(key: jax.Array, layers: int) -> PyTree:
     }
 
 
-def _decoder_loss(params: PyTree, tokens: jax.Array) -> jax.Array:
+def _decoder_loss(params: PyTree, batch: PyTree) -> jax.Array:
+    tokens = batch["tokens"]
     x = params["embed"][tokens[:, :-1]]
     for p in params["blocks"]:
         x = encoder_block(p, x, causal(x.shape[1]))
@@ -81,15 +83,9 @@ def muon(batch: int = 8) -> Case:
     tx = optax.multi_transform({"muon": matrices, "adamw": optax.adamw(1e-3)}, labels)
 
     def init(key: jax.Array) -> PyTree:
-        params = _decoder_params(key, 2)
-        return {"params": params, "opt_state": tx.init(params)}
+        return _decoder_params(key, 2)
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_decoder_loss)(state["params"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="muon", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("muon", init, _decoder_loss, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 class SoapMatrix(NamedTuple):
@@ -204,7 +200,7 @@ def multi_steps_ema(batch: int = 8) -> Case:
         return {"params": params, "opt_state": tx.init(params), "ema": ema.init(params)}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_decoder_loss)(state["params"], batch["tokens"])
+        loss, grads = jax.value_and_grad(_decoder_loss)(state["params"], batch)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         averaged, ema_state = ema.update(params, state["ema"])

@@ -1,13 +1,14 @@
-"""What several steps share: random arrays of their usual shapes, norms, attention, losses."""
+"""What several steps share: random arrays of their usual shapes, norms, attention, losses, the usual step."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.zoo.case import PyTree
+from benchmarks.zoo.case import Case, PyTree
 
 
 def token_batch(batch: int, length: int, vocabulary: int) -> Callable[[int], dict[str, np.ndarray]]:
@@ -138,3 +139,28 @@ def encoder_block(p: PyTree, x: jax.Array, mask: jax.Array | None = None) -> jax
 
 def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+
+def trained(
+    name: str,
+    init_params: Callable[[jax.Array], PyTree],
+    loss_fn: Callable[[PyTree, PyTree], Any],
+    tx: optax.GradientTransformation,
+    batch: Callable[[int], PyTree],
+    *,
+    has_aux: bool = False,
+) -> Case:
+    """The usual step: an update by gradients of `loss_fn(params, batch)`, whose metrics come too where it `has_aux`."""
+
+    def init(key: jax.Array) -> PyTree:
+        params = init_params(key)
+        return {"params": params, "opt_state": tx.init(params)}
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        found, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(state["params"], batch)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        loss, metrics = found if has_aux else (found, {})
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, **metrics}
+
+    return Case(name=name, step=step, init=init, batch=batch)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.everyday.parts import apply_mlp, dense, float_batch, integers, joined, mlp, normal
+from benchmarks.everyday.parts import apply_mlp, dense, float_batch, integers, joined, mlp, normal, trained
 from benchmarks.zoo.case import Case, PyTree
 
 
@@ -18,7 +18,7 @@ def gnn(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         k = jax.random.split(key, 2 * layers + 2)
-        params = {
+        return {
             "embed": dense(k[0], 8, width),
             "layers": [
                 {"message": mlp(a, (2 * width, width, width)), "update": mlp(b, (2 * width, width, width))}
@@ -26,7 +26,6 @@ def gnn(batch: int = 8) -> Case:
             ],
             "readout": mlp(k[1], (width, width, 1)),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
     def loss_fn(params: PyTree, g: PyTree) -> jax.Array:
         x = g["nodes"] @ params["embed"]["w"] + params["embed"]["b"]
@@ -40,11 +39,6 @@ def gnn(batch: int = 8) -> Case:
         pooled = jax.ops.segment_sum(x, owner, num_segments=graphs) / nodes
         return jnp.mean((apply_mlp(params["readout"], pooled)[:, 0] - g["targets"]) ** 2)
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
     def make(seed: int) -> PyTree:
         random = np.random.default_rng(seed)
         first = np.repeat(np.arange(batch) * nodes, edges)
@@ -56,7 +50,7 @@ def gnn(batch: int = 8) -> Case:
             "targets": random.standard_normal(batch, dtype=np.float32),
         }
 
-    return Case(name="gnn", step=step, init=init, batch=make)
+    return trained("gnn", init, loss_fn, tx, make)
 
 
 def dlrm(batch: int = 8) -> Case:
@@ -68,14 +62,13 @@ def dlrm(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c = jax.random.split(key, 3)
-        params = {
+        return {
             "tables": [normal(k, rows, width) for k in jax.random.split(a, tables)],
             "bottom": mlp(b, (features, 32, width)),
             "top": mlp(c, (len(pairs[0]) + width, 32, 1)),
         }
-        return {"params": params, "opt_state": tx.init(params)}
 
-    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         x = apply_mlp(params["bottom"], jnp.log1p(jnp.abs(batch["dense"])))
         bags = [table[batch["sparse"][:, i]].sum(1) for i, table in enumerate(params["tables"])]
         z = jnp.stack([x, *bags], axis=1)
@@ -83,16 +76,10 @@ def dlrm(batch: int = 8) -> Case:
         logits = apply_mlp(params["top"], jnp.concatenate([x, products], axis=-1))[:, 0]
         clicks = (batch["clicks"] > 0).astype(jnp.float32)
         loss = optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
-        return loss, jnp.mean((logits > 0) == (clicks > 0.5))
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, "accuracy": accuracy}
+        return loss, {"accuracy": jnp.mean((logits > 0) == (clicks > 0.5))}
 
     make = joined(float_batch(dense=(batch, features), clicks=(batch,)), integers(rows, sparse=(batch, tables, bag)))
-    return Case(name="dlrm", step=step, init=init, batch=make)
+    return trained("dlrm", init, loss_fn, tx, make, has_aux=True)
 
 
 def nerf(batch: int = 8) -> Case:
@@ -147,8 +134,7 @@ def pinn(batch: int = 8) -> Case:
     boundary = jnp.linspace(-1.0, 1.0, 16)
 
     def init(key: jax.Array) -> PyTree:
-        params = mlp(key, (2, 32, 32, 1))
-        return {"params": params, "opt_state": tx.init(params)}
+        return mlp(key, (2, 32, 32, 1))
 
     def u(params: PyTree, t: jax.Array, x: jax.Array) -> jax.Array:
         return apply_mlp(params, jnp.stack([t, x]), jnp.tanh)[0]
@@ -166,13 +152,7 @@ def pinn(batch: int = 8) -> Case:
         initial = jnp.mean((at_start + jnp.sin(jnp.pi * boundary)) ** 2)
         return inside + initial, {"inside": inside, "initial": initial}
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, **parts}
-
-    return Case(name="pinn", step=step, init=init, batch=float_batch(t=(batch,), x=(batch,)))
+    return trained("pinn", init, loss_fn, tx, float_batch(t=(batch,), x=(batch,)), has_aux=True)
 
 
 def deq(batch: int = 8) -> Case:
@@ -182,8 +162,7 @@ def deq(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c = jax.random.split(key, 3)
-        params = {"in": dense(a, features, width), "w": 0.3 * normal(b, width, width), "out": dense(c, width, classes)}
-        return {"params": params, "opt_state": tx.init(params)}
+        return {"in": dense(a, features, width), "w": 0.3 * normal(b, width, width), "out": dense(c, width, classes)}
 
     def cell(w: jax.Array, x: jax.Array, z: jax.Array) -> jax.Array:
         return jnp.tanh(z @ w + x)
@@ -209,13 +188,8 @@ def deq(batch: int = 8) -> Case:
         logits = fixed_point(params["w"], x) @ params["out"]["w"] + params["out"]["b"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
     make = joined(float_batch(x=(batch, features)), integers(classes, labels=(batch,)))
-    return Case(name="deq", step=step, init=init, batch=make)
+    return trained("deq", init, loss_fn, tx, make)
 
 
 def neural_ode(batch: int = 8) -> Case:
@@ -224,8 +198,7 @@ def neural_ode(batch: int = 8) -> Case:
     tx = optax.adabelief(1e-3)
 
     def init(key: jax.Array) -> PyTree:
-        params = mlp(key, (dims + 1, width, width, dims))
-        return {"params": params, "opt_state": tx.init(params)}
+        return mlp(key, (dims + 1, width, width, dims))
 
     def field(params: PyTree, t: jax.Array, y: jax.Array) -> jax.Array:
         return apply_mlp(params, jnp.concatenate([y, t[None]]), jax.nn.softplus)
@@ -246,16 +219,11 @@ def neural_ode(batch: int = 8) -> Case:
         _, ys = jax.lax.scan(rk4, y0, h * jnp.arange(times * substeps))
         return ys[substeps - 1 :: substeps]
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        def loss_fn(params: PyTree) -> jax.Array:
-            predicted = jax.vmap(solve, in_axes=(None, 0))(params, batch["trajectories"][:, 0])
-            return jnp.mean((predicted - batch["trajectories"][:, 1:]) ** 2)
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        predicted = jax.vmap(solve, in_axes=(None, 0))(params, batch["trajectories"][:, 0])
+        return jnp.mean((predicted - batch["trajectories"][:, 1:]) ** 2)
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="neural_ode", step=step, init=init, batch=float_batch(trajectories=(batch, times + 1, dims)))
+    return trained("neural_ode", init, loss_fn, tx, float_batch(trajectories=(batch, times + 1, dims)))
 
 
 def maml(batch: int = 8) -> Case:
@@ -264,8 +232,7 @@ def maml(batch: int = 8) -> Case:
     tx = optax.adam(1e-3)
 
     def init(key: jax.Array) -> PyTree:
-        params = mlp(key, (2, 32, 32, 1))
-        return {"params": params, "opt_state": tx.init(params)}
+        return mlp(key, (2, 32, 32, 1))
 
     def mse(params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((apply_mlp(params, x, jnp.tanh) - y) ** 2)
@@ -278,17 +245,12 @@ def maml(batch: int = 8) -> Case:
         adapted, _ = jax.lax.scan(adapt, params, None, length=inner_steps)
         return mse(adapted, task["query_x"], task["query_y"])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        def loss_fn(params: PyTree) -> jax.Array:
-            return jax.vmap(partial(task_loss, params))(batch).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        return jax.vmap(partial(task_loss, params))(batch).mean()
 
     x, y = (batch, shots, 2), (batch, shots, 1)
     make = float_batch(support_x=x, support_y=y, query_x=x, query_y=y)
-    return Case(name="maml", step=step, init=init, batch=make)
+    return trained("maml", init, loss_fn, tx, make)
 
 
 STEPS = (gnn, dlrm, nerf, pinn, deq, neural_ode, maml)
