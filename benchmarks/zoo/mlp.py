@@ -1,6 +1,7 @@
 """Multilayer perceptron in plain jax.numpy: parameters are a list of dictionaries."""
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,11 @@ def init_mlp(key: jax.Array, widths: tuple[int, ...]) -> PyTree:
     ]
 
 
-def apply_mlp(params: PyTree, x: jax.Array) -> jax.Array:
-    """(batch, widths[0]) to (batch, widths[-1]), with a GELU between layers."""
+def apply_mlp(params: PyTree, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu) -> jax.Array:
+    """(batch, widths[0]) to (batch, widths[-1])."""
     *hidden, last = params
     for layer in hidden:
-        x = jax.nn.gelu(x @ layer["weight"] + layer["bias"])
+        x = activation(x @ layer["weight"] + layer["bias"])
     return x @ last["weight"] + last["bias"]
 
 

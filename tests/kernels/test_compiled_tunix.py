@@ -25,7 +25,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(3), None], ids=["data", "zero 3", "free"])
 def test_splash_attention_runs_on_each_devices_examples(recipe):
     pytest.importorskip("tunix")
-    case = tunix_qwen3_splash(width=256, vocabulary=2048, length=L, batch=B, split=8, interpreted=False)
+    case = tunix_qwen3_splash(width=256, vocabulary=2048, length=L, split=8, interpreted=False)
     state = jax.eval_shape(case.init, jax.random.key(0))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batch(0))
     step = autopar.parallelize(case.step, plan=recipe, cluster="tpu-v5e:2x4", cache_dir=None)

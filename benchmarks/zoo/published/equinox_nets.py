@@ -3,40 +3,31 @@
 import jax
 
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.data import vector_batch
-from benchmarks.zoo.training import cross_entropy, momentum
+from benchmarks.zoo.published.sizes import CLASSES, FEATURES, vectors
+from benchmarks.zoo.training import cross_entropy, momentum, training_case
+
+WIDTH = 64
 
 
-def eqx_mlp(*, depth: int = 2, width: int = 64, features: int = 32, classes: int = 16, batch: int = 16) -> Case:
+def eqx_mlp() -> Case:
     """The model itself, functions included, would be the state of an Equinox program; here its arrays are."""
     import equinox as eqx
 
-    tx = momentum()
-
     def create(key: jax.Array) -> PyTree:
-        return eqx.nn.MLP(features, classes, width, depth, activation=jax.nn.silu, key=key)
+        return eqx.nn.MLP(FEATURES, CLASSES, WIDTH, depth=2, activation=jax.nn.silu, key=key)
 
     model_shape = eqx.filter_eval_shape(create, jax.random.key(0))
     static = eqx.filter(model_shape, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
 
-    def init(key: jax.Array) -> PyTree:
-        params = eqx.filter(create(key), eqx.is_array)
-        return params, tx.init(params)
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        return cross_entropy(jax.vmap(eqx.combine(params, static))(batch["inputs"]), batch["labels"])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        def loss_fn(params: PyTree) -> jax.Array:
-            return cross_entropy(jax.vmap(eqx.combine(params, static))(batch["inputs"]), batch["labels"])
-
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state)
-        return (eqx.apply_updates(params, updates), opt_state), {"loss": loss}
-
-    make_batch = vector_batch(batch=batch, features=features, classes=classes)
-    return Case(name="eqx_mlp", step=step, init=init, batch=make_batch)
+    return training_case(
+        name="eqx_mlp", init_params=lambda key: eqx.filter(create(key), eqx.is_array), loss=loss, batch=vectors
+    )
 
 
-def eqx_batch_norm(*, width: int = 64, features: int = 32, classes: int = 16, batch: int = 16) -> Case:
+def eqx_batch_norm() -> Case:
     """Statistics over a named `jax.vmap` axis, running ones in `eqx.nn.State`."""
     import equinox as eqx
 
@@ -49,9 +40,9 @@ def eqx_batch_norm(*, width: int = 64, features: int = 32, classes: int = 16, ba
 
         def __init__(self, key: jax.Array):
             inner_key, head_key = jax.random.split(key)
-            self.inner = eqx.nn.Linear(features, width, use_bias=False, key=inner_key)
-            self.norm = eqx.nn.BatchNorm(width, axis_name="batch", mode="batch")
-            self.head = eqx.nn.Linear(width, classes, key=head_key)
+            self.inner = eqx.nn.Linear(FEATURES, WIDTH, use_bias=False, key=inner_key)
+            self.norm = eqx.nn.BatchNorm(WIDTH, axis_name="batch", mode="batch")
+            self.head = eqx.nn.Linear(WIDTH, CLASSES, key=head_key)
 
         def __call__(self, x: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
             x, state = self.norm(self.inner(x), state)
@@ -82,8 +73,4 @@ def eqx_batch_norm(*, width: int = 64, features: int = 32, classes: int = 16, ba
         updates, opt_state = tx.update(grads, opt_state)
         return (eqx.apply_updates(params, updates), jax.tree.leaves(new_network_state), opt_state), {"loss": loss}
 
-    make_batch = vector_batch(batch=batch, features=features, classes=classes)
-    return Case(name="eqx_batch_norm", step=step, init=init, batch=make_batch)
-
-
-CASES = (eqx_mlp, eqx_batch_norm)
+    return Case(name="eqx_batch_norm", step=step, init=init, batch=vectors)

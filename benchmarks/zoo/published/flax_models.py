@@ -5,24 +5,22 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.data import next_token_batch
+from benchmarks.zoo.published.sizes import HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, next_tokens
 from benchmarks.zoo.training import cross_entropy, momentum
 
 
-def nnx_scanned_transformer(
-    *, layers: int = 3, width: int = 32, heads: int = 4, vocabulary: int = 64, length: int = 16, batch: int = 8
-) -> Case:
-    """Layers made by `nnx.vmap` and run by `nnx.scan`, each with dropout from random streams of its own."""
+def nnx_scanned_transformer() -> Case:
+    """Three layers made by `nnx.vmap` and run by `nnx.scan`, each with dropout from random streams of its own."""
     from flax import nnx
 
     class Block(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            self.norm = nnx.LayerNorm(width, rngs=rngs)
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
             self.attention = nnx.MultiHeadAttention(
-                num_heads=heads, in_features=width, decode=False, dropout_rate=0.1, deterministic=False, rngs=rngs
+                num_heads=HEADS, in_features=WIDTH, decode=False, dropout_rate=0.1, deterministic=False, rngs=rngs
             )
-            self.wide_norm = nnx.LayerNorm(width, rngs=rngs)
-            self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+            self.wide_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -31,15 +29,15 @@ def nnx_scanned_transformer(
 
     class Transformer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            @nnx.split_rngs(splits=layers)
+            @nnx.split_rngs(splits=3)
             @nnx.vmap(in_axes=(0,), out_axes=0)
             def blocks(rngs: nnx.Rngs) -> Block:
                 return Block(rngs)
 
-            self.embedding = nnx.Embed(vocabulary, width, rngs=rngs)
+            self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
             self.blocks = blocks(rngs)
-            self.norm = nnx.LayerNorm(width, rngs=rngs)
-            self.head = nnx.Linear(width, vocabulary, rngs=rngs)
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
         def __call__(self, tokens: jax.Array) -> jax.Array:
             @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -64,12 +62,12 @@ def nnx_scanned_transformer(
         name="nnx_scanned_transformer",
         step=step,
         init=lambda key: nnx.state(create(key)),
-        batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
+        batch=next_tokens,
         zero_gradient=r"\['key'\]\['bias'\]",
     )
 
 
-def linen_float8(*, layers: int = 2, width: int = 32, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+def linen_float8() -> Case:
     """Dense layers with `Fp8DotGeneralOp`: scales from a history of the largest numbers, kept as if gradients."""
     from flax import linen as nn
     from flax.linen.fp8_ops import Fp8DotGeneralOp
@@ -77,16 +75,16 @@ def linen_float8(*, layers: int = 2, width: int = 32, vocabulary: int = 64, leng
     class Network(nn.Module):
         @nn.compact
         def __call__(self, tokens: jax.Array) -> jax.Array:
-            x = nn.Embed(vocabulary, width)(tokens)
-            for _ in range(layers):
-                h = nn.Dense(4 * width, dot_general_cls=Fp8DotGeneralOp)(nn.LayerNorm()(x))
-                x = x + nn.Dense(width, dot_general_cls=Fp8DotGeneralOp)(nn.gelu(h))
-            return nn.Dense(vocabulary)(nn.LayerNorm()(x))
+            x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+            for _ in range(LAYERS):
+                h = nn.Dense(4 * WIDTH, dot_general_cls=Fp8DotGeneralOp)(nn.LayerNorm()(x))
+                x = x + nn.Dense(WIDTH, dot_general_cls=Fp8DotGeneralOp)(nn.gelu(h))
+            return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
 
     model, tx = Network(), momentum()
 
     def init(key: jax.Array) -> PyTree:
-        variables = model.init(key, jnp.zeros((1, length), jnp.int32))
+        variables = model.init(key, jnp.zeros((1, LENGTH), jnp.int32))
         return {**variables, "opt_state": tx.init(variables["params"])}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -104,8 +102,5 @@ def linen_float8(*, layers: int = 2, width: int = 32, vocabulary: int = 64, leng
         name="linen_float8",
         step=step,
         init=init,
-        batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
+        batch=next_tokens,
     )
-
-
-CASES = (nnx_scanned_transformer, linen_float8)

@@ -7,16 +7,13 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.data import Batch, image_batch, next_token_batch
+from benchmarks.zoo.data import Batch, image_batch
+from benchmarks.zoo.published.sizes import BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, next_tokens
 from benchmarks.zoo.training import cross_entropy, momentum
 
 
 def haiku_case(
-    *,
-    name: str,
-    loss: Callable[[PyTree], jax.Array],
-    batch: Callable[[int], Batch],
-    tolerance: float = 1e-5,
+    *, name: str, loss: Callable[[PyTree], jax.Array], batch: Callable[[int], Batch], tolerance: float = 1e-5
 ) -> Case:
     """A training step of `loss(batch)`, which calls Haiku modules."""
     import haiku as hk
@@ -41,29 +38,22 @@ def haiku_case(
     return Case(name=name, step=step, init=init, batch=batch, tolerance=tolerance)
 
 
-def hk_resnet(
-    *,
-    blocks: tuple[int, int, int, int] = (1, 1, 1, 1),
-    channels: tuple[int, int, int, int] = (8, 16, 16, 32),
-    image: int = 32,
-    classes: int = 10,
-    batch: int = 32,
-) -> Case:
-    """`blocks=(2, 2, 2, 2), channels=(64, 128, 256, 512), image=224, classes=1000` is `hk.nets.ResNet18`."""
+def hk_resnet() -> Case:
+    """`hk.nets.ResNet`, narrow and shallow."""
     import haiku as hk
 
+    classes = 10
+
     def loss(batch: PyTree) -> jax.Array:
-        network = hk.nets.ResNet(blocks, classes, bottleneck=False, channels_per_group=channels)
+        network = hk.nets.ResNet((1, 1, 1, 1), classes, bottleneck=False, channels_per_group=(8, 16, 16, 32))
         return cross_entropy(network(batch["images"], is_training=True), batch["labels"])
 
-    make_batch = image_batch(batch=batch, image=image, channels=3, classes=classes)
     # Many BatchNorms of few values in a row amplify rounding.
+    make_batch = image_batch(batch=32, image=32, channels=3, classes=classes)
     return haiku_case(name="hk_resnet", loss=loss, batch=make_batch, tolerance=1e-4)
 
 
-def hk_transformer(
-    *, layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 64, length: int = 16, batch: int = 8
-) -> Case:
+def hk_transformer() -> Case:
     """Causal language model with dropout."""
     import haiku as hk
 
@@ -71,26 +61,27 @@ def hk_transformer(
         return hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
 
     def loss(batch: PyTree) -> jax.Array:
-        initializer = hk.initializers.VarianceScaling(2 / layers)
-        positions = hk.get_parameter("positions", (length, width), init=hk.initializers.TruncatedNormal(0.02))
-        x = hk.Embed(vocabulary, width)(batch["tokens"]) + positions
-        mask = jnp.tril(jnp.ones((1, 1, length, length)))
-        for _ in range(layers):
+        initializer = hk.initializers.VarianceScaling(2 / LAYERS)
+        positions = hk.get_parameter("positions", (LENGTH, WIDTH), init=hk.initializers.TruncatedNormal(0.02))
+        x = hk.Embed(VOCABULARY, WIDTH)(batch["tokens"]) + positions
+        mask = jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH)))
+        for _ in range(LAYERS):
             attention = hk.MultiHeadAttention(
-                heads, width // heads, w_init=initializer, with_bias=False, model_size=width
+                HEADS, WIDTH // HEADS, w_init=initializer, with_bias=False, model_size=WIDTH
             )
             h = norm(x)
             x = x + hk.dropout(hk.next_rng_key(), 0.1, attention(h, h, h, mask=mask))
-            x = x + hk.dropout(hk.next_rng_key(), 0.1, hk.nets.MLP((4 * width, width))(norm(x)))
-        return cross_entropy(hk.Linear(vocabulary)(norm(x)), batch["targets"])
+            x = x + hk.dropout(hk.next_rng_key(), 0.1, hk.nets.MLP((4 * WIDTH, WIDTH))(norm(x)))
+        return cross_entropy(hk.Linear(VOCABULARY)(norm(x)), batch["targets"])
 
-    make_batch = next_token_batch(batch=batch, length=length, vocabulary=vocabulary)
-    return haiku_case(name="hk_transformer", loss=loss, batch=make_batch)
+    return haiku_case(name="hk_transformer", loss=loss, batch=next_tokens)
 
 
-def hk_vq_vae(*, width: int = 16, codes: int = 32, image: int = 16, channels: int = 3, batch: int = 8) -> Case:
+def hk_vq_vae() -> Case:
     """Autoencoder whose code book is a moving average in the state, updated from the nearest vectors' counts."""
     import haiku as hk
+
+    width, codes, channels = 16, 32, 3
 
     def loss(batch: PyTree) -> jax.Array:
         images = batch["images"]
@@ -100,8 +91,5 @@ def hk_vq_vae(*, width: int = 16, codes: int = 32, image: int = 16, channels: in
         decoded = hk.Conv2DTranspose(channels, 4, stride=2)(jax.nn.relu(hk.Conv2D(width, 3)(quantized["quantize"])))
         return jnp.mean((decoded - images) ** 2) + quantized["loss"]
 
-    make_batch = image_batch(batch=batch, image=image, channels=channels, classes=1)
+    make_batch = image_batch(batch=BATCH, image=16, channels=channels, classes=1)
     return haiku_case(name="hk_vq_vae", loss=loss, batch=make_batch)
-
-
-CASES = (hk_resnet, hk_transformer, hk_vq_vae)

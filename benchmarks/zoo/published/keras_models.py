@@ -1,4 +1,4 @@
-"""Keras 3 models with the jax backend, through `stateless_call` and `stateless_apply`."""
+"""Models of Keras 3 and of KerasHub with the jax backend, through `stateless_call` and `stateless_apply`."""
 
 import os
 from collections.abc import Callable
@@ -8,14 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.data import Batch, image_batch, next_token_batch
+from benchmarks.zoo.data import Batch, image_batch
+from benchmarks.zoo.published.sizes import HEADS, KV_HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, next_tokens
 
 # Keras reads it once, when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
 def keras_case(
-    *, name: str, create: Callable[[], PyTree], batch: Callable[[int], Batch], inputs: str, labels: str
+    *,
+    name: str,
+    create: Callable[[], PyTree],
+    batch: Callable[[int], Batch] = next_tokens,
+    inputs: str = "tokens",
+    labels: str = "targets",
 ) -> Case:
     """A training step of the model that `create` makes, from the entries `inputs` and `labels` of the batch.
 
@@ -48,10 +54,12 @@ def keras_case(
     return Case(name=name, step=step, init=init, batch=batch)
 
 
-def keras_convnet(*, width: int = 16, image: int = 16, classes: int = 10, batch: int = 16) -> Case:
+def keras_convnet() -> Case:
     """A functional model with BatchNorm, dropout and a skip connection."""
     import keras
     from keras import layers
+
+    width, image, classes = 16, 16, 10
 
     def create() -> PyTree:
         inputs = keras.Input((image, image, 3))
@@ -61,30 +69,48 @@ def keras_convnet(*, width: int = 16, image: int = 16, classes: int = 10, batch:
         x = layers.Dropout(0.1)(layers.GlobalAveragePooling2D()(layers.Add()([x, skip])))
         return keras.Model(inputs, layers.Dense(classes)(x))
 
-    make_batch = image_batch(batch=batch, image=image, channels=3, classes=classes)
+    make_batch = image_batch(batch=16, image=image, channels=3, classes=classes)
     return keras_case(name="keras_convnet", create=create, batch=make_batch, inputs="images", labels="labels")
 
 
-def keras_transformer(
-    *, layers: int = 2, width: int = 32, heads: int = 4, vocabulary: int = 64, length: int = 16, batch: int = 8
-) -> Case:
+def keras_transformer() -> Case:
     """Causal language model of Keras's attention layers, with dropout."""
     import keras
-    from keras import layers as keras_layers
+    from keras import layers
 
     def create() -> PyTree:
-        tokens = keras.Input((length,), dtype="int32")
-        x = keras_layers.Embedding(vocabulary, width)(tokens)
-        for _ in range(layers):
-            attention = keras_layers.MultiHeadAttention(heads, width // heads, dropout=0.1, use_bias=False)
-            h = keras_layers.LayerNormalization()(x)
-            x = keras_layers.Add()([x, attention(h, h, use_causal_mask=True)])
-            h = keras_layers.Dense(4 * width, activation="gelu")(keras_layers.LayerNormalization()(x))
-            x = keras_layers.Add()([x, keras_layers.Dropout(0.1)(keras_layers.Dense(width)(h))])
-        return keras.Model(tokens, keras_layers.Dense(vocabulary)(keras_layers.LayerNormalization()(x)))
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        x = layers.Embedding(VOCABULARY, WIDTH)(tokens)
+        for _ in range(LAYERS):
+            attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, dropout=0.1, use_bias=False)
+            h = layers.LayerNormalization()(x)
+            x = layers.Add()([x, attention(h, h, use_causal_mask=True)])
+            h = layers.Dense(4 * WIDTH, activation="gelu")(layers.LayerNormalization()(x))
+            x = layers.Add()([x, layers.Dropout(0.1)(layers.Dense(WIDTH)(h))])
+        return keras.Model(tokens, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
 
-    make_batch = next_token_batch(batch=batch, length=length, vocabulary=vocabulary)
-    return keras_case(name="keras_transformer", create=create, batch=make_batch, inputs="tokens", labels="targets")
+    return keras_case(name="keras_transformer", create=create)
 
 
-CASES = (keras_convnet, keras_transformer)
+def keras_hub_mixtral() -> Case:
+    """KerasHub's: all experts compute all tokens, and the router's weights select among their results."""
+    import keras
+    import keras_hub
+
+    def create() -> PyTree:
+        backbone = keras_hub.models.MixtralBackbone(
+            vocabulary_size=VOCABULARY,
+            num_layers=LAYERS,
+            num_query_heads=HEADS,
+            hidden_dim=WIDTH,
+            intermediate_dim=2 * WIDTH,
+            num_key_value_heads=KV_HEADS,
+            num_experts=4,
+            sliding_window=LENGTH,
+        )
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        padding = keras.ops.ones_like(tokens)
+        hidden = backbone({"token_ids": tokens, "padding_mask": padding})
+        return keras.Model(tokens, backbone.token_embedding(hidden, reverse=True))
+
+    return keras_case(name="keras_hub_mixtral", create=create)

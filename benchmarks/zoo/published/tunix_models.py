@@ -10,72 +10,59 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.published.huggingface import token_batch
-from benchmarks.zoo.training import cross_entropy, momentum
+from benchmarks.zoo.data import Batch
+from benchmarks.zoo.published.sizes import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    padded_tokens,
+    token_batch,
+    tokens,
+)
+from benchmarks.zoo.training import cross_entropy, momentum, training_case
 
 
-def tunix_llama(
-    *,
-    layers: int = 2,
-    width: int = 32,
-    heads: int = 4,
-    kv_heads: int = 2,
-    vocabulary: int = 64,
-    length: int = 16,
-    batch: int = 8,
-) -> Case:
+def tunix_llama() -> Case:
     from flax import nnx
     from tunix.models.llama3.model import Llama3, ModelConfig
 
     config = ModelConfig(
-        num_layers=layers,
-        vocab_size=vocabulary,
-        embed_dim=width,
-        hidden_dim=2 * width,
-        num_heads=heads,
-        head_dim=width // heads,
-        num_kv_heads=kv_heads,
+        num_layers=LAYERS,
+        vocab_size=VOCABULARY,
+        embed_dim=WIDTH,
+        hidden_dim=2 * WIDTH,
+        num_heads=HEADS,
+        head_dim=WIDTH // HEADS,
+        num_kv_heads=KV_HEADS,
         rope_theta=10_000,
         norm_eps=1e-5,
     )
-    tx = momentum()
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama3(config, rngs=nnx.Rngs(0))))
 
-    def init(key: jax.Array) -> PyTree:
-        params = nnx.state(Llama3(config, rngs=nnx.Rngs(key)), nnx.Param)
-        return {"params": params, "opt_state": tx.init(params)}
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        read = batch["input_ids"]
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), read.shape)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (read.shape[0], LENGTH, LENGTH))
+        logits, _ = nnx.merge(graph, params)(read, positions, None, mask)
+        return cross_entropy(logits, batch["labels"])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        tokens = batch["input_ids"]
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (tokens.shape[0], length, length))
-
-        def loss_fn(params: PyTree) -> jax.Array:
-            logits, _ = nnx.merge(graph, params)(tokens, positions, None, mask)
-            return cross_entropy(logits, batch["labels"])
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
-
-    return Case(
+    return training_case(
         name="tunix_llama",
-        step=step,
-        init=init,
-        batch=token_batch(batch=batch, length=length, vocabulary=vocabulary, padded=False),
+        init_params=lambda key: nnx.state(Llama3(config, rngs=nnx.Rngs(key)), nnx.Param),
+        loss=loss,
+        batch=tokens,
     )
 
 
 def trainer_case(
     name: str,
     make: Callable[[Any], Any],
-    *,
-    vocabulary: int,
-    length: int,
-    batch: int,
+    batch: Callable[[int], Batch] = padded_tokens,
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Case:
     """The training step of Tunix's `PeftTrainer` on a model; `make` takes its random numbers."""
@@ -114,98 +101,79 @@ def trainer_case(
             loss, _, norm = train_step(model, optimizer, batch)
         return nnx.state((model, optimizer)), {"loss": loss, "gradient_norm": norm}
 
-    data = token_batch(batch=batch, length=length, vocabulary=vocabulary)
-    return Case(name=name, step=step, init=init, batch=data)
+    return Case(name=name, step=step, init=init, batch=batch)
 
 
 def _qwen3(
-    layers: int, vocabulary: int, *, width: int = 32, heads: int = 4, head_dim: int = 8, **options: Any
-) -> Callable[..., Any]:
+    *, vocabulary: int = VOCABULARY, width: int = WIDTH, heads: int = HEADS, head_dim: int = 8, **options: Any
+) -> Callable[[Any], Any]:
     """What makes a small Qwen3."""
     from tunix.models.qwen3.model import ModelConfig, Qwen3
 
     config = ModelConfig(
-        num_layers=layers,
+        num_layers=LAYERS,
         vocab_size=vocabulary,
         embed_dim=width,
         hidden_dim=2 * width,
         num_heads=heads,
         head_dim=head_dim,
-        num_kv_heads=2,
+        num_kv_heads=KV_HEADS,
         rope_theta=10_000,
         norm_eps=1e-6,
         **options,
     )
-    return functools.partial(_model, Qwen3, config)
+    return lambda rngs: Qwen3(config, rngs=rngs)
 
 
-def tunix_qwen3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
-    make = _qwen3(layers, vocabulary)
-    return trainer_case("tunix_qwen3", make, vocabulary=vocabulary, length=length, batch=batch)
+def tunix_qwen3() -> Case:
+    return trainer_case("tunix_qwen3", _qwen3())
 
 
-def tunix_qwen3_experts(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+def tunix_qwen3_experts() -> Case:
     """With a mixture of experts, which Tunix computes densely on CPU devices."""
-    make = _qwen3(layers, vocabulary, num_experts=4, num_experts_per_tok=2)
-    return trainer_case("tunix_qwen3_experts", make, vocabulary=vocabulary, length=length, batch=batch)
+    return trainer_case("tunix_qwen3_experts", _qwen3(num_experts=4, num_experts_per_tok=2))
 
 
 def tunix_qwen3_splash(
     *,
-    layers: int = 2,
-    width: int = 32,
-    vocabulary: int = 64,
+    width: int = WIDTH,
+    vocabulary: int = VOCABULARY,
     length: int = 128,
-    batch: int = 8,
     split: int = 2,
     interpreted: bool = True,
 ) -> Case:
     """With splash attention inside of its `shard_map` over `split` devices; CPU devices need it `interpreted`."""
-    make = _qwen3(
-        layers,
-        vocabulary,
-        width=width,
-        heads=2,
-        head_dim=128,
-        use_flash_attention=True,
-        flash_attention_block_size=length,
-    )
+    flash = {"use_flash_attention": True, "flash_attention_block_size": length}
+    make = _qwen3(vocabulary=vocabulary, width=width, heads=2, head_dim=128, **flash)
     around = functools.partial(_splash_on, split, interpreted)
-    return trainer_case("tunix_qwen3_splash", make, vocabulary=vocabulary, length=length, batch=batch, around=around)
+    return trainer_case("tunix_qwen3_splash", make, token_batch(length=length, vocabulary=vocabulary), around)
 
 
-def tunix_gemma(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+def tunix_gemma() -> Case:
     from tunix.models.gemma.model import Gemma, ModelConfig
 
-    config = _resized(ModelConfig.gemma_2b(), layers, vocabulary)
-    make = functools.partial(_model, Gemma, config)
-    return trainer_case("tunix_gemma", make, vocabulary=vocabulary, length=length, batch=batch)
+    config = _resized(ModelConfig.gemma_2b())
+    return trainer_case("tunix_gemma", lambda rngs: Gemma(config, rngs=rngs))
 
 
-def tunix_gemma3(*, layers: int = 2, vocabulary: int = 64, length: int = 16, batch: int = 8) -> Case:
+def tunix_gemma3() -> Case:
     """With sliding windows in the attention of all its layers but every sixth."""
     from tunix.models.gemma3.model import Gemma3, ModelConfig
 
-    wide = {"sliding_window_size": length // 2, "param_dtype": jnp.float32}
-    config = _resized(ModelConfig.gemma3_270m(), layers, vocabulary, **wide)
-    make = functools.partial(_model, Gemma3, config)
-    return trainer_case("tunix_gemma3", make, vocabulary=vocabulary, length=length, batch=batch)
+    config = _resized(ModelConfig.gemma3_270m(), sliding_window_size=LENGTH // 2, param_dtype=jnp.float32)
+    return trainer_case("tunix_gemma3", lambda rngs: Gemma3(config, rngs=rngs))
 
 
-def _model(kind: Any, config: Any, rngs: Any) -> Any:
-    return kind(config, rngs=rngs)
-
-
-def _resized(config: Any, layers: int, vocabulary: int, **others: Any) -> Any:
+def _resized(config: Any, **others: Any) -> Any:
     return dataclasses.replace(
         config,
-        num_layers=layers,
-        num_embed=vocabulary,
-        embed_dim=32,
-        hidden_dim=64,
-        num_heads=4,
+        num_layers=LAYERS,
+        num_embed=VOCABULARY,
+        embed_dim=WIDTH,
+        hidden_dim=2 * WIDTH,
+        num_heads=HEADS,
         head_dim=8,
-        num_kv_heads=2,
+        num_kv_heads=KV_HEADS,
         **others,
     )
 
@@ -219,6 +187,3 @@ def _splash_on(split: int, interpreted: bool) -> Iterator[None]:
     devices = np.asarray(jax.devices()[:split]).reshape(split, 1)
     with mock.patch.object(splash, "make_splash_mha", make), jax.sharding.Mesh(devices, ("fsdp", "tp")):
         yield
-
-
-CASES = (tunix_llama, tunix_qwen3, tunix_qwen3_experts, tunix_qwen3_splash, tunix_gemma, tunix_gemma3)
