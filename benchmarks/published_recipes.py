@@ -11,10 +11,9 @@ the table in published_recipes.md beside it; so a run that was stopped goes on w
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ import jax
 import autopar
 from autopar import recipes
 from autopar.verification import in_a_loop
-from benchmarks.machine import without_folders
+from benchmarks.machine import markdown, without_folders
+from benchmarks.row_processes import JobProcess, answer, jobs
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
@@ -56,7 +56,7 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
-EQUAL, WRONG, REFUSED, BROKEN, LATE = "equal", "WRONG", "refused", "BROKEN", "TOO LATE"
+EQUAL, WRONG, REFUSED, BROKEN = "equal", "WRONG", "refused", "BROKEN"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,57 +126,38 @@ def case_of(name: str) -> Case:
     return next(cases[name] for cases in PUBLISHED.values() if name in cases)()
 
 
-def work(name: str, devices: int, names: Sequence[str]) -> None:
-    """Prints a row in JSON for each recipe."""
+@functools.lru_cache(maxsize=2)
+def reference(name: str, key: int) -> tuple[Case, tuple[PyTree, list[PyTree], PyTree]]:
+    """A case, and what plain `jax.jit` makes of it: the first state, the metrics of each step, the last state."""
+    case = case_of(name)
+    step = jax.jit(case.step)
+    initial = state = jax.jit(case.init)(jax.random.key(key))
+    metrics = []
+    for seed in range(STEPS):
+        state, found = step(state, case.batch(seed))
+        metrics.append(found)
+    return case, (initial, metrics, state)
+
+
+def row_of(name: str, devices: int, recipe: str) -> Row:
+    row = run_row(*reference(name, 0), devices, recipe)
+    if row.outcome == WRONG:
+        # A ReLU so near its kink, or a number so near the middle of two integers of int8, that rounding decides: it is
+        # as wrong from one key, not from the next.
+        other = run_row(*reference(name, 1), devices, recipe)
+        if other.outcome == EQUAL:
+            at = f"{row.difference:.0e} in {row.said}"
+            said = f"from key 1; from key 0 {at}, a kink or a step where rounding decides"
+            return dataclasses.replace(other, said=said)
+    return row
+
+
+def work() -> None:
+    """Reads cases, numbers of devices and recipes, and answers each with its row."""
     warnings.simplefilter("ignore")  # those packages' own
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
-    case = case_of(name)
-    init, step = jax.jit(case.init), jax.jit(case.step)
-
-    def expected(key: int) -> tuple[PyTree, list[PyTree], PyTree]:
-        initial = state = init(jax.random.key(key))
-        metrics = []
-        for seed in range(STEPS):
-            state, found = step(state, case.batch(seed))
-            metrics.append(found)
-        return initial, metrics, state
-
-    plain = expected(0)
-    for recipe in names:
-        row = run_row(case, plain, devices, recipe)
-        if row.outcome == WRONG:
-            # A ReLU so near its kink, or a number so near the middle of two integers of int8, that rounding decides: it
-            # is as wrong from one key, not from the next.
-            other = run_row(case, expected(1), devices, recipe)
-            if other.outcome == EQUAL:
-                at = f"{row.difference:.0e} in {row.said}"
-                said = f"from key 1; from key 0 {at}, a kink or a step where rounding decides"
-                row = dataclasses.replace(other, said=said)
-        print(json.dumps(dataclasses.asdict(row)), flush=True)
-
-
-def rows_of(name: str, devices: int, names: Sequence[str]) -> list[Row]:
-    """Rows of recipes, each process as far as it comes: where one dies its row says so, and the next goes on."""
-    left, rows = list(names), []
-    while left:
-        command = [sys.executable, "-m", "benchmarks.published_recipes", "--worker", name, "--devices", str(devices)]
-        try:
-            done = subprocess.run(
-                [*command, "--recipes", *left], capture_output=True, text=True, timeout=TIMEOUT_S * len(left)
-            )
-            output, outcome, said = (
-                done.stdout,
-                BROKEN,
-                (done.stderr.strip().splitlines() or ["died without a word"])[-1],
-            )
-        except subprocess.TimeoutExpired as expired:
-            output, outcome, said = (expired.stdout or b"").decode(), LATE, f"no result after {TIMEOUT_S:.0f} s"
-        made = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
-        rows += made
-        left = left[len(made) :]
-        if left:
-            rows.append(Row(case=name, devices=devices, recipe=left.pop(0), outcome=outcome, said=said[:300]))
-    return rows
+    for wanted in jobs():
+        answer(dataclasses.asdict(row_of(*wanted)))
 
 
 def load() -> dict[tuple[str, int, str], Row]:
@@ -187,11 +168,22 @@ def load() -> dict[tuple[str, int, str], Row]:
 def keep(rows: dict[tuple[str, int, str], Row]) -> None:
     ordered = sorted(rows.values(), key=lambda row: (row.case, row.devices, list(RECIPES).index(row.recipe)))
     RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
-    RESULTS.with_suffix(".md").write_text(markdown(ordered))
+    RESULTS.with_suffix(".md").write_text(page(ordered))
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row]) -> str:
     """A table of outcomes, and below it what was said where they are not equal."""
+    counts, cells, outcomes = [], [], {row.key: row for row in rows}
+    for devices in sorted({row.devices for row in rows}):
+        of = [
+            collections.Counter(r.outcome for r in rows if (r.devices, r.recipe) == (devices, recipe))
+            for recipe in RECIPES
+        ]
+        counts.append([str(devices), *(", ".join(f"{n} {what}" for what, n in sorted(some.items())) for some in of)])
+    for case, devices in sorted({(row.case, row.devices) for row in rows}):
+        found = [outcomes.get((case, devices, recipe)) for recipe in RECIPES]
+        said = ["" if r is None else f"{r.difference:.0e}" if r.outcome == EQUAL else r.outcome for r in found]
+        cells.append([case, str(devices), *said])
     lines = [
         "# Published models under every recipe",
         "",
@@ -199,30 +191,20 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{jax.__version__}. Numbers are the difference of the worst leaf, within the case's tolerance; refused is an "
         "error of autopar's.",
         "",
-        "| devices | " + " | ".join(RECIPES) + " |",
-        "|---" * (1 + len(RECIPES)) + "|",
+        markdown(["devices", *RECIPES], counts),
+        "",
+        markdown(["case", "devices", *RECIPES], cells),
+        "",
+        *(
+            f"- {row.case} on {row.devices}, {row.recipe}: {row.outcome}: {row.said}"
+            for row in rows
+            if row.outcome != EQUAL or " kink" in row.said
+        ),
+        "",
+        f"Notes of plans that are equal, on {DEVICES[0]} devices:",
+        "",
+        *(f"- {row.case}, {row.recipe}: {note}" for row in rows if row.devices == DEVICES[0] for note in row.notes),
     ]
-    for devices in sorted({row.devices for row in rows}):
-        cells = []
-        for recipe in RECIPES:
-            counts = collections.Counter(r.outcome for r in rows if (r.devices, r.recipe) == (devices, recipe))
-            cells.append(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
-        lines.append(f"| {devices} | " + " | ".join(cells) + " |")
-    lines += ["", "| case | devices | " + " | ".join(RECIPES) + " |", "|---" * (2 + len(RECIPES)) + "|"]
-    outcomes = {row.key: row for row in rows}
-    for case, devices in sorted({(row.case, row.devices) for row in rows}):
-        found = [outcomes.get((case, devices, recipe)) for recipe in RECIPES]
-        cells = ["" if r is None else f"{r.difference:.0e}" if r.outcome == EQUAL else r.outcome for r in found]
-        lines.append(f"| {case} | {devices} | " + " | ".join(cells) + " |")
-    lines.append("")
-    lines += [
-        f"- {row.case} on {row.devices}, {row.recipe}: {row.outcome}: {row.said}"
-        for row in rows
-        if row.outcome != EQUAL or " kink" in row.said
-    ]
-    noted = [(row, note) for row in rows for note in row.notes if row.devices == DEVICES[0]]
-    lines += ["", f"Notes of plans that are equal, on {DEVICES[0]} devices:", ""]
-    lines += [f"- {row.case}, {row.recipe}: {note}" for row, note in noted]
     return "\n".join(lines) + "\n"
 
 
@@ -234,10 +216,10 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--again", action="store_true", help="also what the table has")
     parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.worker, args.devices[0], args.recipes)
+        work()
         return
     for devices in () if args.show else args.devices:
         for name in args.cases or every:
@@ -245,13 +227,16 @@ def main() -> None:
             wanted = [r for r in args.recipes if (name, devices, r) not in have]
             wanted = [r for r in wanted if r != STAGES_PER_MICROBATCH or name in PER_MICROBATCH]
             wanted = [r for r in wanted if devices > 1 or "stages" not in r]
-            if not wanted or importlib.util.find_spec(every[name]) is None:
-                continue
-            rows = rows_of(name, devices, wanted)
-            keep(load() | {row.key: row for row in rows})
-            for row in rows:
+            process = JobProcess("benchmarks.published_recipes", ["--worker"], TIMEOUT_S)
+            for recipe in wanted if importlib.util.find_spec(every[name]) else ():
+                found = process.run((name, devices, recipe))
+                if "failure" in found:
+                    found = {"outcome": BROKEN, "said": found["failure"]}
+                row = Row(**{"case": name, "devices": devices, "recipe": recipe} | found)
+                keep(load() | {row.key: row})
                 print(row.case, row.devices, row.recipe, row.outcome, f"{row.seconds:.0f} s", row.said, flush=True)
-    print(markdown(list(load().values())))
+            process.close()
+    print(page(list(load().values())))
 
 
 if __name__ == "__main__":
