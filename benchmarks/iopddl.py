@@ -81,13 +81,6 @@ def _costs(values: list[int]) -> np.ndarray:
     return cost
 
 
-def _whole(costs: np.ndarray) -> list[int]:
-    finite = costs[np.isfinite(costs)]
-    if (finite < 0).any() or (finite != np.round(finite)).any():
-        raise ValueError("the contest's format has whole costs of zero or more")
-    return [int(cost) if np.isfinite(cost) else NOT_ALLOWED for cost in costs]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Solve the files named on the command line; 0 when every answer fits."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.iopddl", description=(__doc__ or "").split("\n")[0])

@@ -11,7 +11,6 @@ from benchmarks.everyday.parts import (
     causal,
     encoder_block,
     encoder_block_params,
-    next_token_loss,
     normal,
     rms_norm,
     token_batch,
@@ -19,6 +18,7 @@ from benchmarks.everyday.parts import (
 )
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.float8 import float8_product
+from benchmarks.zoo.training import cross_entropy
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 2
 
@@ -53,7 +53,7 @@ def distillation(batch: int = 8) -> Case:
             logits = _logits(student, inputs)
             logs = jax.nn.log_softmax(logits / temperature)
             soft = optax.kl_divergence(logs, taught).mean() * temperature**2
-            hard = next_token_loss(logits, targets)
+            hard = cross_entropy(logits, targets)
             return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
 
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["student"])
@@ -101,7 +101,7 @@ def lora(batch: int = 8) -> Case:
             return encoder_block(p | dense | {"attention": attention}, x, mask), None
 
         x, _ = jax.lax.scan(layer, base["embed"][inputs], (base["layers"], adapters))
-        return next_token_loss(x @ base["embed"].T, targets)
+        return cross_entropy(x @ base["embed"].T, targets)
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
@@ -170,7 +170,7 @@ def qlora(batch: int = 8) -> Case:
                 return x + linear(h, q["down"], lora["down"], shapes["down"])
 
             x = layer(x, q, lora)
-        return next_token_loss(x @ base["embed"].T, tokens[:, 1:])
+        return cross_entropy(x @ base["embed"].T, tokens[:, 1:])
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
@@ -201,7 +201,7 @@ def fp8(batch: int = 8) -> Case:
         for p in params["layers"]:
             h = float8_product(rms_norm(x, p["gain"]), p["up"].astype(jnp.bfloat16), 1)
             x = x + float8_product(jax.nn.silu(h), p["down"].astype(jnp.bfloat16), 1)
-        return next_token_loss(x @ params["embed"].T.astype(jnp.bfloat16), tokens[:, 1:])
+        return cross_entropy(x @ params["embed"].T.astype(jnp.bfloat16), tokens[:, 1:])
 
     return trained("fp8", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 

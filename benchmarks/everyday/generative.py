@@ -20,82 +20,10 @@ def _conv_params(key: jax.Array, inputs: int, outputs: int, size: int = 3) -> Py
     return {"w": w, "b": jnp.zeros(outputs)}
 
 
-def _group_norm(x: jax.Array, groups: int = 4) -> jax.Array:
-    b, h, w, c = x.shape
-    g = x.reshape(b, h, w, groups, c // groups)
-    mean, var = g.mean((1, 2, 4), keepdims=True), g.var((1, 2, 4), keepdims=True)
-    return ((g - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(x.shape)
-
-
 def _time_features(t: jax.Array, width: int) -> jax.Array:
     frequency = jnp.exp(-jnp.log(1e4) * jnp.arange(width // 2) / (width // 2))
     angle = t.astype(jnp.float32)[:, None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-
-
-def unet_diffusion(batch: int = 8) -> Case:
-    """Noise is predicted at a random time of each image; skips, a stride and an upsampling, an EMA of parameters."""
-    channels, times = 16, 50
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4))
-    betas = jnp.linspace(1e-4, 0.02, times)
-
-    def block_params(key: jax.Array, inputs: int, outputs: int) -> PyTree:
-        k = jax.random.split(key, 4)
-        return {
-            "conv1": _conv_params(k[0], inputs, outputs),
-            "time": dense(k[1], channels, outputs),
-            "conv2": _conv_params(k[2], outputs, outputs),
-            "skip": _conv_params(k[3], inputs, outputs, 1),
-        }
-
-    def init(key: jax.Array) -> PyTree:
-        k = jax.random.split(key, 8)
-        c = channels
-        params = {
-            "time": mlp(k[0], (c, c, c)),
-            "in": _conv_params(k[1], 3, c),
-            "down1": block_params(k[2], c, c),
-            "down2": block_params(k[3], c, 2 * c),
-            "attention": attention_params(k[4], 2 * c, 2),
-            "up": block_params(k[5], 3 * c, c),
-            "out": _conv_params(k[6], c, 3),
-        }
-        return {"params": params, "ema": jax.tree.map(jnp.copy, params), "opt": tx.init(params), "rng": k[7]}
-
-    def block(p: PyTree, x: jax.Array, t: jax.Array) -> jax.Array:
-        h = _conv(p["conv1"], jax.nn.silu(_group_norm(x)))
-        h = h + (jax.nn.silu(t) @ p["time"]["w"] + p["time"]["b"])[:, None, None]
-        return _conv(p["conv2"], jax.nn.silu(_group_norm(h))) + _conv(p["skip"], x)
-
-    def model(params: PyTree, x: jax.Array, t: jax.Array) -> jax.Array:
-        t = apply_mlp(params["time"], _time_features(t, channels), jax.nn.silu)
-        h1 = block(params["down1"], _conv(params["in"], x), t)
-        h2 = block(
-            params["down2"], jax.lax.reduce_window(h1, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4, t
-        )
-        flat = _group_norm(h2).reshape(h2.shape[0], -1, h2.shape[-1])
-        h2 = h2 + attend(params["attention"], flat).reshape(h2.shape)
-        up = jax.image.resize(h2, (*h1.shape[:3], h2.shape[-1]), "nearest")
-        return _conv(params["out"], jax.nn.silu(block(params["up"], jnp.concatenate([up, h1], axis=-1), t)))
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        rng, time_rng, noise_rng = jax.random.split(state["rng"], 3)
-        x0 = batch["images"]
-        t = jax.random.randint(time_rng, (x0.shape[0],), 0, times)
-        noise = jax.random.normal(noise_rng, x0.shape)
-        alpha_bar = jnp.cumprod(1 - betas)[t][:, None, None, None]
-        noisy = jnp.sqrt(alpha_bar) * x0 + jnp.sqrt(1 - alpha_bar) * noise
-
-        def loss_fn(params: PyTree) -> jax.Array:
-            return jnp.mean(jnp.square(model(params, noisy, t) - noise))
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        ema = jax.tree.map(lambda e, p: e * 0.999 + p * 0.001, state["ema"], params)
-        return {"params": params, "ema": ema, "opt": opt, "rng": rng}, {"loss": loss}
-
-    return Case(name="unet_diffusion", step=step, init=init, batch=float_batch(images=(batch, IMAGE, IMAGE, 3)))
 
 
 def flow_matching(batch: int = 8) -> Case:
@@ -337,4 +265,4 @@ def vq_vae(batch: int = 8) -> Case:
     return Case(name="vq_vae", step=step, init=init, batch=float_batch(images=(batch, IMAGE, IMAGE, 3)))
 
 
-STEPS = (unet_diffusion, flow_matching, gan, wgan_gp, vae, vq_vae)
+STEPS = (flow_matching, gan, wgan_gp, vae, vq_vae)

@@ -16,12 +16,10 @@ from benchmarks.everyday.parts import (
     dense,
     encoder_block,
     encoder_block_params,
-    float_batch,
     integers,
     joined,
     layer_norm,
     layer_norm_params,
-    next_token_loss,
     normal,
     rms_norm,
     rope,
@@ -29,6 +27,7 @@ from benchmarks.everyday.parts import (
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import cross_entropy
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 32, 4, 64, 16
 
@@ -69,7 +68,7 @@ def nanogpt(batch: int = 8) -> Case:
         for block, k in zip(params["blocks"], keys[1:], strict=True):
             h = _dropout(k, encoder_block(block, h, causal(t)))
         logits = layer_norm(h, params["ln_f"]) @ params["wte"].T
-        return next_token_loss(logits, y)
+        return cross_entropy(logits, y)
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         key, dropout_key = jax.random.split(state["key"])
@@ -119,30 +118,6 @@ def _llama_layer(x: jax.Array, p: PyTree, kv_heads: int) -> jax.Array:
     x = x + jnp.einsum("bthd,hdw->btw", attention(q, k, v, causal(t)), p["o"])
     h = rms_norm(x, p["post_norm"])
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-
-
-def llama(batch: int = 8) -> Case:
-    """Scanned layers with grouped heads and RoPE, float32, AdamW."""
-    kv_heads = 2
-    tx = optax.adamw(1e-3)
-
-    def init(key: jax.Array) -> PyTree:
-        params = _llama_params(key, 3, kv_heads)
-        return params, tx.init(params)
-
-    def forward(params: PyTree, tokens: jax.Array) -> jax.Array:
-        x = jnp.take(params["embed"], tokens, axis=0)
-        x, _ = jax.lax.scan(lambda x, p: (_llama_layer(x, p, kv_heads), None), x, params["layers"])
-        return rms_norm(x, params["norm"]) @ params["head"]
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        params, opt_state = state
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        loss, grads = jax.value_and_grad(lambda p: next_token_loss(forward(p, inputs), targets))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-    return Case(name="llama", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
 
 
 class MixedState(NamedTuple):
@@ -287,7 +262,7 @@ def mixtral(batch: int = 8) -> Case:
         tokens = batch["tokens"]
         x = params["embed"][tokens[:, :-1]]
         (x, z_loss), _ = jax.lax.scan(layer, (x, jnp.zeros(())), params["layers"])
-        loss = next_token_loss(rms_norm(x, params["norm"]) @ params["embed"].T, tokens[:, 1:])
+        loss = cross_entropy(rms_norm(x, params["norm"]) @ params["embed"].T, tokens[:, 1:])
         return loss + 1e-3 * z_loss, {"router_z": z_loss}
 
     return trained("mixtral", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY), has_aux=True)
@@ -339,7 +314,7 @@ def mamba(batch: int = 8) -> Case:
         x = params["embed"][tokens[:, :-1]]
         for p in params["layers"]:
             x = x + mixer(p, rms_norm(x, p["norm"]))
-        return next_token_loss(x @ params["embed"].T, tokens[:, 1:])
+        return cross_entropy(x @ params["embed"].T, tokens[:, 1:])
 
     return trained("mamba", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
@@ -403,7 +378,7 @@ def rwkv(batch: int = 8) -> Case:
         for p in params["blocks"]:
             x = x + time_mix(p, layer_norm(x, p["ln1"]))
             x = x + channel_mix(p, layer_norm(x, p["ln2"]))
-        return next_token_loss(x @ params["head"], tokens[:, 1:])
+        return cross_entropy(x @ params["head"], tokens[:, 1:])
 
     return trained("rwkv", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
@@ -477,86 +452,6 @@ def t5(batch: int = 8) -> Case:
         return made
 
     return trained("t5", init, loss_fn, tx, make, has_aux=True)
-
-
-def whisper(batch: int = 8) -> Case:
-    """Two convolutions over a spectrogram, sinusoids, an encoder, and a decoder that attends to it; unrolled."""
-    layers, bands, frames = 2, 8, 32
-    tx = optax.adamw(1e-3)
-
-    def init(key: jax.Array) -> PyTree:
-        k = jax.random.split(key, 2 * layers + 4)
-        return {
-            "conv1": {"w": normal(k[0], 3, bands, WIDTH), "b": jnp.zeros(WIDTH)},
-            "conv2": {"w": normal(k[1], 3, WIDTH, WIDTH), "b": jnp.zeros(WIDTH)},
-            "encoder": [encoder_block_params(i, WIDTH, HEADS) for i in k[4 : 4 + layers]],
-            "encoder_norm": layer_norm_params(WIDTH),
-            "tokens": normal(k[2], VOCABULARY, WIDTH),
-            "positions": normal(k[3], LENGTH, WIDTH),
-            "decoder": [_decoder_block_params(i) for i in k[4 + layers :]],
-            "decoder_norm": layer_norm_params(WIDTH),
-        }
-
-    def conv(p: PyTree, x: jax.Array, stride: int) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, p["w"], (stride,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"))
-        return jax.nn.gelu(y + p["b"])
-
-    def sinusoids(length: int) -> jax.Array:
-        scale = jnp.exp(-jnp.arange(WIDTH // 2) * (np.log(10_000) / (WIDTH // 2 - 1)))
-        angle = jnp.arange(length)[:, None] * scale[None]
-        return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        x = conv(params["conv2"], conv(params["conv1"], batch["mel"], 1), 2)
-        x = x + sinusoids(x.shape[1])
-        for p in params["encoder"]:
-            x = encoder_block(p, x)
-        x = layer_norm(x, params["encoder_norm"])
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        y = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
-        for p in params["decoder"]:
-            y = _decoder_block(p, y, x)
-        return next_token_loss(layer_norm(y, params["decoder_norm"]) @ params["tokens"].T, targets)
-
-    make = joined(float_batch(mel=(batch, frames, bands)), token_batch(batch, LENGTH, VOCABULARY))
-    return trained("whisper", init, loss_fn, tx, make)
-
-
-def bert_padded(batch: int = 8) -> Case:
-    """Masked language model over padded sequences: tokens are masked in the step, the loss is a weighted mean."""
-    layers = 2
-    tx = optax.lamb(1e-3)
-
-    def init(key: jax.Array) -> PyTree:
-        k = jax.random.split(key, layers + 3)
-        params = {
-            "tokens": normal(k[0], VOCABULARY + 1, WIDTH),
-            "positions": normal(k[1], LENGTH, WIDTH),
-            "blocks": [encoder_block_params(i, WIDTH, HEADS) for i in k[3:]],
-            "bias": jnp.zeros(VOCABULARY + 1),
-        }
-        return {"params": params, "opt_state": tx.init(params), "rng": k[2]}
-
-    def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array) -> jax.Array:
-        tokens, lengths = batch["tokens"], batch["lengths"]
-        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        masked = jax.random.bernoulli(rng, 0.15, tokens.shape) & real
-        x = params["tokens"][jnp.where(masked, VOCABULARY, tokens)] + params["positions"]
-        for p in params["blocks"]:
-            x = encoder_block(p, x, real[:, None, None])
-        logits = x @ params["tokens"].T + params["bias"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
-        return jnp.sum(losses * masked) / jnp.maximum(jnp.sum(masked), 1)
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        rng, mask_rng = jax.random.split(state["rng"])
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch, mask_rng)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "rng": rng}, {"loss": loss}
-
-    make = joined(integers(VOCABULARY, tokens=(batch, LENGTH)), integers(LENGTH, lengths=(batch,)))
-    return Case(name="bert_padded", step=step, init=init, batch=make)
 
 
 def packed(batch: int = 8) -> Case:
@@ -673,15 +568,12 @@ def lstm_lengths(batch: int = 8) -> Case:
 
 STEPS = (
     nanogpt,
-    llama,
     llama_bf16_scan_remat,
     gemma,
     mixtral,
     mamba,
     rwkv,
     t5,
-    whisper,
-    bert_padded,
     packed,
     chunked_vocabulary,
     lstm_lengths,

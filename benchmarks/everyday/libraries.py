@@ -12,8 +12,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 
-from benchmarks.everyday.parts import causal, float_batch, integers, joined, next_token_loss, token_batch
+from benchmarks.everyday.parts import causal, float_batch, integers, joined, token_batch
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import cross_entropy
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 3
 
@@ -64,7 +65,7 @@ def linen_scan(batch: int = 8) -> Case:
     def step(state: train_state.TrainState, batch: PyTree) -> tuple[Any, PyTree]:
         def loss_fn(params: PyTree) -> jax.Array:
             logits = state.apply_fn({"params": params}, batch["tokens"][:, :-1])
-            return next_token_loss(logits, batch["tokens"][:, 1:])
+            return cross_entropy(logits, batch["tokens"][:, 1:])
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.global_norm(grads)}
@@ -125,7 +126,7 @@ def nnx_decoder(batch: int = 8) -> Case:
 
         def loss_fn(model: NnxDecoder) -> tuple[jax.Array, jax.Array]:
             logits = model(inputs)
-            return next_token_loss(logits, targets), logits
+            return cross_entropy(logits, targets), logits
 
         (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
         optimizer.update(model, grads)
@@ -206,7 +207,7 @@ def haiku_transformer(batch: int = 8) -> Case:
 
         def loss_fn(params: hk.Params) -> jax.Array:
             logits = network.apply(params, step_rng, batch["tokens"][:, :-1])
-            return next_token_loss(logits, batch["tokens"][:, 1:])
+            return cross_entropy(logits, batch["tokens"][:, 1:])
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state)

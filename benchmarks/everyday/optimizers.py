@@ -15,12 +15,12 @@ from benchmarks.everyday.parts import (
     integers,
     joined,
     mlp,
-    next_token_loss,
     normal,
     token_batch,
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import cross_entropy
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
 
@@ -39,7 +39,7 @@ def _decoder_loss(params: PyTree, batch: PyTree) -> jax.Array:
     x = params["embed"][tokens[:, :-1]]
     for p in params["blocks"]:
         x = encoder_block(p, x, causal(x.shape[1]))
-    return next_token_loss(x @ params["head"], tokens[:, 1:])
+    return cross_entropy(x @ params["head"], tokens[:, 1:])
 
 
 def _classes(batch: int) -> object:
@@ -234,7 +234,7 @@ def own_accumulation(batch: int = 8) -> Case:
         x, _ = jax.lax.scan(
             lambda x, p: (encoder_block(p, x, mask), None), params["embed"][tokens[:, :-1]], params["layers"]
         )
-        return next_token_loss(x @ params["head"], tokens[:, 1:])
+        return cross_entropy(x @ params["head"], tokens[:, 1:])
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         params = state["params"]

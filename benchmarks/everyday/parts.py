@@ -137,10 +137,6 @@ def encoder_block(p: PyTree, x: jax.Array, mask: jax.Array | None = None) -> jax
     return x + h @ p["down"]["w"] + p["down"]["b"]
 
 
-def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
-
-
 def trained(
     name: str,
     init_params: Callable[[jax.Array], PyTree],

@@ -155,43 +155,6 @@ def pinn(batch: int = 8) -> Case:
     return trained("pinn", init, loss_fn, tx, float_batch(t=(batch,), x=(batch,)), has_aux=True)
 
 
-def deq(batch: int = 8) -> Case:
-    """A layer that is a fixed point, found in a fixed number of iterations; its gradient solves the adjoint's."""
-    features, width, classes, iterations = 16, 32, 10, 20
-    tx = optax.sgd(0.05, momentum=0.9)
-
-    def init(key: jax.Array) -> PyTree:
-        a, b, c = jax.random.split(key, 3)
-        return {"in": dense(a, features, width), "w": 0.3 * normal(b, width, width), "out": dense(c, width, classes)}
-
-    def cell(w: jax.Array, x: jax.Array, z: jax.Array) -> jax.Array:
-        return jnp.tanh(z @ w + x)
-
-    @jax.custom_vjp
-    def fixed_point(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, iterations, lambda _, z: cell(w, x, z), jnp.zeros_like(x))
-
-    def forward(w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple]:
-        z = fixed_point(w, x)
-        return z, (w, x, z)
-
-    def backward(saved: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w, x, z = saved
-        _, vjp_z = jax.vjp(lambda z: cell(w, x, z), z)
-        adjoint = jax.lax.fori_loop(0, iterations, lambda _, u: g + vjp_z(u)[0], g)
-        return jax.vjp(lambda w, x: cell(w, x, z), w, x)[1](adjoint)
-
-    fixed_point.defvjp(forward, backward)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        x = batch["x"] @ params["in"]["w"] + params["in"]["b"]
-        logits = fixed_point(params["w"], x) @ params["out"]["w"] + params["out"]["b"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-    make = joined(float_batch(x=(batch, features)), integers(classes, labels=(batch,)))
-    return trained("deq", init, loss_fn, tx, make)
-
-
 def neural_ode(batch: int = 8) -> Case:
     """Trajectories from first points by Runge and Kutta's fourth-order method, each step computed again backwards."""
     width, dims, times, substeps = 32, 3, 6, 4
@@ -253,4 +216,4 @@ def maml(batch: int = 8) -> Case:
     return trained("maml", init, loss_fn, tx, make)
 
 
-STEPS = (gnn, dlrm, nerf, pinn, deq, neural_ode, maml)
+STEPS = (gnn, dlrm, nerf, pinn, neural_ode, maml)

@@ -15,8 +15,7 @@ from flax import linen as nn
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import Batch
 from benchmarks.zoo.training import training_case
-
-MOST_GROUPS, GROUP = 32, 4  # so many groups at most, of so many features at least: norms of few numbers are unstable
+from benchmarks.zoo.wide_resnet import GROUP, MOST_GROUPS
 
 
 def norm(features: int, name: str) -> nn.Module:

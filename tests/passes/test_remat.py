@@ -13,11 +13,11 @@ from autopar.ir.rewrite import renumbered
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import find_layers
 from autopar.passes.remat import rematerialise, saved_bytes
-from benchmarks.zoo.dropout import dropout
 from benchmarks.zoo.encoder_decoder import encoder_decoder
 from benchmarks.zoo.gpt import gpt, gpt_remat
 from benchmarks.zoo.gpt_scan import gpt_scan
 from benchmarks.zoo.mlp import mlp
+from benchmarks.zoo.stateful import dropout
 from tests.sections import assert_same_numbers, plain_step, text, zoo_step
 
 

@@ -9,11 +9,11 @@ from benchmarks.everyday.running import EQUAL, EXCUSED, FAILED, STAGES_WHOLE, Be
 
 # fmt: off
 WANTED = [
-    "nanogpt", "llama", "gemma", "mixtral", "mamba", "rwkv", "t5", "whisper", "vit", "mae", "clip", "dino", "moco",
-    "resnet", "unet_diffusion", "flow_matching", "gan", "vae", "vq_vae", "gnn", "dlrm", "nerf", "pinn", "deq",
+    "nanogpt", "llama", "gemma", "mixtral", "mamba", "rwkv", "t5", "encoder_decoder", "vit", "mae", "clip", "dino",
+    "moco", "resnet", "unet", "flow_matching", "gan", "vae", "vq_vae", "gnn", "dlrm", "nerf", "pinn", "fixed_point",
     "neural_ode", "maml", "ppo", "grpo", "dpo", "dqn", "distillation", "lora", "qlora", "fp8",
     "llama_bf16_scan_remat", "linen_scan", "nnx_decoder", "equinox_mlp", "haiku_transformer", "muon", "soap",
-    "schedule_free", "lbfgs", "multi_steps_ema", "own_accumulation", "packed", "bert_padded", "lstm_lengths",
+    "schedule_free", "lbfgs", "multi_steps_ema", "own_accumulation", "packed", "bert", "lstm_lengths",
     "chunked_vocabulary", "wgan_gp",
 ]
 # fmt: on
