@@ -18,8 +18,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import optax
-from rich.console import Console
-from rich.table import Table
 
 from autopar import solver
 from autopar.common.progress import Progress
@@ -182,13 +180,6 @@ def compare(name: str) -> Row:
     )
 
 
-def table_of(rows: list[Row]) -> Table:
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    return shown
-
-
 def cells(row: Row) -> tuple[str, ...]:
     fits = "" if row.fits else " (does not fit)"
     return (
@@ -208,11 +199,10 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
-    console, rows = Console(), []
+    rows = []
     for name in arguments.models:
-        console.print(f"{name} ...")
         rows.append(compare(name))
-        console.print(table_of(rows))
+        print(" | ".join(cells(rows[-1])), flush=True)
     if arguments.keep:
         title = "# Plans for Alpa's GPT models on p3.16xlarge"
         RESULTS.write_text(f"{title}\n\n{description()}\n\n{markdown(COLUMNS, [cells(row) for row in rows])}\n")

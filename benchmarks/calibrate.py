@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from autopar.errors import AutoparError
 from benchmarks.ledger import cluster_of, options_of, predicted
@@ -193,7 +192,7 @@ def main() -> int:
     kinds = arguments.kinds or list(CONSTANTS)
     if arguments.evaluate:
         evaluate(kinds, arguments.rows, short=arguments.short)
-    Console(width=170).print(report(kinds), markup=False)
+    print(report(kinds))
     if arguments.keep:  # the page has all kinds, whichever were asked for
         RESULTS.write_text(report(list(CONSTANTS)) + "\n")
     return 0

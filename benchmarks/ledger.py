@@ -23,7 +23,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from rich.console import Console
 
 import autopar
 from autopar.errors import AutoparError
@@ -234,12 +233,12 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write the ledger and the errors")
     parser.add_argument("--page", action="store_true", help="write the ledger and the errors from the rows kept")
     arguments = parser.parse_args()
-    console, kept = Console(width=170), ledger_page.load()
+    kept = ledger_page.load()
     for row in [] if arguments.page else named(arguments.rows):
         if arguments.as_written:
             row = dataclasses.replace(row, flash=False)
         entry = entry_of(row, short=arguments.short)
-        console.print(" | ".join(ledger_page.cells(row, entry)), markup=False)
+        print(" | ".join(ledger_page.cells(row, entry)), flush=True)
         kept[row.key] = entry
         if arguments.keep:
             ledger_page.save(kept)
