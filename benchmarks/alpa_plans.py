@@ -172,9 +172,9 @@ def compare(name: str) -> Row:
         model=name,
         devices=cluster.num_devices,
         ours_s=ours.simulation.step_time_s,
-        ours=f"{ours.graph.num_microbatches} micro-batches, {found.choice.text}",
+        ours=found.choice.text(ours.graph.num_microbatches),
         alpas_s=theirs.simulation.step_time_s,
-        alpas=f"{m} micro-batches, {choice.text}",
+        alpas=choice.text(m),
         fits=max(theirs.simulation.peak_bytes) <= limit_bytes,
         planning_s=planning_s,
     )
