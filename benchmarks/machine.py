@@ -56,6 +56,13 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def kept_rows(path: Path) -> list[list[str]]:
+    """The rows of the table that `markdown` wrote into a file; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return tables[2:]
+
+
 def without_folders(text: str) -> str:
     """A text whose absolute paths of Python files keep the last folder and the file: pages name no machine."""
     return _FOLDERS.sub("", text)

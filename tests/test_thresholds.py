@@ -5,8 +5,10 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.machine import kept_rows
+from benchmarks.thresholds import RESULTS, thresholds
+
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "benchmarks" / "results" / "thresholds.md"
 PLANNER = ("compiler", "inter_op", "intra_op", "cost", "sharding", "solver")
 GRAPH = ("attention", "ir", "kernels", "lowering", "microbatch", "passes", "plan/options.py")
 
@@ -97,18 +99,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def kept_values() -> dict[str, str]:
-    """The values that the table has, by module and name."""
-    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("|")]
-    return {row[0].strip("`"): row[1] for row in rows[2:]}
-
-
 def test_every_number_of_the_planner_has_a_row_or_a_reason_to_have_none():
     found = {key for package in PLANNER + GRAPH for key in constants(package)}
-    assert found == set(kept_values()) | set(NONE)
+    assert found == {t.key for t in thresholds()} | set(NONE)
 
 
 def test_the_table_has_the_present_values():
-    for key, value in kept_values().items():
-        module, _, name = key.rpartition(".")
-        assert value == f"{getattr(importlib.import_module(f'autopar.{module}'), name):g}", key
+    kept = {row[0].strip("`"): row[1] for row in kept_rows(RESULTS)}
+    assert kept == {t.key: f"{t.value:g}" for t in thresholds()}
