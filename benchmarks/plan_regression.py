@@ -33,6 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "plan_regression.md"
 ROWS = RESULTS.with_suffix(".json")
 TOLERANCE = 0.005  # of the predicted step time
 TIMEOUT_S = 2400.0
+EVERYDAY_EXAMPLES = 32
 COLUMNS = (
     "pair", "cluster", "step before", "now", "now / before", "peak before", "now", "planned before", "now", "plan now",
 )  # fmt: skip
@@ -44,7 +45,8 @@ class Pair:
 
     Attributes:
         cluster: As `benchmarks.auto_vs_manual.models.cluster_of` reads it.
-        case: A case of the zoo with its sizes, or "" for the model of `benchmarks.auto_vs_manual` called `model`.
+        case: A case of the zoo with its sizes, one of `benchmarks.everyday`, or "" for the model of
+            `benchmarks.auto_vs_manual` called `model`.
         plan: A recipe or pins as source text, "" for the free search.
         options: Fields of `autopar.Search`.
     """
@@ -90,7 +92,7 @@ def _of_study(model: str, cluster: str, name: str = "", **rest: Any) -> Pair:
 PAIRS = (
     # Every kind of the zoo, small, on 1 to 16 devices.
     _of_zoo("mlp", "dgx-h100/1"),
-    _of_zoo("mlp_ema", "p3.16xlarge/2"),
+    _of_zoo("multi_steps_ema", "p3.16xlarge/2"),
     _of_zoo("dropout", "dgx-a100-80g/4"),
     _of_zoo("bookkeeping", "dgx-h100"),
     _of_zoo("loss_scaling", "p3.16xlarge"),
@@ -108,7 +110,7 @@ PAIRS = (
     _of_zoo("lstm", "dgx-a100-80g/4"),
     _of_zoo("gnn", "dgx-h100/4"),
     _of_zoo("nnx_model", "tpu-v5p:2x2x1"),
-    _of_zoo("haiku_model", "dgx-a100-80g/2"),
+    _of_zoo("haiku_transformer", "dgx-a100-80g/2"),
     # Sizes that people train, the free search.
     _of_zoo("mlp", "p3.16xlarge", name="mlp-wide", sizes=WIDE_MLP),
     _of_zoo("gpt", "dgx-h100", name="gpt-12", sizes=GPT_12),
@@ -167,12 +169,14 @@ def planned(pair: Pair) -> tuple[Row, bytes]:
     from autopar.errors import AutoparError
     from autopar.plan.render import in_short
     from benchmarks.auto_vs_manual.models import cluster_of, models
+    from benchmarks.everyday import STEPS as EVERYDAY
     from benchmarks.zoo import CASES
 
     if pair.model:
         case, args = models()[pair.model].build(), models()[pair.model].shapes()
     else:
-        case = CASES[pair.case](**pair.sizes)
+        in_zoo = pair.case in CASES
+        case = CASES[pair.case](**pair.sizes) if in_zoo else EVERYDAY[pair.case](EVERYDAY_EXAMPLES)
         args = case.shapes()
     plan = eval(pair.plan, {"recipes": recipes, "autopar": autopar, "P": PartitionSpec}) if pair.plan else None
     step = autopar.parallelize(
