@@ -79,7 +79,8 @@ DAMAGES = {
     "zeros": (lambda data: bytes(len(data)), r"got no JSON \(JSON is malformed: .*byte 0"),
     "another format": (lambda data: re.sub(rb'"format_version":\d+', b'"format_version":1', data, count=1), "format"),
     "a changed number": (lambda data: data.replace(b'"split":2', b'"split":1', 1), "checksum"),
-    "a byte that is no text": (lambda data: data.replace(b"mlp_step", b"\xedlp_step", 1), "not UTF-8"),
+    # msgspec names the byte where it makes a text of it, and only the kind of fault where it skips it.
+    "a byte that is no text": (lambda data: data.replace(b"mlp_step", b"\xedlp_step", 1), "not UTF-8|invalid UTF-8"),
     "nested": (deep, "too deep to be read"),
     "the plan of another key": (
         lambda data: data.replace(b'"key":"', b'"key":"other', 1), "expected the plan of key .*, got that of key 'other"
