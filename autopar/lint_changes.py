@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -40,10 +41,10 @@ Dims = tuple[tuple[str, ...] | None, ...]
 def state_of(problem: Problem, jit: JitShardings) -> Mapping[int, int]:
     """The result leaf that replaces a leaf of the state."""
     traced = problem.traced
-    if traced.tied or jit.out_tree is None:
+    if jit.out_tree is None:
         return traced.tied
     args = [jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in traced.in_tree.children()]
-    return tie_state(args, range(len(args)), traced.out_tree, traced.in_avals, traced.out_avals)
+    return {**tie_state(args, range(len(args)), traced.out_tree, traced.in_avals, traced.out_avals), **traced.tied}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class Planned:
         return dataclasses.replace(self, given=dataclasses.replace(self.given, **fields))
 
     def donating(self, tied: Mapping[int, int]) -> Planned:
-        traced = dataclasses.replace(self.problem.traced, donated=frozenset(tied), tied=dict(tied))
+        donated = self.problem.traced.donated | frozenset(tied)
+        traced = dataclasses.replace(self.problem.traced, donated=donated, tied=dict(tied))
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, traced=traced, graphs=StepGraphs()))
 
     def with_arguments(self, arguments: Mapping[int, Pin], state: Mapping[int, int]) -> Planned:
@@ -174,7 +176,7 @@ def _candidates(own: Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_C
         yield _Candidate(
             text="no recomputation (leave out jax.checkpoint)", apply=lambda p: p.asking(scan_recompute=nothing)
         )
-    if own.problem.traced.donated < state.keys():
+    if not state.keys() <= own.problem.traced.donated:
         numbers = tuple(dict.fromkeys(own.problem.traced.argument_of[i] for i in sorted(state)))
         yield _Candidate(
             text=f"donate the state: jax.jit(..., donate_argnums={numbers})", apply=lambda p: p.donating(state)
@@ -184,7 +186,8 @@ def _candidates(own: Planned, made: GivenPlan, jit: JitShardings) -> Iterator[_C
         yield _Candidate(text="without the constraints in the code", apply=lambda p: p.laying(keeps_code=False))
     if own.given.arguments:
         yield from _handing_on(made, _axes_of_examples(own.problem.traced, own.given.arguments))
-        yield from _as_searched(own, state)
+        with contextlib.suppress(AutoparError):  # the step has no plan with layouts of its arguments free
+            yield from _as_searched(own, state)
 
 
 def _handing_on(made: GivenPlan, axes: tuple[str, ...]) -> Iterator[_Candidate]:

@@ -130,15 +130,36 @@ def _step_of(step: Step | Callable[..., Any], args: Sequence[Any], jit: JitShard
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     owner = [i for i, n in enumerate(counts) for _ in range(n)]
     returned = {owner[leaf] for leaf in _replaced(args, jit.out_tree)}
+    # Frozen parameters are not returned either, and keys have no examples: the batch comes behind the parameters.
     others = {i: jax.tree.leaves(arg) for i, arg in enumerate(args) if i not in returned}
-    sizes = {i: leaf.shape[0] for i, leaves in others.items() for leaf in leaves[:1] if getattr(leaf, "shape", ())}
+    with_examples = [i for i, leaves in others.items() if any(_has_examples(leaf) for leaf in leaves)]
     donated = tuple(sorted({owner[i] for i, is_donated in enumerate(jit.donated) if is_donated}))
     return parallelize(
         step,
         cache_dir=None,
         donate_argnums=donated if jit.is_jit else tuple(sorted(returned)),
-        batch_argnums=tuple(i for i, n in sizes.items() if n == max(sizes.values())),
+        batch_argnums=tuple(_beside(others, with_examples)),
     )
+
+
+def _has_examples(leaf: Any) -> bool:
+    """Whether an array may hold examples: it is no number, and no key."""
+    shape, dtype = tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None)
+    is_key = dtype is not None and (
+        jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or (shape, dtype) == ((2,), "uint32")
+    )
+    return bool(shape) and not is_key
+
+
+def _beside(others: Mapping[int, Sequence[Any]], candidates: Sequence[int]) -> Iterator[int]:
+    """The last of these arguments, and those right before it with as many examples."""
+    number = None
+    for i in reversed(candidates):
+        leading = next(leaf.shape[0] for leaf in others[i] if _has_examples(leaf))
+        if number not in (None, leading):
+            return
+        number = leading
+        yield i
 
 
 def _replaced(args: Sequence[Any], results: Any) -> dict[int, int]:

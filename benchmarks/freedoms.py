@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results" / "freedoms.json"
 SHARES = (1.0, 0.5, 0.25)
 AMPLE_BYTES = 1 << 50
 TIMEOUT_S = 1800.0
-DEFAULT, BY_POLICY, OFFLOAD = "default", "values", "offload, asked for"
+DEFAULT, WITHOUT_VALUES, OFFLOAD = "default", "values", "offload, asked for"
 # Searches without a freedom.
 WITHOUT = {
     "recomputation": autopar.Search(remat="as written"),
@@ -65,7 +65,7 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
     from autopar.compiler.saved_values import LayerValues, SavedChoice
     from benchmarks.decoder_grid.__main__ import case_of
 
-    by_policy = [SavedChoice(text=policy, kept_bytes=0.0, in_host_bytes=0.0) for policy in POLICIES]
+    by_policy = [SavedChoice(text=policy) for policy in POLICIES]
     function, *arguments = case_of(int(step.removeprefix("draw ")) if step.startswith("draw ") else step)
 
     def plan(limit_bytes: int, search: autopar.Search, recipe: Any = None) -> autopar.Plan | None:
@@ -86,7 +86,7 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
         plans = {DEFAULT: plan(limit_bytes, autopar.Search())}
         plans |= {name: plan(limit_bytes, search) for name, search in WITHOUT.items()}
         with mock.patch.object(LayerValues, "choices", return_value=by_policy):
-            plans[BY_POLICY] = plan(limit_bytes, autopar.Search())
+            plans[WITHOUT_VALUES] = plan(limit_bytes, autopar.Search())
         plans[OFFLOAD] = plan(limit_bytes, autopar.Search(attention="kernel"), _offloaded(plans[DEFAULT]))
         found[f"{share:.0%}"] = {name: p and p.predicted.step_time_s for name, p in plans.items()}
     return {"peak_bytes": peak_bytes, "steps_s": found}
@@ -105,7 +105,7 @@ def cells(rows: Rows) -> Iterator[list[str]]:
     for name, row in rows.items():
         for share, steps_s in row.get("steps_s", {}).items():
             default_s = steps_s[DEFAULT]
-            others = [_factor(steps_s[way], default_s) for way in (*WITHOUT, BY_POLICY, OFFLOAD)]
+            others = [_factor(steps_s[way], default_s) for way in (*WITHOUT, WITHOUT_VALUES, OFFLOAD)]
             yield [name, share, "-" if default_s is None else f"{default_s * 1e3:.4g}", *others]
 
 
@@ -121,10 +121,11 @@ def medians(rows: Rows) -> list[str]:
     for share in (f"{share:.0%}" for share in SHARES):
         steps = [row["steps_s"][share] for row in rows.values() if is_done(row) and row["steps_s"][share][DEFAULT]]
         told = []
-        for way in (*WITHOUT, BY_POLICY):
+        for way in (*WITHOUT, WITHOUT_VALUES):
             factors = [s[way] / s[DEFAULT] if s[way] else float("inf") for s in steps]
-            told.append(f"{statistics.median(factors):.3f} without {way}" if factors else f"no step without {way}")
-        texts.append(f"Median with {share} of the memory: {', '.join(told)}.")
+            median = statistics.median(factors) if factors else float("inf")
+            told.append(f"{'none' if median == float('inf') else f'{median:.3f}'} without {way}")
+        texts.append(f"Median of {len(steps)} steps with {share} of the memory: {', '.join(told)}.")
     return texts
 
 
@@ -145,7 +146,13 @@ def main() -> int:
             keep(RESULTS, rows)
             print(name, rows[name], flush=True)
     rows = load(RESULTS)
-    columns = ("step, cluster", "memory", "default, ms", *(f"without {way}" for way in (*WITHOUT, BY_POLICY)), OFFLOAD)
+    columns = (
+        "step, cluster",
+        "memory",
+        "default, ms",
+        *(f"without {way}" for way in (*WITHOUT, WITHOUT_VALUES)),
+        OFFLOAD,
+    )
     text = f"{HEAD}\n\n{description()}\n\n{markdown(columns, list(cells(rows)))}\n\n{' '.join(medians(rows))}\n"
     RESULTS.with_suffix(".md").write_text(text)
     print(text)

@@ -391,8 +391,8 @@ def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[Plan
         refused = error
     chosen = choose(context) if refused is None else None
     if chosen is None:
-        is_first = not context.request.defer_stages and context.request.to_beat_s == math.inf
-        plan, why = last_resort(context, plan_under) if is_first else (None, [])
+        is_alone = not context.request.defer_stages and context.request.to_beat_s == math.inf
+        plan, why = last_resort(context, plan_under) if is_alone else (None, [])
         if plan is not None:
             return (plan,)
         none_fits = refused or no_plan_error(context, trees)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.common.progress import Deadline
 from autopar.compiler.step_ways import StepWay
-from autopar.errors import MemoryLimitError, SolverError
+from autopar.errors import MemoryLimitError, SolverError, UnsupportedError
 from autopar.inter_op.evaluate import PEAK_ERROR
-from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
+from autopar.plan.options import WORTHWHILE, Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
 
 Plans = tuple[Plan, ...]
@@ -67,7 +67,7 @@ class _Search:
         known: The programs that are known of ways: of their plans, and those that do not fit.
         waiting: The ways that were not planned yet.
         refused: The error of the way nearest to fitting.
-        refused_bytes: What ways save at least that do not fit, or are no faster, in any micro-batches.
+        refused_bytes: By attention, what ways save at least that do not fit, or are no faster, in any micro-batches.
     """
 
     def __init__(self, request: PlanRequest, plans_with: Callable[[PlanRequest], Plans], num_devices: int) -> None:
@@ -79,7 +79,7 @@ class _Search:
         self.waiting: list[StepWay] = []
         self.limit_bytes = math.inf
         self.refused: MemoryLimitError | None = None
-        self.refused_bytes = math.inf
+        self.refused_bytes: dict[Attention, float] = {}
 
     def found(self) -> Plans:
         if self.plans:
@@ -115,14 +115,17 @@ class _Search:
             # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it.
             less = [other.saved_bytes for other in self.fitting if other.saved_bytes < way.saved_bytes]
             halfway = (way.saved_bytes + max(less)) / 2 if less else way.saved_bytes or math.inf
-            self.refused_bytes = min(self.refused_bytes, halfway)
+            self.refused_bytes[way.attention] = min(self.refused_bytes.get(way.attention, math.inf), halfway)
+        except (SolverError, UnsupportedError):
+            if not self.plans and self.refused is None:
+                raise
 
     def next_of(self, others: Iterator[StepWay]) -> StepWay | None:
         """The way that is expected to be fastest, where that is worth it; where nothing fits yet, that which saves
         least.
         """
         self.waiting += others
-        ways = [way for way in self.waiting if way.saved_bytes < self.refused_bytes]
+        ways = [w for w in self.waiting if w.saved_bytes < self.refused_bytes.get(w.attention, math.inf)]
         if not self.plans:
             return min(ways, key=lambda way: (way.least_s == math.inf, way.saved_bytes), default=None)
         gain = self.request.effort.least_gain
@@ -167,9 +170,10 @@ class _Search:
 
 
 def known_programs(plan: Plan, way: StepWay, whole: Sequence[KnownProgram]) -> list[KnownProgram]:
-    """The programs of a plan of a way, those of one micro-batch that are faster but do not fit, and what lies between:
-    what is not there through the whole step shrinks with the size of micro-batches, each of which adds the same time.
-    `whole` are those of one micro-batch that are known beside those of the plan.
+    """The programs of a plan of a way, those of one micro-batch that are faster but do not fit, and in micro-batches
+    between these and up to four times as many: what is not there through the whole step shrinks with their size, and
+    each adds the same time, or none where only a program in one is known. `whole` are those of one micro-batch that are
+    known beside those of the plan.
     """
     pipeline, num_devices = plan.record.pipeline, plan.cluster.num_devices
     number, stages = (pipeline.num_microbatches, len(pipeline.stages)) if pipeline is not None else (1, 1)

@@ -49,13 +49,11 @@ class SavedChoice:
     Attributes:
         text: As a step has it (`TracedStep.scan_recompute`).
         kept_bytes: On all devices.
-        in_host_bytes: In the memory of all hosts.
         largest: The largest of these values, to be read.
     """
 
     text: str
-    kept_bytes: float
-    in_host_bytes: float
+    kept_bytes: float = 0.0
     largest: tuple[str, ...] = ()
 
 
@@ -117,14 +115,16 @@ class SavingProgram:
     def _enter(self, joined: JoinedBodies) -> None:
         device, num_devices = self.layers.cluster.device, self.layers.cluster.num_devices
         name, places = name_of(joined), {v: place for place, v in places_of(joined).items()}
+        # The turns of loops around the layers: in each of them all is written, read and sent once more.
+        turns = joined.forward[0].count / joined.trips if joined.forward else 1.0
         kept, sent, again = {}, {}, {}  # columns of values, and of the operations that make them
         for v, place in places.items():
             nbytes = self.layers.values[v].nbytes
             all_bytes = joined.trips * nbytes
-            moved_s = device.memory_s(2 * all_bytes) / num_devices
+            moved_s = turns * device.memory_s(2 * all_bytes) / num_devices
             kept[v] = self._column(("kept", name, place), (moved_s, all_bytes, 0, 1))
             self.made_by[name, place] = "the input of layers"
-            sent[v] = self._column(("host", name, place), (moved_s, 0, all_bytes, nbytes >= SENT_FROM_BYTES))
+            sent[v] = self._column(("host", name, place), (moved_s, 0, turns * all_bytes, nbytes >= SENT_FROM_BYTES))
         for i, op in enumerate(joined.forward):
             column = self._column(("again", name, str(i)), (self.layers.seconds(op), 0, 0, not is_never_again(op)))
             again.update(dict.fromkeys(op.outputs, column))
@@ -172,7 +172,6 @@ class SavingProgram:
         return SavedChoice(
             text=text_of_saved(chosen),
             kept_bytes=float(size @ taken),
-            in_host_bytes=float(sent @ taken),
             largest=tuple(f"{self.made_by[name, place]} {text_of_bytes(n)}" for n, name, place in largest),
         )
 

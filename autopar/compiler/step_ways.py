@@ -178,12 +178,17 @@ class StepWays:
 
 def bytes_saved(graph: OpGraph, *, in_host: bool = False) -> int:
     """Bytes of the values of the forward pass that the backward pass reads, over all devices, or of those `in_host`
-    memory.
+    memory; of passes in a loop, those of one turn.
     """
-    made = {v for op in graph.block.ops if op.role is Role.FORWARD for v in op.outputs}
-    read = {v for op in graph.block.ops if op.role is Role.BACKWARD for v in read_by(op)}
     waiting = waiting_in_host(graph, offloaded_by_policy(graph))
-    return sum(graph.values[v].nbytes for v in made & read if (v in waiting) is in_host)
+    blocks, total = [graph.block], 0
+    while blocks:
+        ops = blocks.pop().ops
+        made = {v for op in ops if op.role is Role.FORWARD for v in op.outputs}
+        read = {v for op in ops if op.role is Role.BACKWARD for v in read_by(op)}
+        total += sum(graph.values[v].nbytes for v in made & read if (v in waiting) is in_host)
+        blocks += (block for op in ops for block in op.blocks)
+    return total
 
 
 def least_s_of(traced: TracedStep, cluster: Cluster, rules: RuleBook, graphs: StepGraphs) -> float:

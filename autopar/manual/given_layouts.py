@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,16 @@ def _is_folded_alike(context: PlanningContext, at: PinsOnMesh) -> bool:
     return all(len(found) == 1 for found in dims.values())
 
 
+def _differ(given: Sequence[Any], written: Sequence[Any], sizes: Mapping[str, int]) -> bool:
+    """Whether two layouts do, but for axes of one device and dimensions that one of them leaves open."""
+
+    def axes(dim: Any) -> tuple[str, ...]:
+        return tuple(axis for axis in dim if sizes.get(axis, 1) > 1)
+
+    pairs = zip(given, written, strict=True)
+    return any(a is not None and b is not None and axes(a) != axes(b) for a, b in pairs)
+
+
 def laid_anew(problem: Problem, given: GivenLayouts) -> Problem:
     """The step with a copy of each argument that the code lays in another way than it comes in."""
     graph = whole_graph(problem.traced, problem.rules, problem.graphs).graph
@@ -223,7 +233,7 @@ def laid_anew(problem: Problem, given: GivenLayouts) -> Problem:
         for value, written in graph.written
         if value in leaf_of
         and leaf_of[value] in given.arguments
-        and given.arguments[leaf_of[value]].dims != written.dims
+        and _differ(given.arguments[leaf_of[value]].dims, written.dims, dict(given.axes))
     }
     if not differing:
         return problem

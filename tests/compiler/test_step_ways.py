@@ -251,7 +251,22 @@ def test_where_the_first_does_not_fit_the_leanest_is_next_and_then_what_lies_bet
     answers[SAVING[3].attention] = made_up(2.0, trial_bytes=50)
     asked, found = tried(answers, SAVING)
     assert found == (answers[SAVING[3].attention],)
-    assert asked == [SAVING[0].attention.value, SAVING[3].attention.value, SAVING[2].attention.value]
+    # Each is of another attention: that one does not fit tells nothing of the others.
+    assert asked == [SAVING[i].attention.value for i in (0, 3, 2, 1)]
+
+
+def test_of_one_attention_what_saves_more_than_half_of_the_way_to_one_that_does_not_fit_is_left_out():
+    ways = [dataclasses.replace(way, attention=Attention.KERNEL, scan_recompute=str(i)) for i, way in enumerate(SAVING)]
+    asked = []
+
+    def plans_with(request):
+        asked.append((request.scan_recompute, request.defer_stages))
+        if request.scan_recompute == "3":
+            return (made_up(2.0, trial_bytes=50),)
+        raise too_large(300)
+
+    plans_in_memory(PlanRequest(), ways, plans_with, 1)
+    assert asked == [("0", True), ("0", False), ("3", False), ("2", False)]  # 90 bytes lie beyond (60 + 10) / 2
 
 
 def test_one_program_is_tried_first_and_then_what_is_faster_in_micro_batches():
