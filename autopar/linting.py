@@ -138,7 +138,7 @@ def _step_of(step: Step | Callable[..., Any], args: Sequence[Any], jit: JitShard
         step,
         cache_dir=None,
         donate_argnums=donated if jit.is_jit else tuple(sorted(returned)),
-        batch_argnums=tuple(_beside(others, with_examples)),
+        batch_argnums=tuple(_batch_arguments(others, with_examples)),
     )
 
 
@@ -151,8 +151,8 @@ def _has_examples(leaf: Any) -> bool:
     return bool(shape) and not is_key
 
 
-def _beside(others: Mapping[int, Sequence[Any]], candidates: Sequence[int]) -> Iterator[int]:
-    """The last of these arguments, and those right before it with as many examples."""
+def _batch_arguments(others: Mapping[int, Sequence[Any]], candidates: Sequence[int]) -> Iterator[int]:
+    """The last of the `candidates`, and those right before it with as many examples."""
     number = None
     for i in reversed(candidates):
         leading = next(leaf.shape[0] for leaf in others[i] if _has_examples(leaf))

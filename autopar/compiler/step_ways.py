@@ -25,7 +25,8 @@ from autopar.plan.options import Attention, PlanRequest
 from autopar.sharding.rules import RuleBook
 
 # The share of a step's computing that a kernel must save for attention not to stay as it is written: programs in blocks
-# that were predicted equal took 1.6 % less and 2.0 % more on an H200 (`benchmarks/results/accelerator.md`).
+# that were predicted equal took 1.6 % less and 2.0 % more on an H200 (`benchmarks/results/accelerator.md`). The same
+# share must be saved by values that wait in the memory of the hosts, whose copies no card has timed.
 WORTH_A_KERNEL = 0.02
 
 
@@ -134,8 +135,8 @@ class StepWays:
         return tuple(ways[fastest:])
 
     def recomputing(self, way: StepWay) -> Iterator[StepWay]:
-        """A way with more and with less recomputation, where a request leaves that open and the step has any: in scans
-        over layers by each policy, and none at all where the code asks for some. What the code offloads stays so.
+        """A way with more and with less recomputation, where a request leaves that open: in scans over layers value by
+        value, and none at all where the code asks for some. What the code offloads stays so.
         """
         if self.request.scan_recompute is not None or self.traced.saved_names is not None:
             return

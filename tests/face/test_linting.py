@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.frontend.jit_shardings import jit_shardings_of
 from autopar.hardware.cluster import Cluster
+from autopar.linting import _step_of
 from autopar.xla.collectives import collectives, traffic
 from tests.small_steps import ROOT
 
@@ -262,3 +264,19 @@ def test_the_command_reads_the_shardings_that_a_job_gives_to_its_arguments(tmp_p
     values = json.loads(capsys.readouterr().out)
     assert values["search"]["step_time_s"] <= values["plan"]["step_time_s"]
     assert values["axes"] == [["data", 8]]
+
+
+def adapted_step(adapter, base, batch, key):
+    """A frozen matrix beside the one that is trained."""
+    keep = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    loss = lambda adapter: jnp.mean((jnp.where(keep, batch["x"], 0) @ (base + adapter) - batch["y"]) ** 2)
+    return adapter - 0.1 * jax.grad(loss)(adapter)
+
+
+def test_frozen_parameters_and_keys_are_no_batch():
+    matrix, key = array(64, 64), jax.eval_shape(lambda: jax.random.key(0))
+    args = (matrix, matrix, {"x": array(8, 64), "y": array(8, 64)}, key)
+    step = jax.jit(adapted_step, in_shardings=(at(), at(), at("data"), None))
+    assert _step_of(step, args, jit_shardings_of(step, args))._options.batch_argnums == (2,)
+    args = (*args[:3], jax.ShapeDtypeStruct((2,), jnp.uint32))
+    assert _step_of(step, args, jit_shardings_of(step, args))._options.batch_argnums == (2,)
