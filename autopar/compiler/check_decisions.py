@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from autopar.common import jax_compat
 from autopar.common.files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.frontend.recompute_in_scans import Recompute
+from autopar.frontend.recompute_in_scans import Recompute, is_by_value
 from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind, values_of, walk
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -70,7 +70,7 @@ def check_layers(pipeline: PipelineRecord, names: Sequence[str], step: str) -> N
         raise mismatch(step, Fault(place="$.plan.pipeline.stages", expected="stages that hold all layers", got=got))
     known = [policy.value for policy in Recompute]
     for i, policy in enumerate(pipeline.recomputed):
-        if policy not in known:
+        if policy not in known and not is_by_value(policy):
             place = f"$.plan.pipeline.recomputed[{i}]"
             raise mismatch(step, Fault(place=place, expected=" or ".join(known), got=repr(policy)))
 

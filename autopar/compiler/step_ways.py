@@ -10,12 +10,12 @@ from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.match import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
-from autopar.compiler.saved_values import LayerValues
 from autopar.compiler.whole_graph import whole_graph
 from autopar.cost.cost_model import least_time_s
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
+from autopar.intra_op.saved_values import LayerValues
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
@@ -146,7 +146,7 @@ class StepWays:
         texts: dict[str, tuple[str, ...]] = (
             {Recompute.NOTHING.value: ()} if any(op.recomputes for op in plain.ops()) else {}
         )
-        texts |= {choice.text: choice.largest for choice in LayerValues(plain, self.cluster).choices()}
+        texts |= {choice.text: choice.largest for choice in LayerValues.of_scans(plain, self.cluster).choices()}
         others = [self._saving(text, largest, way) for text, largest in texts.items()]
         least_bytes = {True: math.inf, False: math.inf}  # of those with values in the memory of the hosts, and without
         for other in sorted(others, key=lambda other: (other.least_s, other.saved_bytes)):

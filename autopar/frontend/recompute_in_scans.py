@@ -25,7 +25,7 @@ from autopar.kernels.local import runs_locally
 from autopar.sharding.rules import equation_key
 
 
-class Recompute(enum.Enum):
+class Recompute(enum.StrEnum):
     """The forward operations that the backward pass of a layer recomputes."""
 
     NOTHING = "nothing"  # all that the backward pass reads is kept
@@ -104,6 +104,11 @@ def text_of_saved(saved: Mapping[str, tuple[Iterable[str], Iterable[str]]]) -> s
     have it: `values 5f3a: input0 12.0 host 14.1; 90bc: input0 host`.
     """
     return BY_VALUE + "; ".join(f"{name}: {' '.join([*kept, _IN_HOST, *host])}" for name, (kept, host) in saved.items())
+
+
+def is_by_value(text: str) -> bool:
+    """Whether a policy, or a text, names values."""
+    return f"{text} ".startswith(BY_VALUE)
 
 
 def saves_inputs_alone(text: str) -> bool:

@@ -9,7 +9,7 @@ from autopar.common.records import lazy
 from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
-from autopar.frontend.recompute_in_scans import Recompute, is_product, saves_inputs_alone
+from autopar.frontend.recompute_in_scans import Recompute, is_by_value, is_product, saves_inputs_alone
 from autopar.hardware.cluster import Cluster, memory_share
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
@@ -143,13 +143,13 @@ def recomputed(microbatched: MicrobatchedStep, policies: Sequence[str]) -> Remat
     """The graph in which each layer recomputes values by its policy."""
     if all(p == "nothing" for p in policies):
         return Rematerialised(graph=microbatched.graph, assignment=microbatched.assignment)
-    layers, of_layers = microbatched.layers, [Recompute(p) for p in policies]
+    layers, of_layers = microbatched.layers, list(policies)
     if saves_inputs_alone(microbatched.step.traced.scan_recompute):
         # What scans compute again turn by turn need not be computed again before, as a whole.
         ops = zip(microbatched.graph.block.ops, microbatched.assignment.layer_of, strict=True)
         scans = {layer for op, layer in ops if op.kind is OpKind.SCAN and is_product(op)}
         of_layers = [
-            Recompute.CHEAP if policy is Recompute.ALL and layer in scans else policy
+            Recompute.CHEAP if policy == Recompute.ALL and layer in scans else policy
             for layer, policy in enumerate(of_layers)
         ]
     return rematerialise(microbatched.graph, layers, of_layers, microbatched.assignment)
@@ -254,6 +254,7 @@ def evened(microbatched: MicrobatchedStep, choice: StageChoice) -> StageChoice:
     num_stages = len(choice.first_layers)
     middle = num_stages // 2
     policy = choice.policies[choice.first_layers[middle]]
+    assert not is_by_value(policy), "values of parts of a scan are those of its bodies"
     return dataclasses.replace(
         choice,
         first_layers=layers_of_pieces(microbatched) if microbatched.step.parts > 1 else (0,),

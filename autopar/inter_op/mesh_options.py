@@ -9,7 +9,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.stream_work import Ran
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions, LayerDecider
-from autopar.inter_op.stage_costs import PricedOption, RematOps, stage_options
+from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, stage_options
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph, Value, values_of, without_numbers
 from autopar.passes.fold_layers import FoldedGraph
@@ -46,14 +46,14 @@ class MeshOptions:
     def __init__(
         self,
         folded: FoldedGraph,
-        remat: RematOps,
+        policies: LayerPolicies,
         layers: Layers,
         link: Link,
         time_limit_s: float,
         meshes: Sequence[LayersOnMesh],
     ) -> None:
         self.folded = dataclasses.replace(folded, graph=_of_read_values(folded.graph), members={})
-        self.remat, self.layers, self.link = remat, layers, link
+        self.policies, self.layers, self.link = policies, layers, link
         self.time_limit_s, self.meshes = time_limit_s, tuple(meshes)
         self._begun: dict[int, tuple[LayerDecider | None, TimedSharding | None]] = {}
 
@@ -66,7 +66,7 @@ class MeshOptions:
         """All decisions on a mesh, and their options."""
         on, (decider, timed) = self.meshes[number], self._at(number)
         decisions = decider.decisions() if decider is not None else on.known or ()
-        options = stage_options(self.folded, self.remat, self.layers, on.model, self.link, decisions, timed)
+        options = stage_options(self.folded, self.policies, self.layers, on.model, self.link, decisions, timed)
         del self._begun[number]
         return decisions, options
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.microbatch_counts import MicrobatchCounts, Refined
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.stage_costs import LayerPolicies
 from autopar.intra_op.baselines import baseline_bindings
-from autopar.passes.remat_policy import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.sharding.binding import Binding
 
 BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
-IN_SOME_LAYERS = "in every layer of {}"
+IN_SOME_LAYERS = "{} in {} layers"
+MORE_LAYERS = 1  # in which more is computed again where a line over bytes promised too much
 
 
 class Evaluated(Refined, Protocol):
@@ -122,52 +122,62 @@ def _of_recipes(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: 
     return None if others.take_too_long(m, evaluated.best) else m
 
 
-def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts) -> None:
-    """Evaluates the best pipeline of one stage with recomputation in every second layer, third, and so on, where memory
-    is short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
+def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, policies: Sequence[LayerPolicies]) -> None:
+    """Evaluates the best pipeline of one stage with more recomputation in some layers than in others, where memory is
+    short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
     """
     best, at = evaluated.best, _near_the_best(evaluated)
     if best is None or at is None or not best.fits(evaluated.limit_bytes) or evaluated.context.fastest_s < math.inf:
         return
     binding = best.binding if isinstance(best, PipelineEstimate) and len(best.choice.first_layers) == 1 else None
     of = best.choice if binding is not None else at.choice
-    plain = dataclasses.replace(of, terms=(), over_limit=())
-    if len(plain.policies) < 2:
-        return
+    terms = at.rounds[-1].terms if at.rounds and binding is None else ()  # under which the state fits
+    plain = dataclasses.replace(of, terms=terms, over_limit=(True,) * len(terms))
+    of_step = [each for each in policies if len(each.of_layers[0]) == len(plain.policies) > 1]
     position = others.numbers.index(at.num_microbatches)
-    for m in others.numbers[max(0, position - 1) : position + 2]:
+    for m in others.numbers[max(0, position - 1) : position + 2] if of_step else ():
         if others.admits(m, plain):
-            _in_some_layers(evaluated, m, plain, binding)
+            _in_some_layers(evaluated, m, plain, binding, of_step[-1])
 
 
-def _in_some_layers(evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None) -> None:
-    """In m micro-batches: as few layers as fit, on a line between none and all of them."""
+def _in_some_layers(
+    evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
+) -> None:
+    """In m micro-batches: the policy that keeps least beyond the limit in as few layers as fit, the next one in the
+    others, spread evenly. A peak is on a line over the bytes that are kept.
+    """
     limit_bytes, num_layers = evaluated.limit_bytes, len(plain.policies)
 
-    def of(policy: str) -> PipelineEstimate | PipelineCandidate | None:
-        if evaluated.deadline.passed:
-            return None
-        choice = dataclasses.replace(plain, policies=policies_of(policy, num_layers))
-        return evaluated.as_it_is(m, choice, binding)
+    def of(number: int) -> PipelineEstimate | PipelineCandidate | None:
+        choice = dataclasses.replace(plain, policies=policies.of_layers[number])
+        return evaluated.as_it_is(m, choice, binding) if not evaluated.deadline.passed else None
 
-    none = of(Recompute.NOTHING.value)
-    if none is None or none.fits(limit_bytes):
+    assert evaluated.best is not None, "one fits"
+    more = of(0)
+    if more is None or more.fits(limit_bytes) or more.step_time_s >= evaluated.best.step_time_s:
         return
-    for policy in (Recompute.CHEAP.value, Recompute.ALL.value):
-        assert evaluated.best is not None, "one fits"
-        if none.step_time_s >= evaluated.best.step_time_s:
-            return
-        every = of(policy)
-        if every is None or not every.fits(limit_bytes):
-            continue
-        saved_bytes, over_bytes = none.peak_bytes - every.peak_bytes, none.peak_bytes - limit_bytes
-        most = min(num_layers, saved_bytes // over_bytes)
-        for n in range(most, max(1, most - 2), -1):
-            expected_s = none.step_time_s + (every.step_time_s - none.step_time_s) / n
-            if expected_s >= evaluated.best.step_time_s:
-                break
-            text = f"{policy} every {n}"
-            choice = dataclasses.replace(plain, policies=policies_of(text, num_layers))
-            found = evaluated.refined(m, choice, IN_SOME_LAYERS.format(n), binding)
-            if found is None or found.fits(limit_bytes):
-                break
+    # On a line between two that were evaluated; the bytes that are kept err where all is, as much of it is fused.
+    for known in (1, len(policies.names) - 1):
+        less = of(known)
+        if less is None or less.fits(limit_bytes):
+            break
+        more = less
+    if less is None or not less.fits(limit_bytes):
+        return
+    over, kept_bytes = (more.peak_bytes - limit_bytes) / (more.peak_bytes - less.peak_bytes), policies.kept_bytes
+    least_s = more.step_time_s + (over * (less.step_time_s - more.step_time_s) if known == 1 else 0.0)
+    if least_s >= evaluated.best.step_time_s:
+        return
+    number, share = known, over
+    if known > 1:
+        wanted_bytes = kept_bytes[1] - over * (kept_bytes[1] - kept_bytes[-1])
+        number = next(i for i, nbytes in enumerate(kept_bytes) if nbytes <= wanted_bytes)
+        share = (kept_bytes[number - 1] - wanted_bytes) / (kept_bytes[number - 1] - kept_bytes[number])
+    first = min(num_layers, math.ceil(share * num_layers))
+    for n in range(first, min(num_layers, first + MORE_LAYERS) + 1):
+        in_less = {round((i + 1) * num_layers / n) - 1 for i in range(n)}
+        mixed = tuple(policies.of_layers[number - (layer not in in_less)][layer] for layer in range(num_layers))
+        name = IN_SOME_LAYERS.format(policies.names[number], n)
+        found = evaluated.refined(m, dataclasses.replace(plain, policies=mixed), name, binding)
+        if found is None or found.fits(limit_bytes):
+            break

@@ -243,7 +243,7 @@ class _Search:
             others = self.other_numbers(step, cuts)
             refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
             refine_in_other_counts(builder, others)
-            recompute_in_some_layers(builder, others)
+            recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
             return dataclasses.replace(self, screens=False).run()
@@ -548,8 +548,8 @@ class _Search:
         limit_bytes = int(OVERSTATED * self.context.limit_bytes)
         name = schedules_of(self.context.request, self.context.cluster)[0]
         answers: list[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]] = []
-        for policy in dict.fromkeys(option.policy for option in priced):
-            alike = tuple(option for option in priced if option.policy == policy)
+        for policies in dict.fromkeys(option.policies for option in priced):
+            alike = tuple(option for option in priced if option.policies == policies)
             for problem, options in posed.on_schedule(cuts[m], name, alike, (1,)):
                 limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
                 (answer,) = best_stages([limited])

@@ -10,6 +10,7 @@ from autopar.hardware.cluster import WHOLE
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.remat_policy import name_of
 from autopar.solver import Stage, StagePlan, StageProblem
 from autopar.solver.stage_problem import limit_of
 
@@ -45,7 +46,7 @@ class StageChoice:
             words = [f"{stages} stages on meshes {each}", self.schedule]
         if num_microbatches > 1:
             words.insert(0, f"{num_microbatches} micro-batches")
-        if policies := sorted({policy for policy in self.policies if policy != "nothing"}):
+        if policies := sorted({name_of(policy) for policy in self.policies if policy != "nothing"}):
             words.append(f"recompute {' and '.join(policies)}")
         return ", ".join(words)
 
@@ -60,7 +61,9 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         first_layers=tuple(stage.first for stage in answer.stages),
         group_meshes=tuple(o.mesh for o in chosen[:groups]),
         policies=tuple(
-            o.policy for o, stage in zip(chosen, answer.stages, strict=True) for _ in range(stage.first, stage.last)
+            policy
+            for o, stage in zip(chosen, answer.stages, strict=True)
+            for policy in o.policies[stage.first : stage.last]
         ),
         terms=tuple(o.terms for o in chosen),
         over_limit=tuple(
@@ -73,8 +76,8 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
 
 def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
     """The option on the same mesh, with the same recomputation, that was decided under the lowest price of a byte."""
-    kind = (like.mesh, like.policy, like.part)
-    same_mesh = (o for o in options if (o.mesh, o.policy, o.part) == kind)
+    kind = (like.mesh, like.policies, like.part)
+    same_mesh = (o for o in options if (o.mesh, o.policies, o.part) == kind)
     return min(same_mesh, key=lambda o: o.terms.s_per_byte)
 
 

@@ -7,7 +7,7 @@ of one ILP for each mesh. The cost of a stage follows from the costs of its laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
 from autopar.cost.usage import compute_times_s, host_copy_s, predicted_collectives
 from autopar.frontend.recompute_in_scans import Recompute
-from autopar.hardware.cluster import WHOLE
+from autopar.hardware.cluster import WHOLE, Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.intra_op.overlapped_axes import with_overlapped_axes
+from autopar.intra_op.saved_values import LayerValues
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import HOST, OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes
@@ -41,7 +42,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
-from autopar.passes.remat import recomputed_ops
+from autopar.passes.remat import forward_of_layers, recomputed_ops, text_of_kept
 from autopar.solver import StageOption
 from autopar.solver.stage_problem import weight_seconds
 
@@ -54,19 +55,19 @@ _LESS_IS_BETTER = (
 class _Row:
     """The cost of one layer. Seconds are those of one micro-batch, except `once_s`; bytes are those on one device.
 
-    For each recomputation policy: the recomputed seconds, the bytes kept for the backward pass, and the bytes kept for
-    deferred gradients of weights.
+    By the number of each recomputation policy: the recomputed seconds, the bytes kept for the backward pass, and the
+    bytes kept for deferred gradients of weights.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
     once_s: float = 0.0
-    recompute_s: dict[Recompute, float] = dataclasses.field(default_factory=dict)
+    recompute_s: dict[int, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     given_bytes: int = 0
-    saved_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
-    deferred_bytes: dict[Recompute, int] = dataclasses.field(default_factory=dict)
+    saved_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    deferred_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     working_bytes: int = 0
 
 
@@ -74,7 +75,8 @@ class _Row:
 class PricedOption:
     """A way to run layers: the mesh, the recomputation policy, and the weights of the ILP's objective.
 
-    `given_bytes`: the part of each layer's state that is an argument of the step; the rest is made in each step.
+    `policies`: of each layer. `given_bytes`: the part of each layer's state that is an argument of the step; the rest
+    is made in each step.
     `over_limit`: under the other weights, the state of any stage alone exceeds the memory. `part`: the part of the
     cluster that the mesh is in, and `is_last` whether the stage is the last one there (None: whichever).
     """
@@ -82,25 +84,63 @@ class PricedOption:
     option: StageOption
     mesh: LogicalMesh
     given_bytes: np.ndarray
-    policy: str
+    policies: tuple[str, ...]
     terms: ObjectiveWeights
     over_limit: bool = False
     part: int = WHOLE
     is_last: bool | None = None
 
 
-# For each policy and each layer the forward operations that are computed again.
-RematOps = Mapping[Recompute, Mapping[int, frozenset[int]]]
+# Choices by value that are tried of stages.
+CHOICES = 5
 
 
-def remat_ops(folded: FoldedGraph) -> RematOps:
-    """For each policy and layer, the forward operations that the backward pass recomputes."""
-    return {policy: recomputed_ops(folded.graph, folded.layer_of, policy) for policy in Recompute}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPolicies:
+    """What layers may compute again: policies of all layers, from the one that keeps most on.
+
+    Attributes:
+        names: Of the policies.
+        of_layers: For each policy that of every layer.
+        kept_bytes: Bytes that each keeps of a micro-batch, over all devices.
+        ops: For each policy the operations that it computes again, of the layers that stay in a folded graph.
+    """
+
+    names: tuple[str, ...]
+    of_layers: tuple[tuple[str, ...], ...]
+    kept_bytes: tuple[float, ...]
+    ops: tuple[Mapping[int, frozenset[int]], ...]
+
+
+def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster) -> LayerPolicies:
+    """All is kept, parts of it by value, or the inputs of layers alone."""
+    forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
+
+    def kept_bytes(kept: Mapping[int, Collection[str]]) -> float:
+        places = ((layer, forward[layer].places[place]) for layer, of in kept.items() for place in of)
+        return sum(folded.weight[layer] * folded.graph.values[v].nbytes for layer, v in places)
+
+    read = {layer: [p for p, v in at.places.items() if v in at.read] for layer, at in forward.items()}
+    names, policies, sizes = [Recompute.NOTHING.value], [dict.fromkeys(folded.weight, "nothing")], [kept_bytes(read)]
+    choices = LayerValues.of_written_out(folded, forward, layers, cluster).kept_places(CHOICES)
+    for number, places in enumerate(choices):
+        kept = {layer: places[str(kinds[layer])] for layer in forward if str(kinds[layer]) in places}
+        names.append(f"by value ({number})")
+        policies.append(policies[0] | {layer: text_of_kept(of) for layer, of in kept.items()})
+        sizes.append(kept_bytes({**read, **kept}))
+    names.append(Recompute.ALL.value)
+    policies.append(dict.fromkeys(folded.weight, Recompute.ALL.value))
+    return LayerPolicies(
+        names=tuple(names),
+        of_layers=tuple(tuple(policy[layer] for layer in folded.stands_for) for policy in policies),
+        kept_bytes=(*sizes, 0.0),
+        ops=tuple(recomputed_ops(folded.graph, folded.layer_of, policies)),
+    )
 
 
 def stage_options(
     folded: FoldedGraph,
-    remat: RematOps,
+    policies: LayerPolicies,
     layers: Layers,
     model: CostModel,
     link: Link,
@@ -110,7 +150,7 @@ def stage_options(
     """Options for stages on the model's mesh: each of the decisions, and the same with products in pieces where that is
     faster, under each recomputation policy.
 
-    `remat` is `remat_ops(folded)`; `link` joins a stage with the next one. A value that crosses a
+    `link` joins a stage with the next one. A value that crosses a
     boundary is sent in parts, one from each device of the mesh. `known`: decisions of the same graph and mesh that are
     on the clock already.
     """
@@ -124,18 +164,18 @@ def stage_options(
         in_pieces = with_overlapped_axes(folded.graph, model, whole)
         for found in (whole,) if in_pieces is whole else (whole, in_pieces):
             terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
-            rows = _Pricing(folded, remat, model, found.lowered, costs).run()
+            rows = _Pricing(folded, policies.ops, model, found.lowered, costs).run()
             table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
             options += [
                 PricedOption(
-                    option=_option(policy, table, devices, send_s, model),
+                    option=_option(i, policies.names[i], table, devices, send_s, model),
                     mesh=model.links.mesh,
                     given_bytes=np.array([row.given_bytes for row in table], dtype=np.int64),
-                    policy=policy.value,
+                    policies=of_layers,
                     terms=terms,
                     over_limit=decided.over_limit,
                 )
-                for policy in Recompute
+                for i, of_layers in enumerate(policies.of_layers)
             ]
     return tuple(options)
 
@@ -157,10 +197,10 @@ def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
 
 
 def _option(
-    policy: Recompute, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
+    policy: int, name: str, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
 ) -> StageOption:
     # What is computed again is there while the layer's backward pass runs.
-    restored_bytes = [max(0, row.saved_bytes[Recompute.NOTHING] - row.saved_bytes[policy]) for row in table]
+    restored_bytes = [max(0, row.saved_bytes[0] - row.saved_bytes[policy]) for row in table]
     return StageOption(
         num_devices=num_devices,
         forward_s=np.array([row.forward_s for row in table]),
@@ -172,7 +212,7 @@ def _option(
         deferred_bytes=np.array([row.deferred_bytes[policy] for row in table], dtype=np.int64),
         working_bytes=np.array([row.working_bytes for row in table]) + np.array(restored_bytes, dtype=np.int64),
         send_s=send_s,
-        name=f"{model.links.mesh}, recompute {policy.value}",
+        name=f"{model.links.mesh}, recompute {name}",
     )
 
 
@@ -180,9 +220,15 @@ class _Pricing:
     """The costs of the layers of a folded graph under decisions."""
 
     def __init__(
-        self, folded: FoldedGraph, remat: RematOps, model: CostModel, lowered: LoweredBlock, costs: NodeCosts
+        self,
+        folded: FoldedGraph,
+        repeated: Sequence[Mapping[int, frozenset[int]]],
+        model: CostModel,
+        lowered: LoweredBlock,
+        costs: NodeCosts,
     ) -> None:
-        self.folded, self.graph, self.model, self.remat = folded, folded.graph, model, remat
+        """`repeated`: as `LayerPolicies.ops`."""
+        self.folded, self.graph, self.model, self.repeated = folded, folded.graph, model, repeated
         self.lowered = lowered
         self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
@@ -220,11 +266,9 @@ class _Pricing:
         made_forward = {key for ran in forward.values() for i, _ in ran for key in i.keys_made}
         made_repeating = {key for i in self.lowered.instructions if section_of(i).repeats for key in i.keys_made}
         for layer, row in self.rows.items():
-            for policy in Recompute:
+            for policy, ops in enumerate(self.repeated):
                 backward = parts.get((layer, Section.BACKWARD), [])
-                runs_again, needed = self.recomputed(
-                    self.remat[policy].get(layer, frozenset()), forward.get(layer, []), backward
-                )
+                runs_again, needed = self.recomputed(ops.get(layer, frozenset()), forward.get(layer, []), backward)
                 row.recompute_s[policy] = sum(time_s for _, time_s in runs_again)
                 row.saved_bytes[policy] = sum(self.nbytes(key) for key in needed & made_forward)
                 deferred = self.deferred([i for i, _ in runs_again], backward)

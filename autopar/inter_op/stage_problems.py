@@ -24,7 +24,7 @@ from autopar.inter_op.mesh_screen import MeshScreen
 from autopar.inter_op.microbatch_walk import BestStages, Tried
 from autopar.inter_op.search_space import chunk_numbers, is_long, meshes_inside, schedules_of, sizes_for, stage_numbers
 from autopar.inter_op.stage_choice import choice_of
-from autopar.inter_op.stage_costs import PricedOption, remat_ops, undominated
+from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, layer_policies, undominated
 from autopar.inter_op.submeshes import part_of
 from autopar.intra_op.memory_prices import saved_values
 from autopar.ir.graph import OpGraph
@@ -51,11 +51,17 @@ DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
 
 
 class DecidedOptions(dict[DecidedFor, Decisions]):
-    """Decisions by what they are for. `read`: the keys of those that were priced, since somebody emptied it."""
+    """Decisions by what they are for.
+
+    Attributes:
+        read: The keys of those that were priced, since somebody emptied it.
+        policies: Those of layers, by the hash of their operations and values (`wiring_of`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.read: set[DecidedFor] = set()
+        self.policies: dict[int, LayerPolicies] = {}
 
 
 class _Table:
@@ -103,8 +109,10 @@ class _Table:
                 )
         # Some boundary lies between hosts, and the slowest stage sets the pace.
         link = at.between_hosts if at.num_domains > 1 else at.inside_host
-        remat, layers = remat_ops(folded), microbatched.layers
-        self.job = MeshOptions(folded, remat, layers, link, limits.time_limit_s, meshes)
+        layers = microbatched.layers
+        if wiring not in decided.policies:
+            decided.policies[wiring] = layer_policies(folded, layers, cluster)
+        self.job = MeshOptions(folded, decided.policies[wiring], layers, link, limits.time_limit_s, meshes)
         self.work = len(meshes) * len(folded.graph.block.ops)
 
     def groups(self, least: int) -> Iterator[list[int]]:

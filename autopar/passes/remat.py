@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.records import replaced
-from autopar.frontend.recompute_in_scans import Recompute, is_kept, is_plain_product
+from autopar.errors import PlanMismatchError
+from autopar.frontend.recompute_in_scans import BY_VALUE, Recompute, is_by_value, is_kept, is_plain_product
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
-from autopar.passes.layers import Layers
+from autopar.passes.layers import Layers, portable_ops
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,17 @@ class Rematerialised:
 def rematerialise(
     graph: OpGraph,
     layers: Layers,
-    policy: Recompute | Sequence[Recompute],
+    policy: str | Sequence[str],
     assignment: LayerAssignment | None = None,
 ) -> Rematerialised:
-    """The graph with recomputation, for all layers alike or for each its own. `assignment` of the graph to these layers
-    saves finding it again.
+    """The graph with recomputation, for all layers alike or for each its own: a `Recompute`, or a text of
+    `text_of_kept`. `assignment` of the graph to these layers saves finding it again.
 
     Forward operations keep their numbers, so that `layers` holds for the result too; each operation keeps its layer,
     and is computed again in the layer that reads it. Regions that the user rematerialises stay as they are. Random
     numbers come out the same again: they are functions of their key.
     """
-    policies = [policy] * len(layers) if isinstance(policy, Recompute) else list(policy)
+    policies = [policy] * len(layers) if isinstance(policy, str) else list(policy)
     assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
     ids = [op.id for op in graph.ops()]
     assert ids == list(range(len(ids))), "operations are numbered in program order (`renumbered`)"
@@ -54,7 +55,7 @@ def rematerialise(
     names: list[dict[int, int]] = [{} for _ in policies]  # by layer, for its backward operations from there on
     same_as = dict(assignment.same_as)
     for layer, policy_of_layer in enumerate(policies):
-        if policy_of_layer is not Recompute.NOTHING:
+        if policy_of_layer != Recompute.NOTHING:
             at, ops, new, made = _recomputation(layer, policy_of_layer, readers, fresh)
             same_as |= made
             places = (None if op.kind is OpKind.BARRIER else layer for op in ops)
@@ -92,16 +93,60 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     return tuple(out)
 
 
-def recomputed_ops(graph: OpGraph, layer_of: Mapping[int, int | None], policy: Recompute) -> dict[int, frozenset[int]]:
-    """For each layer the ids of the forward operations that a policy computes again; `layer_of[op.id]` as in
-    `LayerAssignment`.
+def recomputed_ops(
+    graph: OpGraph, layer_of: Mapping[int, int | None], policies: Sequence[Mapping[int, str]]
+) -> list[dict[int, frozenset[int]]]:
+    """For each of several policies of all layers: the ids of the forward operations that each computes again;
+    `layer_of[op.id]` as in `LayerAssignment`.
     """
     readers = _Readers(graph, layer_of)
-    recomputed = {}
+    return [
+        {
+            layer: frozenset(op.id for op in _recomputed(layer, policy, readers)[1])
+            if policy != Recompute.NOTHING
+            else frozenset()
+            for layer, policy in of_layers.items()
+        }
+        for of_layers in policies
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForward:
+    """The forward pass of a layer, as far as it may be computed again.
+
+    Attributes:
+        ops: In program order, with those that every layer runs for itself.
+        places: The values that may be kept, by their places in it: `2.0` is the first result of the layer's own
+            operation 2.
+        read: The values that its backward pass reads.
+        there: Its results that are there anyway, as another layer's backward pass reads them.
+    """
+
+    ops: tuple[Op, ...]
+    places: Mapping[str, int]
+    read: frozenset[int]
+    there: frozenset[int]
+
+
+def forward_of_layers(graph: OpGraph, layer_of: Mapping[int, int | None]) -> dict[int, LayerForward]:
+    """The forward passes of layers that have a backward one, by layer; `layer_of[op.id]` as in `LayerAssignment`."""
+    readers = _Readers(graph, layer_of)
+    found = {}
     for layer in sorted({layer for layer in layer_of.values() if layer is not None}):
-        _, ops = _recomputed(layer, policy, readers) if policy is not Recompute.NOTHING else ([], [])
-        recomputed[layer] = frozenset(op.id for op in ops)
-    return recomputed
+        ops, own = readers.forward(layer), readers.own_places(layer)
+        there = frozenset(v for v in own.values() if readers.layers.get(v, {layer}) != {layer})
+        made = {v for op in ops for v in op.outputs}
+        read = frozenset(v for v in made if layer in readers.layers.get(v, ()))
+        if read:
+            places = {place: v for place, v in own.items() if v not in there}
+            found[layer] = LayerForward(ops=ops, places=places, read=read - there, there=there)
+    return found
+
+
+def text_of_kept(places: Iterable[str]) -> str:
+    """The policy of a layer that keeps these values of its forward pass and computes the others again."""
+    return " ".join((BY_VALUE.strip(), *places))
 
 
 class _Readers:
@@ -111,6 +156,7 @@ class _Readers:
     def __init__(self, graph: OpGraph, layer_of: Mapping[int, int | None]) -> None:
         self.ops = graph.block.ops
         self.layer = layer_of
+        self.portable = portable_ops(graph)
         # The positions of operations that are computed again, and of those that may read that, by layer.
         self.forward_of: dict[int | None, list[int]] = {}
         self.backward_of: dict[int | None, list[int]] = {}
@@ -134,6 +180,16 @@ class _Readers:
             for v, out in pairs:
                 self.layers.setdefault(v, set()).update({own} if own is not None else self.layers.get(out, ()))
 
+    def forward(self, layer: int) -> tuple[Op, ...]:
+        """The operations of a layer that may run again, with those that every layer runs for itself (of masks)."""
+        of_layer, of_all = self.forward_of.get(layer, ()), self.forward_of.get(None, ())
+        return tuple(self.ops[i] for i in sorted((*of_layer, *of_all)))
+
+    def own_places(self, layer: int) -> dict[str, int]:
+        """The results of the operations that the layer alone has, by their places: the same in a folded graph."""
+        own = (op for i in self.forward_of.get(layer, ()) if (op := self.ops[i]).id not in self.portable)
+        return {f"{i}.{k}": v for i, op in enumerate(own) for k, v in enumerate(op.outputs)}
+
     def renamed(self, op: Op, names: Sequence[Mapping[int, int]]) -> Op:
         """A backward operation that reads the values its layer recomputed; a barrier those of its only reader."""
         own = self.layer[op.id]
@@ -152,13 +208,11 @@ class _Readers:
         return reading(op, here)
 
 
-def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[int], list[Op]]:
+def _recomputed(layer: int, policy: str, readers: _Readers) -> tuple[list[int], list[Op]]:
     """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
-    # What every stage can make for itself (masks) is made again too; each layer makes its own.
-    of_layer, of_all = readers.forward_of.get(layer, ()), readers.forward_of.get(None, ())
-    forward = [readers.ops[i] for i in sorted((*of_layer, *of_all))]
+    forward = readers.forward(layer)
     kept = _kept(layer, policy, forward, readers)
-    recomputable = {v: op for op in forward if op.id not in kept for v in op.outputs}
+    recomputable = {v: op for op in forward for v in op.outputs if v not in kept}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
@@ -169,24 +223,34 @@ def _recomputed(layer: int, policy: Recompute, readers: _Readers) -> tuple[list[
     return read, _needed(read, recomputable, forward)
 
 
-def _kept(layer: int, policy: Recompute, forward: Sequence[Op], readers: _Readers) -> set[int]:
-    """The operations of a layer whose results a policy keeps, as far as the backward pass reads them.
+def _kept(layer: int, policy: str, forward: Sequence[Op], readers: _Readers) -> set[int]:
+    """The values of a layer that a policy keeps, as far as the backward pass reads them.
 
-    Of each two products of a matrix with another one, in the order of the layer, the first is kept: torchtitan's
+    Of each two products of a matrix with another one, in the order of the layer, HALF keeps the first: torchtitan's
     selective recomputation, which counts anew in each block and keeps attention. Products in a batch of matrices, such
     as those of attention and of experts, are kept.
+
+    Raises: PlanMismatchError for a text that names values that the layer does not have.
     """
-    if policy in (Recompute.NOTHING, Recompute.ALL):
+    if policy == Recompute.ALL:
         return set()
-    kept = {op.id for op in forward if is_kept(op)}
-    if policy is Recompute.HALF:
+    if is_by_value(policy):
+        places, named_places = readers.own_places(layer), policy.split()[1:]
+        if unknown := [place for place in named_places if place not in places]:
+            raise PlanMismatchError(
+                where=f"$.plan.pipeline.recomputed[{layer}]", expected=f"values of a layer of {len(places)}",
+                got=", ".join(unknown), hint="plan anew: the step is another one",
+            )  # fmt: skip
+        return {places[place] for place in named_places}
+    kept = [op for op in forward if is_kept(op)]
+    if policy == Recompute.HALF:
         products = [op.id for op in forward if readers.layer[op.id] == layer and is_plain_product(op)]
-        kept.difference_update(products[1::2])
-    return kept
+        kept = [op for op in kept if op.id not in products[1::2]]
+    return {v for op in kept for v in op.outputs}
 
 
 def _recomputation(
-    layer: int, policy: Recompute, readers: _Readers, fresh: Fresh
+    layer: int, policy: str, readers: _Readers, fresh: Fresh
 ) -> tuple[int, list[Op], dict[int, int], dict[int, int]]:
     """(position, operations to insert there, new names for the operands of the layer's backward operations, the values
     that are made again by their new names).

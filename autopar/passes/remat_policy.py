@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 
-from autopar.frontend.recompute_in_scans import Recompute
+from autopar.frontend.recompute_in_scans import Recompute, is_by_value
 
 _TEXT = re.compile(rf"({'|'.join(policy.value for policy in Recompute)})(?: every ([1-9]\d*))?")
 FORMS = " or ".join(repr(policy.value) for policy in Recompute) + ", also with ' every 2' or another number behind it"
+
+
+def name_of(policy: str) -> str:
+    """The policy of a layer in a word or two."""
+    return "by value" if is_by_value(policy) else policy
 
 
 def is_policy(text: str) -> bool:

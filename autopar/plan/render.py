@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.passes.remat_policy import name_of
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
@@ -148,7 +149,7 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
         mesh = LogicalMesh(axis_sizes=stage.axis_sizes)
         names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
         last = stage.first_device + mesh.num_devices - 1
-        recomputed = dict.fromkeys(pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)])
+        policies = pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)]
         backward = text_of_s(stage.backward_s) + (f" + {text_of_s(stage.weight_s)}" if stage.weight_s else "")
         cells = (
             str(number),
@@ -156,7 +157,7 @@ def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
             (f"{stage.first_device}-{last}" if last > stage.first_device else str(last))
             + (f", {kinds[number]}" if kinds else ""),
             str(mesh),
-            ", ".join(recomputed),
+            ", ".join(dict.fromkeys(map(name_of, policies))),
             text_of_s(stage.forward_s),
             backward,
             text_of_s(stage.once_s),

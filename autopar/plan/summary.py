@@ -19,6 +19,7 @@ from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster, memory_share, part_at
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.remat_policy import name_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 
 T = TypeVar("T")
@@ -496,7 +497,7 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
                 devices=LogicalMesh(axis_sizes=stage.axis_sizes).num_devices,
                 axis_sizes=stage.axis_sizes,
                 roles=axis_roles(record, number),
-                recomputed=tuple(dict.fromkeys(policies)),
+                recomputed=tuple(dict.fromkeys(map(name_of, policies))),
                 forward_s=stage.forward_s,
                 backward_s=stage.backward_s + stage.weight_s,
                 in_flight=stage.in_flight,

@@ -11,9 +11,9 @@ import pytest
 
 import autopar
 from autopar.common.progress import Progress
-from autopar.compiler import saved_values
+from autopar.intra_op import saved_values
 from autopar.compiler.planner import make_plan
-from autopar.compiler.saved_values import LayerValues, SavingProgram
+from autopar.intra_op.saved_values import LayerValues, SavingProgram
 from autopar.compiler.step_ways import bytes_saved
 from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
