@@ -144,9 +144,7 @@ class LayerValues:
         return in_turn_s([op], lambda inner: self._costs.compute_s(inner, None)) / self.cluster.num_devices
 
     def kept_places(self, most: int) -> Iterator[Mapping[str, Sequence[str]]]:
-        """The places of values that layers keep, by the names of layers: in fewer and fewer bytes, in so many choices at
-        most.
-        """
+        """The places of values that layers keep, by the names of layers: in fewer and fewer bytes, `most` choices."""
         if self.layers:
             program = SavingProgram(self)
             for taken in program.frontier(0.0, most):

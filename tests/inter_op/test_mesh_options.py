@@ -25,7 +25,7 @@ def worker():
 
 def fields(option):
     values = [getattr(option.option, f.name) for f in dataclasses.fields(option.option)]
-    return [option.mesh, option.policy, option.terms, option.given_bytes, *values]
+    return [option.mesh, option.policies, option.terms, option.given_bytes, *values]
 
 
 def are_equal(one, other):

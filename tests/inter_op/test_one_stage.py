@@ -112,7 +112,7 @@ def option_of(seconds, nbytes):
         working_bytes=none, send_s=0 * time_s,
     )  # fmt: skip
     terms = ObjectiveWeights(s_per_byte=0.0, exposed_fraction=1.0)
-    return PricedOption(option=table, mesh=ROW, given_bytes=none, policy=f"{nbytes} bytes", terms=terms)
+    return PricedOption(option=table, mesh=ROW, given_bytes=none, policies=(f"{nbytes} bytes",), terms=terms)
 
 
 def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():

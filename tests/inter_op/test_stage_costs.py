@@ -18,7 +18,7 @@ from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.fit_stages import LEANER, BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.stage_costs import PricedOption, remat_ops, stage_options, undominated
+from autopar.inter_op.stage_costs import PricedOption, layer_policies, stage_options, undominated
 from autopar.inter_op.stage_problems import DecidedOptions, tables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values, state_values
@@ -83,7 +83,7 @@ def two_stages(step, schedule, policy):
     """(the tables' option of two devices, the first layer of the second stage, two such stages built)"""
     on = cluster()
     found = tables(step, on, [2], LIMITS, DecidedOptions())
-    option = next(p for p in found if p.mesh.axis_sizes == (2,) and p.policy == policy)
+    option = next(p for p in found if p.mesh.axis_sizes == (2,) and {*p.policies} == {policy})
     half = len(step.layers) // 2
     choice = StageChoice(
         schedule=schedule,
@@ -209,7 +209,7 @@ def priced(name, num_devices=1, **changed):
         option=StageOption(num_devices=num_devices, name=name, **costs),
         mesh=LogicalMesh(axis_sizes=(num_devices,)),
         given_bytes=np.array([1, 1]),
-        policy="nothing",
+        policies=("nothing",),
         terms=ObjectiveWeights(s_per_byte=0.0, exposed_fraction=1.0),
     )
 
@@ -283,6 +283,11 @@ def test_what_cannot_fit_or_win_is_not_decided_again(monkeypatch, zero, to_beat_
     assert len(calls) == solved
 
 
+def options_of(folded, step, model, decisions):
+    policies = layer_policies(folded, step.layers, cluster(inside=FAST))
+    return stage_options(folded, policies, step.layers, model, SLOW, decisions)
+
+
 @pytest.mark.parametrize(("in_flight", "decided_for"), [(0, [0]), (1, [0]), (10_000, [0, 10_000])])
 def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flight, decided_for):
     """A gigabyte for 130 MB of state; 4 MB are saved of each micro-batch, as most of it lies whole on both devices."""
@@ -291,8 +296,8 @@ def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flig
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
     decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
     assert [d.terms.in_flight for d in decisions] == decided_for
-    options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
-    saved = [o.option.saved_bytes.sum() for o in options if o.policy == "nothing"]
+    options = options_of(contracted, step, model, decisions)
+    saved = [o.option.saved_bytes.sum() for o in options if {*o.policies} == {"nothing"}]
     assert all(leaner < first for first, leaner in itertools.pairwise(saved))
 
 
@@ -301,7 +306,7 @@ def test_sums_of_gradients_are_state_that_no_step_is_given():
     contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
     decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
-    options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
+    options = options_of(contracted, step, model, decisions)
     for option in options:
         assert option.given_bytes.tolist() == [WIDTH**2 * 4] * LAYERS
         assert (option.option.state_bytes - option.given_bytes >= WIDTH**2 * 4).all()
@@ -316,8 +321,8 @@ def test_of_equal_stages_only_decisions_whose_state_fits_are_priced_or_the_small
 
     def states(equal):
         decisions = layer_decisions(contracted, model, room_bytes, 0, equal=equal, time_limit_s=5.0)
-        options = stage_options(contracted, remat_ops(contracted), step.layers, model, SLOW, decisions)
-        return [o.option.state_bytes.sum() for o in options if o.policy == "nothing"]
+        options = options_of(contracted, step, model, decisions)
+        return [o.option.state_bytes.sum() for o in options if {*o.policies} == {"nothing"}]
 
     larger, smallest = sorted(states(equal=False), reverse=True)
     assert larger > smallest > room_bytes

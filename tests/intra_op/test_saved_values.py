@@ -11,14 +11,13 @@ import pytest
 
 import autopar
 from autopar.common.progress import Progress
-from autopar.intra_op import saved_values
 from autopar.compiler.planner import make_plan
-from autopar.intra_op.saved_values import LayerValues, SavingProgram
 from autopar.compiler.step_ways import bytes_saved
 from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
-from autopar.frontend.recompute_in_scans import name_of
 from autopar.frontend.tracing import trace
+from autopar.intra_op import saved_values
+from autopar.intra_op.saved_values import LayerValues, SavingProgram
 from autopar.ir.graph import OpKind, read_by
 from autopar.passes.saved_arrays import offloaded_by_policy, waiting_in_host
 from autopar.plan.options import PlanRequest
@@ -47,7 +46,7 @@ def _any_size_is_sent(monkeypatch):
 
 
 def layers_of(form, devices=2):
-    return LayerValues(build_graph(traced(form, ""), RuleBook()), slow_cluster(devices))
+    return LayerValues.of_scans(build_graph(traced(form, ""), RuleBook()), slow_cluster(devices))
 
 
 def two_products(state, batch):
@@ -59,15 +58,13 @@ def two_products(state, batch):
 
 def every_choice(layers):
     """(seconds, bytes kept, bytes sent) of each way to keep, send or compute again the values of one layer."""
-    (joined,), device = layers.bodies, layers.cluster.device
-    makers = {v: op for op in joined.forward for v in op.outputs}
-    ends = joined.block.outputs[-joined.num_ends :]
-    read = {v for op in joined.block.ops if op.id not in joined.first for v in read_by(op)} | set(ends)
-    values = [*joined.carried, *makers]
-    size = {v: joined.trips * layers.values[v].nbytes for v in values}
+    (layer,), device = layers.layers, layers.cluster.device
+    makers = {v: op for op in layer.forward for v in op.outputs}
+    values = list(layer.places.values())
+    size = {v: layer.times * layers.values[v].nbytes for v in values}
     for places in itertools.product(("kept", "sent", "again"), repeat=len(values)):
         place = dict(zip(values, places, strict=True))
-        again, waiting = {}, [v for v in read if place.get(v) == "again"]
+        again, waiting = {}, [v for v in layer.read if place.get(v) == "again"]
         while waiting and waiting[-1] in makers:
             op = makers[waiting.pop()]
             if op.id not in again:
@@ -81,16 +78,27 @@ def every_choice(layers):
         yield seconds, *(sum(size[v] for v in there if place[v] == kind) for kind in ("kept", "sent"))
 
 
-def test_no_choice_takes_less_in_as_many_bytes():
+def test_no_choice_costs_less_for_any_price_of_a_byte():
     layers = layers_of(two_products)
     program, choices = SavingProgram(layers), list(every_choice(layers))
-    seconds_of = np.array(program.costs)[:, 0]
-    for most_bytes, most_sent_bytes in itertools.product((0, 2048, 4096, 8192, 16384, 1e9), (0, 2048, 8192, 1e9)):
-        fitting = [s for s, kept, sent in choices if kept <= most_bytes and sent <= most_sent_bytes]
-        if fitting:
-            taken = program.taken(most_bytes, most_sent_bytes)
-            assert seconds_of @ taken == pytest.approx(min(fitting), rel=2e-3)
-    assert program.least_bytes() == min(kept for _, kept, sent in choices if not sent) == LAYERS * 8 * WIDTH * 4
+    seconds_of, bytes_of, sent_of, _ = np.array(program.costs).T
+    for most_sent_bytes in (0, 2048, 8192, 1e9):
+        found = [(seconds_of @ x, bytes_of @ x) for x in program.frontier(most_sent_bytes, 1000)]
+        assert all(sent_of @ x <= most_sent_bytes for x in program.frontier(most_sent_bytes, 1000))
+        assert [kept for _, kept in found] == sorted((kept for _, kept in found), reverse=True)
+        allowed = [(s, kept) for s, kept, sent in choices if sent <= most_sent_bytes]
+        assert found[-1][1] == min(kept for _, kept in allowed)
+        for price in (0, *np.geomspace(1e-13, 1e-6, 40)):
+            least = min(s + price * kept for s, kept in allowed)
+            assert min(s + price * kept for s, kept in found) == pytest.approx(least, rel=3e-3)
+
+
+def test_of_a_frontier_some_choices_are_taken_in_even_steps():
+    program = SavingProgram(layers_of(FORMS[0]))
+    size_of = np.array(program.costs)[:, 1]
+    every, some = ([size_of @ taken for taken in program.frontier(0.0, most)] for most in (1000, 2))
+    assert len(some) <= 3 < len(every)
+    assert {every[-1]} <= {*some} <= {*every}
 
 
 def test_fewer_bytes_save_less():
@@ -103,8 +111,8 @@ def test_fewer_bytes_save_less():
 
 def first_product(form):
     """The name of the layer, and the place of that result in it."""
-    (joined,) = layers_of(form).bodies
-    return name_of(joined), f"{[op.primitive for op in joined.forward].index('dot_general')}.0"
+    (layer,) = layers_of(form).layers
+    return layer.name, f"{[op.primitive for op in layer.forward].index('dot_general')}.0"
 
 
 def test_what_a_text_names_is_stacked_and_nothing_else():
@@ -128,8 +136,8 @@ def test_what_is_sent_waits_in_the_memory_of_the_hosts():
 def texts_of(form):
     """What is saved in half of the bytes: on the devices, and in the memory of the hosts too."""
     program = SavingProgram(layers_of(form))
-    least, most = program.least_bytes(), program.solved(math.inf, 0.0).kept_bytes
-    return [program.solved((least + most) / 2, 0.0).text, program.solved(0.0, math.inf).text]
+    on_devices, anywhere = program.frontier(0.0, 1000), program.frontier(math.inf, 1000)
+    return [program.choice(taken).text for taken in (on_devices[len(on_devices) // 2], anywhere[-1])]
 
 
 @pytest.mark.parametrize("form", [*FORMS, turned_and_checkpointed], ids=lambda form: form.__name__)
@@ -155,15 +163,15 @@ def test_layers_of_one_name_save_the_same():
         return FORMS[0](state, {"x": FORMS[0](state, batch)})
 
     once, twice = layers_of(FORMS[0]), layers_of(form)
-    assert len({name_of(joined) for joined in (*once.bodies, *twice.bodies)}) == 1
-    assert len(twice.bodies) == 2
+    assert len({layer.name for layer in (*once.layers, *twice.layers)}) == 1
+    assert len(twice.layers) == 2
     assert [c.text for c in twice.choices()] == [c.text for c in once.choices()]
     assert next(twice.choices()).kept_bytes == 2 * next(once.choices()).kept_bytes
 
 
 def test_a_step_without_scans_has_nothing_to_save():
     step = dataclasses.replace(traced(lambda state, batch: batch["x"] @ state["layers"]["up"][0][:, :WIDTH], ""))
-    assert list(LayerValues(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []
+    assert list(LayerValues.of_scans(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []
 
 
 @pytest.mark.parametrize(
@@ -176,9 +184,9 @@ def test_a_step_without_scans_has_nothing_to_save():
     ],
 )
 def test_a_text_that_is_of_no_layer_is_refused(text, error, got):
-    (joined,) = layers_of(FORMS[0]).bodies
+    (layer,) = layers_of(FORMS[0]).layers
     with pytest.raises(error) as raised:
-        build_graph(traced(FORMS[0], text.format(name_of(joined))), RuleBook())
+        build_graph(traced(FORMS[0], text.format(layer.name)), RuleBook())
     assert raised.value.got == got
     assert raised.value.where == "$.plan.scan_recompute"
 
@@ -204,11 +212,11 @@ def test_layers_in_a_loop_save_for_one_turn_of_it():
     args = tuple(map(shapes, arguments()))
     step = trace(accumulating, args, names=("state", "batch"), donate=(0,), batch=(1,))
     saved = {}
-    layers = LayerValues(build_graph(step, RuleBook()), slow_cluster(1))
+    layers = LayerValues.of_scans(build_graph(step, RuleBook()), slow_cluster(1))
     for text in ("", [choice.text for choice in layers.choices()][-1]):
         saved[text] = bytes_saved(build_graph(dataclasses.replace(step, scan_recompute=text), RuleBook()))
     last = 4 * WIDTH * 4  # bytes of what the loss reads, of four examples; as many enter each layer
     assert list(saved.values())[1] == (LAYERS + 1) * last < saved[""]
     # Both products run twice in a step, once in each turn of the outer loop.
-    (joined,) = layers.bodies
-    assert {op.count for op in joined.forward} == {2.0 * LAYERS}
+    (layer,) = layers.layers
+    assert {op.count for op in layer.forward} == {2.0 * LAYERS}

@@ -1,0 +1,139 @@
+"""What layers that are written out compute again, value by value: the policies, and the steps that come of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import PlanMismatchError
+from autopar.frontend.tracing import trace
+from autopar.inter_op.build_stages import cut_layers, recomputed
+from autopar.inter_op.stage_costs import layer_policies
+from autopar.passes.assign_layers import assign_layers
+from autopar.passes.fold_layers import fold_layers
+from autopar.passes.remat_policy import name_of
+from autopar.passes.split_scan import split_scans
+from autopar.sharding.rules import RuleBook
+from tests.sections import assert_same_numbers
+from tests.small_steps import assert_close, grouped, slow_cluster
+
+LAYERS, WIDTH, EXAMPLES = 6, 32, 256
+
+
+def step_of(dtype=jnp.float32, drop=0.0, checkpoints=False):
+    """Residual blocks in a loop of Python, with dropout; their last product is read by no backward pass."""
+
+    def layer(x, p, key):
+        h = jnp.tanh(x * p["scale"].astype(dtype)) @ p["up"].astype(dtype)
+        if drop:
+            h = jnp.where(jax.random.bernoulli(key, 1 - drop, h.shape), h, 0)
+        return x + jax.nn.gelu(h) @ p["down"].astype(dtype)
+
+    layer = jax.checkpoint(layer) if checkpoints else layer
+
+    def step(state, batch):
+        def loss(state):
+            x = batch["x"].astype(dtype)
+            for i, p in enumerate(state):
+                x = layer(x, p, jax.random.fold_in(jax.random.key(7), i))
+            return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    return step
+
+
+def numbers(width=WIDTH, examples=EXAMPLES):
+    keys = iter(jax.random.split(jax.random.key(0), 3 * LAYERS + 2))
+    normal = lambda *shape: 0.3 * jax.random.normal(next(keys), shape)
+    state = [
+        {"scale": normal(width), "up": normal(width, 3 * width), "down": normal(3 * width, width)}
+        for _ in range(LAYERS)
+    ]
+    return state, {"x": normal(examples, width), "y": normal(examples, width)}
+
+
+def cut(step, num_microbatches=2):
+    arguments = jax.eval_shape(numbers)
+    traced = trace(step, arguments, names=("state", "batch"), donate=(0,), batch=(1,))
+    return cut_layers(split_scans(traced, 1, RuleBook()), num_microbatches, RuleBook())
+
+
+def policies_of(microbatched, devices=1):
+    graph, layers = microbatched.graph, microbatched.layers
+    folded = fold_layers(graph, assign_layers(graph, layers), len(layers))
+    return layer_policies(folded, layers, slow_cluster(devices))
+
+
+def test_policies_keep_less_and_less_and_equal_layers_the_same():
+    found = policies_of(cut(step_of()))
+    assert (found.names[0], found.names[-1]) == ("nothing", "input")
+    assert len(found.names) > 3
+    assert list(found.kept_bytes) == sorted(found.kept_bytes, reverse=True)
+    for of_layers in found.of_layers:
+        assert len({*of_layers[1:-1]}) == 1
+    assert all(of_layers[-1] == "nothing" for of_layers in found.of_layers[:-1])  # its backward pass follows at once
+
+
+def test_policies_of_a_step_apply_in_other_numbers_of_micro_batches():
+    few, many = cut(step_of()), cut(step_of(), 8)
+    policy = policies_of(few).of_layers[2]
+    assert {name_of(each) for each in policy} == {"by value", "nothing"}
+    again, more = (recomputed(each, policy).graph for each in (few, many))
+    assert [op.primitive for op in again.ops()] == [op.primitive for op in more.ops()]
+    assert len(again.block.ops) > len(few.graph.block.ops)
+
+
+FORMS = [{}, {"drop": 0.1}, {"dtype": jnp.bfloat16}, {"checkpoints": True}]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=["float32", "dropout", "bfloat16", "jax.checkpoint"])
+def test_every_policy_computes_the_same(options):
+    microbatched = cut(step_of(**options))
+    arguments = list(jax.tree.map(np.asarray, jax.tree.leaves(numbers())))
+    for policy in policies_of(microbatched).of_layers:
+        again = recomputed(microbatched, policy).graph
+        assert_same_numbers(microbatched.graph, again, arguments)
+
+
+@pytest.mark.parametrize("options", FORMS[:3], ids=["float32", "dropout", "bfloat16"])
+def test_stages_choose_values_and_results_are_those_of_jit(options):
+    step, (state, batch) = step_of(**options), numbers()
+    plans = dict(cluster=slow_cluster(2), cache_dir=None)
+    limit_bytes = int(0.4 * max(autopar.plan(step, state, batch, **plans).predicted.peak_bytes))
+    limited = autopar.parallelize(step, **grouped(memory_limit_bytes=limit_bytes, num_microbatches=4, **plans))
+    plan = limited.plan(state, batch)
+    assert max(plan.predicted.peak_bytes) <= limit_bytes
+    assert "by value" in {name_of(policy) for policy in plan.record.pipeline.recomputed}
+    assert "by value" in str(plan)
+    expected = jax.jit(step)(state, batch)
+    got = limited(jax.tree.map(jnp.copy, state), batch)
+    assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if "dtype" in options else 1e-5)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_one_stage_computes_again_in_as_many_layers_as_the_memory_needs(share):
+    """On an H100: products of 64 MB, of which the search for one micro-batch keeps as many as fit."""
+    arguments = jax.eval_shape(lambda: numbers(512, 16_384))
+    options = {"cluster": "dgx-h100:1", "cache_dir": None, "num_microbatches": 1}
+    ample = autopar.plan(step_of(), *arguments, **grouped(**options)).predicted
+    limit_bytes = int(share * max(ample.peak_bytes))
+    found = autopar.plan(step_of(), *arguments, **grouped(memory_limit_bytes=limit_bytes, **options))
+    assert max(found.predicted.peak_bytes) <= limit_bytes
+    for policy in ("matmuls every 2", "matmuls", "half matmuls", "input every 2", "input"):
+        recipe = recipes.combine(dp=1, num_microbatches=1, recompute=policy)
+        asked = autopar.plan(step_of(), *arguments, plan=recipe, cluster="dgx-h100:1", cache_dir=None).predicted
+        if max(asked.peak_bytes) <= limit_bytes:
+            assert found.predicted.step_time_s <= asked.step_time_s
+
+
+def test_a_value_that_a_layer_does_not_have_is_refused():
+    microbatched = cut(step_of())
+    policies = ["nothing"] * len(microbatched.layers)
+    policies[1] = "values 99.0"
+    with pytest.raises(PlanMismatchError) as raised:
+        recomputed(microbatched, policies)
+    assert (raised.value.where, raised.value.got) == ("$.plan.pipeline.recomputed[1]", "99.0")
