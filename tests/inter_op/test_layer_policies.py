@@ -99,9 +99,8 @@ def test_every_policy_computes_the_same(options):
         assert_same_numbers(microbatched.graph, again, arguments)
 
 
-@pytest.mark.parametrize("options", FORMS[:3], ids=["float32", "dropout", "bfloat16"])
-def test_stages_choose_values_and_results_are_those_of_jit(options):
-    step, (state, batch) = step_of(**options), numbers()
+def test_stages_choose_values_and_results_are_those_of_jit():
+    step, (state, batch) = step_of(), numbers()
     plans = dict(cluster=slow_cluster(2), cache_dir=None)
     limit_bytes = int(0.4 * max(autopar.plan(step, state, batch, **plans).predicted.peak_bytes))
     limited = autopar.parallelize(step, **grouped(memory_limit_bytes=limit_bytes, num_microbatches=4, **plans))
@@ -109,9 +108,8 @@ def test_stages_choose_values_and_results_are_those_of_jit(options):
     assert max(plan.predicted.peak_bytes) <= limit_bytes
     assert "by value" in {name_of(policy) for policy in plan.record.pipeline.recomputed}
     assert "by value" in str(plan)
-    expected = jax.jit(step)(state, batch)
     got = limited(jax.tree.map(jnp.copy, state), batch)
-    assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if "dtype" in options else 1e-5)
+    assert_close(jax.tree.map(np.asarray, got), jax.jit(step)(state, batch))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75])
