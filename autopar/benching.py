@@ -15,7 +15,7 @@ from autopar.calls import nnx_objects
 from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import check_plan
-from autopar.compiler.whole_graph import whole_graph
+from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Dimension, Purpose

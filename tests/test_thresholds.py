@@ -53,7 +53,7 @@ NONE = {
     "lowering.emit._TILE": "of a TPU's tiles",
     "cost.stream_simulator.ALL_BYTES": "more than any program has",
     "cost.xla_program.SCALAR_BYTES": "of the largest scalar",
-    "inter_op.handing_out.SLICE_HOST_DEVICES": "of a host of a TPU slice",
+    "inter_op.staged.SLICE_HOST_DEVICES": "of a host of a TPU slice",
     "cost.xla_fusion.SEVERAL": "a mark, not a size",
     "ir.layout._PARTIAL": "a mark, not a size",
     "passes.fold_layers._NOWHERE": "a mark, not a size",

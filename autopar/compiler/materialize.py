@@ -17,7 +17,7 @@ from autopar.compiler.check_decisions import (
     check_transfers,
     check_values,
 )
-from autopar.compiler.whole_graph import program_graph
+from autopar.compiler.step_ways import program_graph
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import PlanMismatchError

@@ -13,23 +13,22 @@ from autopar.common.progress import Deadline, Progress
 from autopar.common.text import text_of_s
 from autopar.compiler.advice import advice_note, advised, with_pins_of_code
 from autopar.compiler.comparison import best_program, choose, near, notes, rejections
+from autopar.compiler.memory_errors import no_plan_error, refuse_large_state
 from autopar.compiler.memory_fallbacks import last_resort
-from autopar.compiler.no_plan import no_plan_error, refuse_large_state
 from autopar.compiler.plans_in_memory import Plans, plans_in_memory
 from autopar.compiler.saved_names import fastest_saving
-from autopar.compiler.step_ways import StepWays, as_requested, has_rings, least_s_of
-from autopar.compiler.whole_graph import stacked_step, whole_graph
+from autopar.compiler.step_ways import StepWays, as_requested, has_rings, least_s_of, stacked_step, whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost.compiler_options import check_options, options_of
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.handing_out import least_handed_out_s
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
+from autopar.inter_op.staged import least_handed_out_s
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate

@@ -1,4 +1,8 @@
-"""The ways to write a step among which a search chooses: attention by a kernel, recomputation in scans over layers."""
+"""The ways to write a step among which a search chooses, and the graph of the step in each.
+
+Attention runs by a kernel, in blocks or as it is written, and scans over layers compute more or less again. The graph
+of the whole batch as one program is built once for all that plan it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.match import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
-from autopar.compiler.whole_graph import whole_graph
 from autopar.cost.cost_model import least_time_s
+from autopar.cost.roofline import flops_of
+from autopar.frontend.build_graph import graph_as_written, saving_in_scans
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
@@ -19,10 +24,53 @@ from autopar.intra_op.saved_values import LayerValues
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
+from autopar.passes.fold_step import GraphViews
+from autopar.passes.round_examples import round_examples
 from autopar.passes.saved_arrays import offloaded_by_policy, waiting_in_host
+from autopar.passes.stack_updates import stack_updates
 from autopar.plan.context import StepGraphs
 from autopar.plan.options import Attention, PlanRequest
 from autopar.sharding.rules import RuleBook
+
+
+def program_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs | None = None) -> OpGraph:
+    """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so.
+    `graphs` keeps the graph as it is written.
+
+    Raises: as `build_graph`.
+    """
+    written = dataclasses.replace(traced, scan_recompute="", stacked_over=0, uneven_over=0)
+    graph = (graphs or StepGraphs()).of(written, "as written", lambda: graph_as_written(written, rules))
+    graph = saving_in_scans(graph, traced.scan_recompute, rules)
+    if traced.stacked_over:
+        graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
+    return _rounded(graph, traced)
+
+
+def _rounded(graph: OpGraph, traced: TracedStep) -> OpGraph:
+    return round_examples(graph, traced.uneven_over) if traced.uneven_over else graph
+
+
+def whole_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs) -> GraphViews:
+    """The views of the step's graph, kept in `graphs`. Raises: UnsupportedError as `build_graph`."""
+    return graphs.of(traced, "whole", lambda: GraphViews(program_graph(traced, rules, graphs), flops_of))
+
+
+def stacked_step(traced: TracedStep, num_devices: int, rules: RuleBook, graphs: StepGraphs) -> TracedStep:
+    """The step with equal matrices of its update stacked for so many devices, where it has any."""
+    if num_devices == 1:
+        return traced
+    plain, stacked = whole_graph(traced, rules, graphs), dataclasses.replace(traced, stacked_over=num_devices)
+    even = plain
+    if traced.uneven_over:
+        even = whole_graph(dataclasses.replace(traced, uneven_over=0), rules, graphs)
+
+    def views() -> GraphViews:
+        graph = stack_updates(even.graph, num_devices, flops_of, rules)
+        return plain if graph is even.graph else GraphViews(_rounded(graph, traced), flops_of)
+
+    return traced if graphs.of(stacked, "whole", views) is plain else stacked
+
 
 # The share of a step's computing that a kernel must save for attention not to stay as it is written: programs in blocks
 # that were predicted equal took 1.6 % less and 2.0 % more on an H200 (`benchmarks/results/accelerator.md`). The same

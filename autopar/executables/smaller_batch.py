@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, step_in_parts, with_options_of
-from autopar.compiler.whole_graph import program_graph
+from autopar.compiler.step_ways import program_graph
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
-from autopar.inter_op.isomorphism import CanonicalGraph, carried_over
+from autopar.inter_op.decide_stages import CanonicalGraph, carried_over
 from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk

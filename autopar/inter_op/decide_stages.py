@@ -1,4 +1,7 @@
-"""The decisions of the stages of a pipeline: isomorphic stages share theirs, slices of one leaf share its layout."""
+"""The decisions of the stages of a pipeline: isomorphic stages share theirs, slices of one leaf share its layout.
+
+Isomorphic graphs are equal except for the numbers of operations and values.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,50 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost.cost_model import NodeCosts
-from autopar.inter_op.isomorphism import canonical_graph, carried_over
 from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
-from autopar.ir.graph import Op
+from autopar.ir.canonical_form import CanonicalForm
+from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.lower import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
 from autopar.sharding.constraints import Constraints
+from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.pins import PinnedLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanonicalGraph:
+    """A graph's structure without numbers. The `ops` and `values` of graphs with equal `key`s correspond in order."""
+
+    key: tuple
+    ops: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def canonical_graph(graph: OpGraph) -> CanonicalGraph:
+    form = CanonicalForm(graph, lambda op: (op.role, op.count))
+    top = form.block_key(graph.block)
+    key = (top, graph.tied, graph.donated, graph.batch, graph.num_microbatches, graph.repeating)
+    return CanonicalGraph(key=key, ops=tuple(form.ops), values=form.values)
+
+
+def carried_over(plan: ShardingPlan, source: CanonicalGraph, target: CanonicalGraph, graph: OpGraph) -> ShardingPlan:
+    """The decisions of one graph for another of equal key."""
+    op = dict(zip(source.ops, target.ops, strict=True))
+    value = dict(zip(source.values, target.values, strict=True))
+    return dataclasses.replace(
+        plan,
+        strategy={op[o]: s for o, s in plan.strategy.items()},
+        partials=find_partials(graph),
+        unreduced={value[v]: layout for v, layout in plan.unreduced.items()},
+        reduced={value[v]: layout for v, layout in plan.reduced.items()},
+        copies={(value[v], readers): layout for (v, readers), layout in plan.copies.items()},
+        transfer_layouts={op[o]: layout for o, layout in plan.transfer_layouts.items()},
+        in_host=frozenset(value[v] for v in plan.in_host),
+        saved_in_host=frozenset(value[v] for v in plan.saved_in_host),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,35 @@
-"""What is known of a step in one stage: the least memory of its devices, and what it would take in several stages."""
+"""One stage on all devices: its bounds, its numbers of micro-batches, and its decisions by themselves.
+
+The tables decide layers one by one, and add up what is sent. Only the simulation of a stage tells which decisions wait
+least, so that one stage that comes near the best is decided again: by itself, under data parallelism and ZeRO, with
+other charges, in other numbers of micro-batches, with more recomputation in some layers than in others.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from autopar.common.progress import Deadline
 from autopar.cost.cost_model import cost_model
 from autopar.cost.usage import compute_times_s
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
 from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
+from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.stage_costs import LayerPolicies
 from autopar.inter_op.staged import StagedStep
 from autopar.inter_op.submeshes import part_of
 from autopar.inter_op.truncated_model import TruncatedModel, estimate
+from autopar.intra_op.baselines import baseline_bindings
 from autopar.ir.graph import Section
 from autopar.ir.mesh import LogicalMesh
+from autopar.plan.context import PlanningContext
+from autopar.sharding.binding import Binding
 
 
 def least_bytes(
@@ -60,3 +75,261 @@ def least_in_turn_s(staged: StagedStep, most_devices: int) -> float:
         shared_s += op_s
         forward_s += op_s if section[op] is Section.FORWARD else 0.0
     return shared_s + forward_s * (num_devices / most_devices - 1)
+
+
+# One stage is evaluated in more micro-batches if it takes at most so many times as long as the best.
+WALKED_WITHIN = 1.05
+
+
+class Refined(Protocol):
+    """What was evaluated of one stage, and how more of it is (`PipelineEvaluator`)."""
+
+    limit_bytes: int
+    deadline: Deadline
+    best: PipelineCandidate | PipelineEstimate | None
+    refinements: list[PipelineEstimate]
+
+    def least_bytes(self, m: int, choice: StageChoice) -> int: ...
+
+    def may_gain(self, m: int, choice: StageChoice) -> bool: ...
+
+    def refined(
+        self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
+    ) -> PipelineEstimate | None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchCounts:
+    """The numbers of micro-batches in which one stage is evaluated, in rising order. `cut` gives the step in one, None
+    where it admits none. `least_s`: of the step under any plan, where no device repeats the work of another.
+    """
+
+    numbers: Sequence[int]
+    cut: Callable[[int], MicrobatchedStep | None]
+    num_examples: int
+    num_devices: int
+    least_s: float
+
+    def admits(self, m: int, choice: StageChoice) -> bool:
+        """Whether the step in m micro-batches has the layers of a choice."""
+        microbatched = self.cut(m)
+        return microbatched is not None and len(microbatched.layers) == len(choice.policies)
+
+    def shared_by_most(self, m: int) -> int:
+        """At most m micro-batches: those whose examples are shared out over most devices, and of these the most."""
+        return max((self._sharing(n), n) for n in self.numbers if n <= m)[1]
+
+    def take_too_long(self, m: int, best: PipelineCandidate | PipelineEstimate | None) -> bool:
+        """Whether recipes take longer than the best in m micro-batches. They split nothing but examples, so that
+        devices repeat the work of others where there are fewer examples.
+        """
+        return best is not None and self.least_s * self.num_devices / self._sharing(m) > best.step_time_s
+
+    def _sharing(self, m: int) -> int:
+        """The devices over which recipes split the examples of a micro-batch."""
+        return math.gcd(self.num_examples // m, self.num_devices)
+
+
+def refine_in_other_counts(evaluator: Refined, others: MicrobatchCounts) -> None:
+    """Evaluates what fits in fewer micro-batches while that is faster and may become the best, and what comes near the
+    best in more of them: while that is faster, or until it fits.
+
+    Each recipe and each way to recompute by itself.
+    """
+    begun: dict[tuple[str, tuple[str, ...]], PipelineEstimate] = {}
+    for found in sorted(evaluator.refinements, key=lambda found: found.rank(evaluator.limit_bytes)):
+        if found.binding is None and found.choice.terms:
+            continue  # whose prices are those of a number of micro-batches
+        begun.setdefault((found.name, found.choice.policies), found)
+    for first in begun.values():
+        if first.fits(evaluator.limit_bytes) and _walk(evaluator, others, first, -1):
+            continue
+        if evaluator.best is not None and first.step_time_s <= WALKED_WITHIN * evaluator.best.step_time_s:
+            _walk(evaluator, others, first, 1)
+
+
+def _walk(evaluator: Refined, others: MicrobatchCounts, first: PipelineEstimate, step: int) -> bool:
+    """Whether the next number in a direction is better than the first; goes on as long as the next one is."""
+    at, position = first, others.numbers.index(first.num_microbatches) + step
+    while 0 <= position < len(others.numbers) and not evaluator.deadline.passed:
+        m = others.numbers[position]
+        if at.binding is not None and others.take_too_long(m, evaluator.best):
+            break
+        if not evaluator.may_gain(m, at.choice) or not others.admits(m, at.choice):
+            break
+        if step < 0 and evaluator.least_bytes(m, at.choice) > evaluator.limit_bytes:
+            break
+        found = evaluator.refined(m, at.choice, at.name, at.binding)
+        if found is None or found.rank(evaluator.limit_bytes) >= at.rank(evaluator.limit_bytes):
+            break
+        if step < 0 and evaluator.best is not None and _in_one_s(at, found) > evaluator.best.step_time_s:
+            return True
+        at, position = found, position + step
+    return at is not first
+
+
+def _in_one_s(more: PipelineEstimate, fewer: PipelineEstimate) -> float:
+    """Seconds in one micro-batch, if each takes off as much as the last ones did."""
+    each_s = (more.step_time_s - fewer.step_time_s) / (more.num_microbatches - fewer.num_microbatches)
+    return fewer.step_time_s - each_s * (fewer.num_microbatches - 1)
+
+
+BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
+IN_SOME_LAYERS = "{} in {} layers"
+
+
+class Evaluated(Refined, Protocol):
+    """What was evaluated of all pipelines, and how one stage is evaluated otherwise (`PipelineEvaluator`)."""
+
+    context: PlanningContext
+    cluster: Cluster
+    # For (stages, micro-batches): the best, and its bytes by the tables.
+    best_of: dict[tuple[int, int], tuple[PipelineEstimate, int]]
+
+    def as_it_is(
+        self, m: int, choice: StageChoice, binding: Binding | None = None
+    ) -> PipelineEstimate | PipelineCandidate | None: ...
+
+
+def refine_one_stage(evaluated: Evaluated, others: MicrobatchCounts, counts: Iterable[float]) -> None:
+    """Evaluates the best pipeline of one stage under other decisions, where it comes near the best of all: as it
+    recomputes, and without any recomputation, in the first number of micro-batches from its own on in which that may
+    fit.
+
+    In one micro-batch, what keeps all is a program without stages, of which those were weighed. `counts`: other
+    fractions of hidden communication that are charged.
+    """
+    best = _near_the_best(evaluated)
+    if best is None:
+        return
+    m, choice = best.num_microbatches, best.choice
+    keeps_all = dataclasses.replace(choice, policies=("nothing",) * len(choice.policies))
+    numbers: dict[StageChoice, int] = {}
+    for saving in dict.fromkeys((keeps_all, choice)):  # what keeps all is mostly faster, and bounds the other
+        known_to_fit = saving == choice and best.fits(evaluated.limit_bytes)
+        number = m if known_to_fit else _first_that_may_fit(evaluated, others, m, saving)
+        if number is not None:
+            numbers[saving] = number
+    weighed = [(1, keeps_all)] if evaluated.context.weighed_one_program else []
+    for saving, number in numbers.items():
+        for mesh in own_meshes(evaluated.cluster, choice.group_meshes[0]):
+            own = dataclasses.replace(saving, group_meshes=(mesh,), terms=(), over_limit=())
+            if (number, saving) not in weighed and evaluated.may_gain(number, saving):
+                evaluated.refined(number, own, BY_ITSELF)
+        of_recipes = _of_recipes(evaluated, others, number, saving)
+        for name, binding in baseline_bindings(evaluated.cluster):
+            if of_recipes is None or (of_recipes, saving) in weighed:
+                continue
+            if evaluated.may_gain(of_recipes, saving):
+                evaluated.refined(of_recipes, saving, name, binding)
+    for count in counts:
+        terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
+        if numbers.get(choice) == m and terms != choice.terms and evaluated.may_gain(m, choice):
+            evaluated.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
+
+
+def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
+    """The best of one stage: the best of all, or one that fits and takes little longer."""
+    one_stage = [candidate for (stages, _), (candidate, _) in evaluated.best_of.items() if stages == 1]
+    found = min(one_stage, key=lambda each: each.rank(evaluated.limit_bytes), default=None)
+    if found is None or evaluated.best is None:
+        return None
+    if found.rank(evaluated.limit_bytes) <= evaluated.best.rank(evaluated.limit_bytes):
+        return found
+    is_near = found.step_time_s <= NEAR_THE_BEST * evaluated.best.step_time_s
+    return found if found.fits(evaluated.limit_bytes) and is_near else None
+
+
+def _first_that_may_fit(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
+    """The first number of micro-batches, from m on, in which a choice may fit; None where there is none.
+
+    Twice as many micro-batches need half of the memory at least, so that some numbers are left out.
+    """
+    least = m * 1.0
+    for number in (n for n in others.numbers if n >= m):
+        if evaluated.deadline.passed:
+            return None
+        if number < least or not others.admits(number, choice):
+            continue
+        needed_bytes = evaluated.least_bytes(number, choice)
+        if needed_bytes <= evaluated.limit_bytes:
+            return number
+        least = number * needed_bytes / evaluated.limit_bytes
+    return None
+
+
+def _of_recipes(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
+    """The number of micro-batches of recipes where other decisions have m: fewer, where more devices share the examples
+    and that may fit. None where recipes take too long, since devices repeat the work of others.
+    """
+    number = others.shared_by_most(m)
+    if (
+        number != m
+        and not evaluated.deadline.passed
+        and not others.take_too_long(number, evaluated.best)
+        and others.admits(number, choice)
+        and evaluated.least_bytes(number, choice) <= evaluated.limit_bytes
+    ):
+        return number
+    return None if others.take_too_long(m, evaluated.best) else m
+
+
+def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, policies: Sequence[LayerPolicies]) -> None:
+    """Evaluates the best pipeline of one stage with more recomputation in some layers than in others, where memory is
+    short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
+    """
+    best, at = evaluated.best, _near_the_best(evaluated)
+    if best is None or at is None or not best.fits(evaluated.limit_bytes) or evaluated.context.fastest_s < math.inf:
+        return
+    binding = best.binding if isinstance(best, PipelineEstimate) and len(best.choice.first_layers) == 1 else None
+    of = best.choice if binding is not None else at.choice
+    terms = at.rounds[-1].terms if at.rounds and binding is None else ()  # under which the state fits
+    plain = dataclasses.replace(of, terms=terms, over_limit=(True,) * len(terms))
+    of_step = [each for each in policies if len(each.of_layers[0]) == len(plain.policies) > 1]
+    position = others.numbers.index(at.num_microbatches)
+    for m in others.numbers[max(0, position - 1) : position + 2] if of_step else ():
+        if others.admits(m, plain):
+            _in_some_layers(evaluated, m, plain, binding, of_step[-1])
+
+
+def _in_some_layers(
+    evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
+) -> None:
+    """In m micro-batches: the policy that keeps least beyond the limit in as few layers as fit, the next one in the
+    others, spread evenly. A peak is on a line over the bytes that are kept.
+    """
+    limit_bytes, num_layers = evaluated.limit_bytes, len(plain.policies)
+
+    def of(number: int) -> PipelineEstimate | PipelineCandidate | None:
+        choice = dataclasses.replace(plain, policies=policies.of_layers[number])
+        return evaluated.as_it_is(m, choice, binding) if not evaluated.deadline.passed else None
+
+    assert evaluated.best is not None, "one fits"
+    more = of(0)
+    if more is None or more.fits(limit_bytes) or more.step_time_s >= evaluated.best.step_time_s:
+        return
+    # On a line between two that were evaluated; the bytes that are kept err where all is, as much of it is fused.
+    for known in (1, len(policies.names) - 1):
+        less = of(known)
+        if less is None or less.fits(limit_bytes):
+            break
+        more = less
+    if less is None or not less.fits(limit_bytes):
+        return
+    over, kept_bytes = (more.peak_bytes - limit_bytes) / (more.peak_bytes - less.peak_bytes), policies.kept_bytes
+    least_s = more.step_time_s + (over * (less.step_time_s - more.step_time_s) if known == 1 else 0.0)
+    if least_s >= evaluated.best.step_time_s:
+        return
+    number, share = known, over
+    if known > 1:
+        wanted_bytes = kept_bytes[1] - over * (kept_bytes[1] - kept_bytes[-1])
+        number = next(i for i, nbytes in enumerate(kept_bytes) if nbytes <= wanted_bytes)
+        share = (kept_bytes[number - 1] - wanted_bytes) / (kept_bytes[number - 1] - kept_bytes[number])
+    first = min(num_layers, math.ceil(share * num_layers))
+    for n in range(first, min(num_layers, first + 1) + 1):  # a line over bytes may promise too much
+        in_less = {round((i + 1) * num_layers / n) - 1 for i in range(n)}
+        mixed = tuple(policies.of_layers[number - (layer not in in_less)][layer] for layer in range(num_layers))
+        name = IN_SOME_LAYERS.format(policies.names[number], n)
+        found = evaluated.refined(m, dataclasses.replace(plain, policies=mixed), name, binding)
+        if found is None or found.fits(limit_bytes):
+            break

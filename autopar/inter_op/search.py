@@ -18,23 +18,27 @@ from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
-from autopar.inter_op.device_parts import check_parts
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.handing_out import least_handed_out_s
-from autopar.inter_op.mesh_options import MeshOptions
-from autopar.inter_op.mesh_screen import MeshScreen
-from autopar.inter_op.microbatch_counts import MicrobatchCounts, refine_in_other_counts
-from autopar.inter_op.microbatch_walk import Tried, next_for_stages, next_numbers, numbers_within
-from autopar.inter_op.one_stage import least_in_turn_s
+from autopar.inter_op.mesh_options import MeshOptions, MeshScreen
+from autopar.inter_op.one_stage import (
+    MicrobatchCounts,
+    least_in_turn_s,
+    recompute_in_some_layers,
+    refine_in_other_counts,
+    refine_one_stage,
+)
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
-from autopar.inter_op.refine_one_stage import recompute_in_some_layers, refine_one_stage
-from autopar.inter_op.requested_step import split_step, whole_batch
+from autopar.inter_op.requested import split_step, whole_batch
 from autopar.inter_op.search_space import (
     FINEST_PARTS,
     NEAR_THE_BEST,
+    Tried,
     chunk_numbers,
     is_long,
     microbatch_numbers,
+    next_for_stages,
+    next_numbers,
+    numbers_within,
     odd_part,
     schedules_of,
     sizes_for,
@@ -43,6 +47,8 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
+from autopar.inter_op.staged import least_handed_out_s
+from autopar.inter_op.submeshes import check_parts
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples

@@ -20,8 +20,8 @@ from autopar.hardware.cluster import WHOLE, Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.intra_op.overlapped_axes import with_overlapped_axes
 from autopar.intra_op.saved_values import LayerValues
+from autopar.intra_op.slack import with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import HOST, OpKind, Section, read_by, walk
 from autopar.ir.layout import local_bytes

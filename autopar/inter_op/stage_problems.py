@@ -16,16 +16,22 @@ from autopar.cost.cost_model import cost_model
 from autopar.cost.stream_work import Ran
 from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
 from autopar.inter_op.build_stages import MicrobatchedStep
-from autopar.inter_op.device_parts import on_part, orders, placements
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.layer_decisions import LARGE_SHARE, Decisions
-from autopar.inter_op.mesh_options import LayersOnMesh, MeshOptions
-from autopar.inter_op.mesh_screen import MeshScreen
-from autopar.inter_op.microbatch_walk import BestStages, Tried
-from autopar.inter_op.search_space import chunk_numbers, is_long, meshes_inside, schedules_of, sizes_for, stage_numbers
+from autopar.inter_op.mesh_options import LayersOnMesh, MeshOptions, MeshScreen
+from autopar.inter_op.search_space import (
+    BestStages,
+    Tried,
+    chunk_numbers,
+    is_long,
+    meshes_inside,
+    schedules_of,
+    sizes_for,
+    stage_numbers,
+)
 from autopar.inter_op.stage_choice import choice_of
 from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, layer_policies, undominated
-from autopar.inter_op.submeshes import part_of
+from autopar.inter_op.submeshes import on_part, orders, part_of, placements
 from autopar.intra_op.memory_prices import saved_values
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh

@@ -1,9 +1,13 @@
-"""A step in stages: the decisions of each stage, their tasks, and the program that runs them on a schedule."""
+"""A step in stages: the decisions of each stage, their tasks, and the program that runs them on a schedule.
+
+Devices get tasks no faster than the processes hand them out, which takes time too.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import task_memory
@@ -13,7 +17,6 @@ from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware.cluster import Cluster, memory_share
-from autopar.inter_op.handing_out import handed_out_s
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.build_choice_graph import SharedTables
@@ -31,13 +34,49 @@ from autopar.passes.split_scan import SplitStep
 from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
 from autopar.runtime.cross_mesh import refined, wire_layouts
 from autopar.runtime.emit import emit
-from autopar.runtime.program import Node, Program, TaskKind
+from autopar.runtime.program import Node, Program, TaskKind, runs_of
 from autopar.runtime.schedule import StageCosts
 from autopar.runtime.simulator import Simulation, merged, simulate
 from autopar.runtime.standard_schedules import PipelineSchedule, is_fitted, make_schedule
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
 from autopar.solver import Status
+
+# Of the thread that walks the instruction list: a run of a task, with what is sent and freed behind it.
+HAND_OUT_S = 1e-4
+SLICE_HOST_DEVICES = 4  # of one host of a TPU slice, which has a process of its own
+
+
+def process_devices(cluster: Cluster) -> int:
+    """The devices that one process has: those of a host."""
+    return min(SLICE_HOST_DEVICES, cluster.devices_per_host) if cluster.torus else cluster.devices_per_host
+
+
+def handed_out_s(program: Program, groups: Mapping[int, Submesh], cluster: Cluster) -> float:
+    """Seconds that a step takes at least because one process hands out one task after the other, on the process that
+    has most of them. `groups`: the devices of each mesh of the program.
+    """
+    devices = process_devices(cluster)
+    runs: collections.Counter[int] = collections.Counter()
+    for instruction in program.instructions:
+        if parts := runs_of(instruction):
+            runs.update(_processes(groups[program.pipeline.tasks[parts[0][0]].mesh], devices))
+    return HAND_OUT_S * max(runs.values(), default=0)
+
+
+def _processes(group: Submesh, devices: int) -> Iterable[int]:
+    last = group.first_device + group.mesh.num_devices - 1
+    return range(group.first_device // devices, last // devices + 1)
+
+
+def least_handed_out_s(cluster: Cluster, num_stages: int, num_microbatches: int, *, has_backward: bool) -> float:
+    """The same of any pipeline of so many stages, two or more: each has a forward task in every micro-batch, and a
+    backward task where the step has a backward pass.
+    """
+    runs = num_stages * num_microbatches * (2 if has_backward else 1)
+    num_processes = -(-cluster.num_devices // process_devices(cluster))
+    return HAND_OUT_S * runs / min(num_processes, num_stages)
+
 
 # Zero-bubble schedules fitted to the predicted seconds and bytes of the tasks of a pipeline.
 

@@ -1,4 +1,4 @@
-"""The devices of a stage: their logical mesh, the part of the cluster that they are, and the links to other stages."""
+"""The devices of stages: submeshes of a cluster, and those of each of its parts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.cost.cost_model import CostModel, cost_model
-from autopar.errors import InvalidArgumentError
-from autopar.hardware.cluster import WHOLE, Cluster, first_devices, part_number
+from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.hardware.cluster import WHOLE, Cluster, first_devices, memory_shares, part_number
 from autopar.hardware.collective_cost import Link
+from autopar.inter_op.stage_costs import PricedOption, send_seconds
 from autopar.ir.mesh import LogicalMesh
+from autopar.passes.layers import Layers
+from autopar.passes.split_scan import SplitStep
+from autopar.solver import Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +82,60 @@ def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
         ends = [(first - start, last - start) for first, last in ends]
     hosts = {device // cluster.domain_devices for end in ends for device in end}
     return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
+
+
+def orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """The orders of a cluster's parts along a pipeline, equal parts counting as one; of one kind the empty order."""
+    found: dict[tuple[Cluster, ...], tuple[int, ...]] = {}
+    for order in itertools.permutations(range(len(cluster.parts))):
+        found.setdefault(tuple(cluster.parts[number] for number in order), order)
+    return list(found.values())
+
+
+def placements(options: Sequence[PricedOption], cluster: Cluster, order: Sequence[int]) -> tuple[Placement, ...]:
+    """Where each option lies in a pipeline over the parts in this order; none on a cluster of one kind."""
+    if not cluster.parts:
+        return ()
+    sizes = [cluster.parts[number].num_devices for number in reversed(order)]
+    begins = dict(zip(reversed(order), itertools.accumulate(sizes, initial=0), strict=False))
+    shares = memory_shares(cluster)
+    whole = Placement(begin=0, end=cluster.num_devices, host_devices=cluster.domain_devices)
+    of_part = {
+        number: Placement(
+            begin=begins[number],
+            end=begins[number] + cluster.parts[number].num_devices,
+            host_devices=cluster.parts[number].domain_devices,
+            memory_share=shares[number],
+        )
+        for number in order
+    }
+    return tuple(whole if o.part == WHOLE else dataclasses.replace(of_part[o.part], is_last=o.is_last) for o in options)
+
+
+def on_part(options: Sequence[PricedOption], number: int, cluster: Cluster, layers: Layers) -> tuple[PricedOption, ...]:
+    """The options of one part of a cluster, for its last stage, which sends to another part, and for others."""
+    assert cluster.between_parts is not None, "parts are joined by a link"
+    inside = [dataclasses.replace(o, part=number, is_last=False) for o in options]
+    leaving = [
+        dataclasses.replace(
+            o,
+            option=dataclasses.replace(
+                o.option, send_s=send_seconds(layers, o.option.num_devices, cluster.between_parts)
+            ),
+            part=number,
+            is_last=True,
+        )
+        for o in options
+    ]
+    return (*inside, *leaving)
+
+
+def check_parts(cluster: Cluster, step: SplitStep) -> None:
+    """Raises: UnsupportedError for a scan over layers on a cluster of several parts, whose stages get unequal parts."""
+    if cluster.parts and step.parts > 1:
+        raise UnsupportedError(
+            where=f"stages of {step.traced.name} on cluster {cluster.name}",
+            expected="layers that are written out, so that faster devices can get more of them",
+            got=f"a scan over {step.trips} layers, of which each stage has as many",
+            hint="write the layers out in a Python loop, or ask for equal stages: plan=autopar.recipes.pipeline(4)",
+        )

@@ -20,8 +20,7 @@ from autopar.intra_op.mesh_choice import (
     longest_s,
     slower,
 )
-from autopar.intra_op.overlapped_axes import with_overlapped_axes
-from autopar.intra_op.slack import ALL_EXPOSED, Exposure
+from autopar.intra_op.slack import ALL_EXPOSED, Exposure, with_overlapped_axes
 from autopar.intra_op.spmd_candidate import (
     ProgramMemory,
     SpmdCandidate,

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
-from autopar.compiler.whole_graph import whole_graph
+from autopar.compiler.step_ways import whole_graph
 from autopar.compiler.write_plan import plan_of
 from autopar.cost import peak_memory
 from autopar.cost.cost_model import NodeCosts, cost_model
@@ -37,7 +37,7 @@ from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
 from autopar.lowering.lower import lower
 from autopar.manual.walks import Problem
-from autopar.passes.graph_views import GraphViews
+from autopar.passes.fold_step import GraphViews
 from autopar.plan.context import PlanningContext, StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan, Trees

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
-from autopar.passes.graph_views import GraphViews
+from autopar.passes.fold_step import GraphViews
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import RejectionRecord
 from autopar.sharding.rules import RuleBook

@@ -8,11 +8,11 @@ import pytest
 
 from autopar import recipes
 from autopar.common.progress import Progress
-from autopar.compiler import whole_graph
+from autopar.compiler import step_ways
 from autopar.compiler.planner import make_plan
 from autopar.errors import UnsupportedError
 from autopar.frontend.tracing import trace
-from autopar.inter_op import requested_step
+from autopar.inter_op import requested
 from autopar.microbatch import microbatch
 from autopar.plan.context import StepGraphs
 from autopar.plan.plan import Trees
@@ -40,8 +40,8 @@ def test_plans_that_share_graphs_are_those_that_each_would_be(monkeypatch):
         return make_plan(step, trees, slow_cluster(2), request, rules, Progress("", show=False), shared).record
 
     alone = [plan(request) for request in REQUESTS]
-    counted(monkeypatch, whole_graph, "graph_as_written", calls)
-    counted(monkeypatch, requested_step, "cut_layers", calls)
+    counted(monkeypatch, step_ways, "graph_as_written", calls)
+    counted(monkeypatch, requested, "cut_layers", calls)
     assert [plan(request, graphs) for request in REQUESTS] == alone
     assert calls == ["graph_as_written", "cut_layers"]
 
@@ -76,8 +76,8 @@ def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monk
         return make_plan(traced, trees, slow_cluster(2), request, RuleBook(), Progress("", show=False), shared).record
 
     alone = [plan(request) for request in requests]
-    counted(monkeypatch, requested_step, "split_scans", calls)
-    counted(monkeypatch, requested_step, "build_graph", calls)
+    counted(monkeypatch, requested, "split_scans", calls)
+    counted(monkeypatch, requested, "build_graph", calls)
     traces.clear()
     graphs = StepGraphs()
     assert [plan(request, graphs) for request in requests] == alone

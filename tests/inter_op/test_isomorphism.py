@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autopar.inter_op.isomorphism import canonical_graph, carried_over
+from autopar.inter_op.decide_stages import canonical_graph, carried_over
 from autopar.ir.graph import Block, Section
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh

@@ -7,10 +7,10 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import handing_out
+from autopar.inter_op import staged
 from autopar.inter_op.build_stages import cut_layers
-from autopar.inter_op.handing_out import HAND_OUT_S, least_handed_out_s, process_devices
 from autopar.inter_op.search import least_pipeline_s
+from autopar.inter_op.staged import HAND_OUT_S, least_handed_out_s, process_devices
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
 from autopar.sharding.rules import RuleBook
@@ -48,7 +48,7 @@ def least_s(arguments, m, cluster):
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_no_pipeline_takes_less(monkeypatch, m, stages):
-    monkeypatch.setattr(handing_out, "HAND_OUT_S", 0.0)
+    monkeypatch.setattr(staged, "HAND_OUT_S", 0.0)
     arguments, cluster = chain(512, 1024), hosts(5e10)
     found_s = planned(
         cluster, arguments, plan=autopar.recipes.pipeline(stages, num_microbatches=m)
@@ -58,7 +58,7 @@ def test_no_pipeline_takes_less(monkeypatch, m, stages):
 
 def test_stages_in_turn_leave_devices_idle(monkeypatch):
     """Two stages of two devices each take twice as long in one micro-batch as a program on all four."""
-    monkeypatch.setattr(handing_out, "HAND_OUT_S", 0.0)
+    monkeypatch.setattr(staged, "HAND_OUT_S", 0.0)
     arguments, cluster = chain(4096, 4096), hosts(1e15, each=4, num_hosts=1)
     program_s = planned(cluster, arguments, plan=autopar.recipes.data_parallel()).predicted.step_time_s
     assert 1.2 * program_s < least_s(arguments, 1, cluster)
@@ -78,7 +78,7 @@ def test_a_pipeline_is_found_where_a_program_loses_a_quarter_of_its_time():
 
 
 def test_kernels_take_their_time_in_every_micro_batch(monkeypatch):
-    monkeypatch.setattr(handing_out, "HAND_OUT_S", 0.0)
+    monkeypatch.setattr(staged, "HAND_OUT_S", 0.0)
     arguments, cluster = chain(64, 256), hosts(5e10)
     assert least_s(arguments, 64, cluster) > 10 * least_s(arguments, 1, cluster)
 

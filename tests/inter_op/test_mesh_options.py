@@ -9,7 +9,7 @@ import pytest
 from autopar.common.jax_pickle import dumps
 from autopar.common.worker_processes import WorkerProcess
 from autopar.inter_op import stage_problems
-from autopar.inter_op.mesh_screen import MeshScreen
+from autopar.inter_op.mesh_options import MeshScreen
 from autopar.inter_op.stage_problems import DecidedOptions, tables
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
 from tests.workers import wait_for_workers

@@ -7,7 +7,7 @@ import autopar
 from autopar import Cluster
 from autopar.hardware.cluster import WHOLE
 from autopar.inter_op import stage_problems
-from autopar.inter_op.mesh_screen import MUCH_SLOWER, MeshScreen
+from autopar.inter_op.mesh_options import MUCH_SLOWER, MeshScreen
 from autopar.inter_op.stage_problems import DecidedOptions
 from tests.inter_op.test_search import arguments
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut

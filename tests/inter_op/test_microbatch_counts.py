@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from autopar import Cluster
-from autopar.inter_op.microbatch_counts import MicrobatchCounts, refine_in_other_counts
+from autopar.inter_op.one_stage import MicrobatchCounts, refine_in_other_counts
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 
 LIMIT_BYTES = 100

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.inter_op.microbatch_walk import (
+from autopar.inter_op.search_space import (
     APART,
     Tried,
     largest_peak_bytes,

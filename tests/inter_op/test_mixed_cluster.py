@@ -11,8 +11,7 @@ import autopar
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op.device_parts import orders
-from autopar.inter_op.submeshes import Submesh, link_between, place
+from autopar.inter_op.submeshes import Submesh, link_between, orders, place
 from autopar.ir.mesh import LogicalMesh
 from autopar.plan.file import first_fault
 from tests.small_steps import chain_step, grouped

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from autopar import Cluster
-from autopar.inter_op.microbatch_counts import MicrobatchCounts
+from autopar.inter_op.one_stage import BY_ITSELF, MicrobatchCounts, refine_one_stage
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
-from autopar.inter_op.refine_one_stage import BY_ITSELF, refine_one_stage
 from autopar.inter_op.search_space import NEAR_THE_BEST
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights

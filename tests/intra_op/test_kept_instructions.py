@@ -12,8 +12,7 @@ from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import timed_sharding
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.instructions import Compute
-from autopar.passes.fold_step import ONE_EACH
-from autopar.passes.graph_views import GraphViews
+from autopar.passes.fold_step import ONE_EACH, GraphViews
 from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis
 from tests.passes.test_fold_step import of_zoo

@@ -11,7 +11,7 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
-from autopar.intra_op.overlapped_axes import with_overlapped_axes
+from autopar.intra_op.slack import with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.mesh import LogicalMesh

@@ -16,8 +16,7 @@ from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import evaluated, timed_sharding, unfold
 from autopar.intra_op.symmetry import SMALL, whole_nodes
 from autopar.ir.mesh import LogicalMesh
-from autopar.passes.fold_step import ONE_EACH
-from autopar.passes.graph_views import GraphViews
+from autopar.passes.fold_step import ONE_EACH, GraphViews
 from autopar.solver import Status
 from tests.passes.test_fold_step import chain, of_zoo
 from tests.sections import BOOK

@@ -9,8 +9,7 @@ from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Role, Section
-from autopar.passes.fold_step import fold_step
-from autopar.passes.graph_views import GraphViews
+from autopar.passes.fold_step import GraphViews, fold_step
 from autopar.sharding.semantics import annotate_semantics
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
