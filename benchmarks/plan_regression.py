@@ -7,7 +7,7 @@
 
 Rows are made in processes of their own, with nothing cached, and kept as they are made. Planning time is the
 processor's. A row is worse when the predicted step is more than 0.5 % longer. `--busy` compares the plans' files byte
-by byte. Nothing is run; `python -m benchmarks.everyday` holds the numbers of plans against plain `jax.jit`.
+by byte. Nothing is run.
 """
 
 import argparse
