@@ -32,7 +32,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement import exchange_in_turn
 from autopar.runtime.execute import turn
-from autopar.runtime.moves import ROUNDS_IN_FLIGHT, Box, Ends, NotHeldError, box_of, move_in_rounds, sends_in_rounds
+from autopar.runtime.moves import ROUNDS_IN_FLIGHT, Box, Ends, NotHeldError, boxes_of, move_in_rounds, sends_in_rounds
 from autopar.runtime.moves import num_elements as elements_in
 from autopar.runtime.transfers import aval_of
 from autopar.step import Step
@@ -175,8 +175,11 @@ def _ends(leaf: NamedLeaf, aval: jax.ShapeDtypeStruct, sharding: Sharding, numbe
             got=f"{sharding} of an abstract mesh" if is_abstract else str(unknown[0]),
             hint="make the mesh of jax.devices()",
         )
-    at = [[(numbers.setdefault(d, len(numbers)), box_of(i, shape)) for d, i in m.items()] for m in (held, wanted)]
-    return Ends(held=tuple(at[0]), wanted=tuple(at[1]), itemsize=jax_compat.itemsize(aval))
+    for device in (*held, *wanted):
+        numbers.setdefault(device, len(numbers))
+    return Ends(
+        held=boxes_of(held, shape, numbers), wanted=boxes_of(wanted, shape, numbers), itemsize=jax_compat.itemsize(aval)
+    )
 
 
 def _is_of_program(device: Any) -> bool:

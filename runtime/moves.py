@@ -35,6 +35,7 @@ from autopar.runtime.transfers import absent, row
 Box = tuple[tuple[int, int], ...]
 
 ROUNDS_IN_FLIGHT = 2
+_ROUNDS_BACK = 8  # a piece is put into earlier rounds, so that planning takes no time that grows with their number
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,16 @@ class Ends:
 
 
 class Send(NamedTuple):
-    """A piece of an array to devices of one process: the first receives it, the others copy it from there."""
+    """A piece of an array to devices of one process: the first receives it, the others copy it from there.
+
+    `is_whole`: it is all that the sender holds and all that the receivers want.
+    """
 
     array: int
     box: Box
     sender: int
     receivers: tuple[int, ...]
+    is_whole: bool
 
 
 class NotHeldError(Exception):
@@ -63,9 +68,12 @@ class NotHeldError(Exception):
         self.array, self.box = array, box
 
 
-def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of an index as shardings give it."""
-    return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+def boxes_of(
+    indices: Mapping[Any, Any], shape: Sequence[int], number: Mapping[Any, int]
+) -> tuple[tuple[int, Box], ...]:
+    """(number of a device, its box), from the indices that a sharding gives to devices."""
+    boxes = ((d, [part.indices(n) for part, n in zip(at, shape, strict=True)]) for d, at in indices.items())
+    return tuple((number[d], tuple((start, stop) for start, stop, _ in box)) for d, box in boxes)
 
 
 def num_elements(box: Box) -> int:
@@ -82,7 +90,7 @@ def sends_in_rounds(
     """
     rounds: list[list[Send]] = []
     sent_bytes = [0] * len(process_of)
-    filled: dict[tuple[str, int], tuple[int, int]] = {}  # by direction and device: its last round, bytes in it
+    filled: dict[tuple[str, int], list[int]] = {}  # by direction and device: the bytes of each round
     for number, ends in enumerate(arrays):
         most = max(round_bytes // max(ends.itemsize, 1), 1)
         for process, receivers, box, holders, is_whole in _parts(number, ends, process_of):
@@ -92,16 +100,24 @@ def sends_in_rounds(
                 sent_bytes[sender] += nbytes
                 at = receivers.index(sender) if sender in receivers else turn % len(receivers)
                 in_turn = receivers[at:] + receivers[:at]
-                places = [("sends", sender), *(("receives", d) for d in in_turn)]
-                last = max(filled.get(place, (0, 0))[0] for place in places)
-                if any(filled.get(p, (0, 0)) > (last, round_bytes - nbytes) for p in places):
-                    last += 1
-                for place in places:
-                    in_round, so_far = filled.get(place, (0, 0))
-                    filled[place] = last, nbytes + (so_far if in_round == last else 0)
-                rounds += [[] for _ in range(len(rounds), last + 1)]
-                rounds[last].append(Send(number, piece, sender, in_turn))
+                places = [
+                    filled.setdefault(place, []) for place in (("sends", sender), *(("receives", d) for d in in_turn))
+                ]
+                chosen = _first_round_with_room(places, round_bytes - nbytes)
+                for of_rounds in places:
+                    of_rounds += [0] * (chosen + 1 - len(of_rounds))
+                    of_rounds[chosen] += nbytes
+                rounds += [[] for _ in range(len(rounds), chosen + 1)]
+                rounds[chosen].append(Send(number, piece, sender, in_turn, is_whole))
     return tuple(map(tuple, rounds))
+
+
+def _first_round_with_room(places: Sequence[Sequence[int]], most: int) -> int:
+    """The first of the last few rounds that have at most so many bytes in all places."""
+    last = max(map(len, places))
+    return next(
+        r for r in range(max(last - _ROUNDS_BACK, 0), last + 1) if all(sum(p[r : r + 1]) <= most for p in places)
+    )
 
 
 def _parts(
@@ -189,16 +205,14 @@ class _Mover:
 
     def __init__(self, values: Sequence[Any], targets: Sequence[tuple[Any, Any]], devices: Sequence[Any]) -> None:
         self._values, self._targets, self._devices = values, targets, devices
-        self._number = {device: i for i, device in enumerate(devices)}
         self._process = jax.process_index()
         self._written: dict[tuple[int, int], Any] = {}
+        self._number = number = {device: i for i, device in enumerate(devices)}
         self._wanted = [
-            self._boxes(sharding.addressable_devices_indices_map(aval.shape), aval) for aval, sharding in targets
+            dict(boxes_of(sharding.addressable_devices_indices_map(aval.shape), aval.shape, number))
+            for aval, sharding in targets
         ]
         self._shards: dict[int, dict[int, tuple[Box, Any]]] = {}
-
-    def _boxes(self, indices: Mapping[Any, Any], aval: Any) -> dict[int, Box]:
-        return {self._number[device]: box_of(index, aval.shape) for device, index in indices.items()}
 
     def crosses(self, send: Send) -> bool:
         """Whether a piece goes from process to process."""
@@ -216,7 +230,7 @@ class _Mover:
                 links.setdefault((send.sender, send.receivers[0]), []).append(i)
         # Within one call over several links JAX sends in an order that differs between processes.
         for (sender, receiver), numbers in sorted(links.items()):
-            put_to = [self._piece_row(receiver, sends[i])[1] for i in numbers]
+            put_to = [row(np.array([self._devices[receiver]]), self._type_sent(sends[i])[1]) for i in numbers]
             arrived = jax.device_put([self._to_send(sends[i], sender) for i in numbers], put_to)
             if self._process_of(receiver) == self._process:
                 for i, array in zip(numbers, arrived, strict=True):
@@ -232,41 +246,38 @@ class _Mover:
             pieces[i] = array
         return pieces
 
-    def _piece_row(self, device: int, send: Send) -> tuple[tuple[int, ...], Any]:
-        """(shape of a piece with the numbers that random keys are made of, its sharding on one device)."""
-        _, more = self._raw(send.array)
+    def _type_sent(self, send: Send) -> tuple[Any, tuple[int, ...]]:
+        """(type, shape) of what is sent: of random keys the numbers that they are made of, of a part its bits."""
+        dtype, more = _raw(self._targets[send.array][0].dtype)
         shape = (*(stop - start for start, stop in send.box), *more)
-        return shape, row(np.array([self._devices[device]]), shape)
-
-    def _raw(self, array: int) -> tuple[Any, tuple[int, ...]]:
-        """(type, further dimensions) of what is sent: of random keys, of the numbers that they are made of."""
-        dtype = self._targets[array][0].dtype
-        return jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
+        return dtype if send.is_whole else _bits_of(dtype), shape
 
     def _to_send(self, send: Send, sender: int) -> Any:
-        shape, at = self._piece_row(sender, send)
+        dtype, shape = self._type_sent(send)
+        at = row(np.array([self._devices[sender]]), shape)
         if self._process_of(sender) != self._process:
-            return absent(shape, self._raw(send.array)[0], at)
+            return absent(shape, dtype, at)
         piece = jax.device_put(self._cut(send), SingleDeviceSharding(self._devices[sender]))
         return jax.make_array_from_single_device_arrays(shape, at, [piece])
 
     def _cut(self, send: Send) -> Any:
-        """A piece on its sender, or of numpy: an array of its own, or a whole shard where it is copied when it is sent."""
+        """A piece on its sender, or of numpy; an array of its own, or a whole shard that is copied when it is sent."""
         value = self._values[send.array]
         if not isinstance(value, jax.Array):
             piece = np.asarray(value)[tuple(slice(*ends) for ends in send.box)]
-            return np.array(piece, self._targets[send.array][0].dtype)
+            return np.array(piece, self._targets[send.array][0].dtype).view(self._type_sent(send)[0])
         if send.array not in self._shards:
-            self._shards[send.array] = {
-                self._number[s.device]: (box_of(s.index, value.shape), s.data) for s in value.addressable_shards
-            }
+            shards = {s.device: s.data for s in value.addressable_shards}
+            boxes = boxes_of(value.sharding.addressable_devices_indices_map(value.shape), value.shape, self._number)
+            self._shards[send.array] = {n: (box, shards[self._devices[n]]) for n, box in boxes}
         held, shard = self._shards[send.array][send.sender]
         if jax_compat.is_key_dtype(value.dtype):
             shard = jax.random.key_data(shard)
-        is_copied = send.sender != send.receivers[0] and value.sharding.memory_kind in (None, DEVICE_MEMORY)
-        if send.box == held and is_copied:
+        is_on_device = value.sharding.memory_kind in (None, DEVICE_MEMORY)
+        if send.is_whole and send.sender != send.receivers[0] and is_on_device:
             return shard
-        return _sliced(shard, *_place(send.box, held, shard.ndim))
+        dtype, shape = self._type_sent(send)
+        return _cutter(shape, dtype)(shard, *_first(send.box, held, shard.ndim))
 
     def land(self, sends: Sequence[Send], pieces: Sequence[Any]) -> None:
         """Writes the pieces of a round into the results; returns when that is done."""
@@ -283,28 +294,26 @@ class _Mover:
         jax.block_until_ready([self._written[place] for place in places])
 
     def _write(self, send: Send, device: int, piece: Any) -> None:
-        want = self._wanted[send.array][device]
-        place = send.array, device
+        want, place = self._wanted[send.array][device], (send.array, device)
         if send.box == want:
             self._written[place] = piece
-        else:
-            if place not in self._written:
-                self._written[place] = self._empty(send.array, device)
-            starts, _ = _place(send.box, want, piece.ndim)
-            self._written[place] = _writer(self._written[place], piece, *starts)
-
-    def _empty(self, array: int, device: int) -> Any:
-        dtype, more = self._raw(array)
-        shape = tuple(stop - start for start, stop in self._wanted[array][device])
-        return _zeros((*shape, *more), dtype, self._devices[device])()
+            return
+        if place not in self._written:
+            shape = tuple(stop - start for start, stop in want)
+            self._written[place] = _zeros((*shape, *piece.shape[len(shape) :]), piece.dtype, self._devices[device])()
+        self._written[place] = _writer(self._written[place], piece, *_first(send.box, want, piece.ndim))
 
     def assembled(self, array: int) -> Any:
         """The result, of its parts on this process's devices."""
         aval, sharding = self._targets[array]
+        dtype, more = _raw(aval.dtype)
         shards = []
-        for device in self._wanted[array]:
+        for device, box in self._wanted[array].items():
             shard = self._written.pop((array, device), None)
-            shard = self._empty(array, device) if shard is None else shard
+            if shard is None:  # without elements
+                shard = _zeros((*(stop - start for start, stop in box), *more), dtype, self._devices[device])()
+            if shard.dtype != dtype:
+                shard = jax.block_until_ready(_as_dtype(dtype)(shard))  # one after the other: on CPUs it is a copy
             if jax_compat.is_key_dtype(aval.dtype):
                 shard = jax_compat.key_of(shard, aval.dtype)
             if sharding.memory_kind not in (None, DEVICE_MEMORY):
@@ -317,31 +326,48 @@ class _Mover:
         return jax_compat.with_weak_type(made, bool(aval.weak_type))
 
 
-def _place(box: Box, inside: Box, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(first indices, sizes) of a box in an array that holds another one; further dimensions are whole."""
-    starts = [start - first for (start, _), (first, _) in zip(box, inside, strict=True)]
-    sizes = [stop - start for start, stop in box]
-    return (*starts, *(0,) * (ndim - len(box))), tuple(sizes)
+def _first(box: Box, inside: Box, ndim: int) -> tuple[int, ...]:
+    """The first indices of a box in an array that holds another one; further dimensions are whole."""
+    return (*(start - first for (start, _), (first, _) in zip(box, inside, strict=True)), *(0,) * (ndim - len(box)))
 
 
-def _sliced(shard: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A part of an array, in the memory of its device, never the array itself."""
-    return _slicer((*sizes, *shard.shape[len(sizes) :]))(shard, *starts)
+def _raw(dtype: Any) -> tuple[Any, tuple[int, ...]]:
+    """(type, further dimensions) of an array: random keys are the numbers that they are made of."""
+    return jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
+
+
+def _bits_of(dtype: Any) -> Any:
+    """The type in which parts of an array are moved: compilers cut and join short floats as float32, where what is no
+    number loses its bits, and XLA's CPU compiler then writes the whole array anew for each piece.
+    """
+    is_short_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in _BITS
+    return _BITS[dtype.itemsize] if is_short_float else dtype
+
+
+_BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 @functools.lru_cache(maxsize=4096)
-def _slicer(sizes: tuple[int, ...]) -> Any:
+def _cutter(sizes: tuple[int, ...], dtype: Any) -> Any:
+    """A part of an array in the memory of its device, by its bits; never the array itself."""
+
     def part(array: Any, *starts: Any) -> Any:
+        array = array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
         return jax.device_put(jax.lax.dynamic_slice(array, starts, sizes), jax.memory.Space.Device)
 
     return jax.jit(part)
 
 
-@functools.lru_cache(maxsize=4096)
-def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def _writer(whole: Any, piece: Any, *starts: Any) -> Any:
     return jax.lax.dynamic_update_slice(whole, piece, starts)
+
+
+@functools.lru_cache(maxsize=64)
+def _as_dtype(dtype: Any) -> Any:
+    return jax.jit(lambda bits: jax.lax.bitcast_convert_type(bits, dtype), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
