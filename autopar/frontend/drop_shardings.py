@@ -35,6 +35,9 @@ _PLACING = {
 }
 
 
+# Shardings in the types of arguments and results, where the mesh of the code is explicit.
+TYPES = "types"
+
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
@@ -47,10 +50,19 @@ class Removed:
     written: tuple[tuple[Any, WrittenLayout], ...]
 
 
-def without_placements(closed: Any) -> tuple[Any, Removed]:
-    """(a closed jaxpr without shardings and devices of its equations, the removed ones)."""
+def without_placements(closed: Any, paths: Sequence[str] = ()) -> tuple[Any, Removed]:
+    """(a closed jaxpr without shardings and devices of its equations, the removed ones).
+
+    `paths` are those of its arguments and results, whose types name shardings where a mesh is explicit.
+    """
     remover = _PlacementRemover()
     cleaned = remover.jaxpr(closed)
+    before, after = jax_compat.open_jaxpr(closed), jax_compat.open_jaxpr(cleaned)
+    typed = zip((*before.invars, *before.outvars), (*after.invars, *after.outvars), paths, strict=False)
+    for var, atom, path in typed:
+        sharding = jax_compat.explicit_type(var.aval)
+        if sharding is not None and any(sharding.spec):
+            remover.write(atom, sharding, Placement(TYPES, path))
     return cleaned, Removed(tuple(remover.placements), tuple(remover.written))
 
 
@@ -67,6 +79,10 @@ def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
             f"{what} are advice: the plan decides where values lie; "
             "Search(constraints='pins') or pins of autopar.constrain have them kept"
         )
+        if any(place.name == TYPES for place in written):
+            text += (
+                f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time includes"
+            )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text
 
@@ -127,7 +143,9 @@ class _PlacementRemover:
                 continue
             if self.places(eqn):
                 if eqn.primitive.name in _LAYING:
-                    self.write(ins[0], eqn, eqn.params[_LAYING[eqn.primitive.name]])
+                    name = eqn.primitive.name
+                    place = Placement(_PLACING[name], jax_compat.source_line(eqn))
+                    self.write(ins[0], eqn.params[_LAYING[name]], place)
                 replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
@@ -137,8 +155,9 @@ class _PlacementRemover:
             params_are_same = all(params[name] is value for name, value in eqn.params.items())
             outs = [renamed(v) for v in eqn.outvars]
             if any(getattr(eqn.params.get("out_sharding"), "spec", ())):
-                self.placements.setdefault(Placement("out_sharding", jax_compat.source_line(eqn)))
-                self.write(outs[0], eqn, eqn.params["out_sharding"])
+                place = Placement("out_sharding", jax_compat.source_line(eqn))
+                self.placements.setdefault(place)
+                self.write(outs[0], eqn.params["out_sharding"], place)
             changed = changed or bool(replacement) or not params_are_same
             eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if params_are_same else params))
         if not changed:
@@ -165,12 +184,11 @@ class _PlacementRemover:
             self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
         return True
 
-    def write(self, atom: Any, eqn: Any, sharding: Any) -> None:
-        """Records the layout that an equation gives to a variable."""
-        name = eqn.primitive.name
+    def write(self, atom: Any, sharding: Any, place: Placement) -> None:
+        """Records the layout that a place of the code gives to a variable."""
         if isinstance(atom, jax_compat.Literal) or not isinstance(sharding, NamedSharding):
             return
-        if name != "sharding_constraint" and not any(sharding.spec):
+        if place.name != _PLACING["sharding_constraint"] and not any(sharding.spec):
             return  # what jax reshards by itself
         entries = (*sharding.spec, *(None,) * (len(atom.aval.shape) - len(sharding.spec)))
         dims: list[tuple[str, ...] | None] = []
@@ -178,7 +196,7 @@ class _PlacementRemover:
             axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
             dims.append(None if axes is PartitionSpec.UNCONSTRAINED else tuple(axes))
         layout = WrittenLayout(
-            place=Placement(_PLACING.get(name, "out_sharding"), jax_compat.source_line(eqn)),
+            place=place,
             dims=tuple(dims),
             axis_sizes=tuple((str(axis), int(n)) for axis, n in sharding.mesh.shape.items()),
             number=self._num_eqns,

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import variables_of
@@ -140,10 +141,17 @@ def trace(
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
+    types = tuple(map(jax_compat.explicit_type, leaves))
 
     def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # A fresh function object, so that jax does not answer from its cache of traces.
-        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *avals)
+        typed = map(_typed, avals, in_avals, types)
+        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *typed)
+
+    def as_planned(closed: Any) -> tuple[Any, Removed]:
+        """A traced step as it is planned and run, which computes the same numbers; what it says of placements."""
+        cleaned, removed = without_placements(closed, (*in_paths, *results.paths))
+        return with_batched_gathers(cleaned), removed
 
     try:
         original = traced_on(in_avals)
@@ -153,13 +161,15 @@ def trace(
         error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
         raise
     check_effects(original, name)
-    closed, removed = _as_planned(original)
+    closed, removed = as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
     jaxpr = jax_compat.open_jaxpr(closed)
-    out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
-    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals)))
+    result_avals = [v.aval for v in jax_compat.open_jaxpr(original).outvars]
+    out_avals = tuple(map(jax_compat.struct_of, result_avals))
+    trace_again = jax_compat.under_present_mesh(lambda avals: as_planned(traced_on(avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
+    tied = tie_state(args, donate, results.tree, in_avals, out_avals)
     return TracedStep(
         name=name,
         jaxpr=jaxpr,
@@ -174,13 +184,14 @@ def trace(
         donated=donated,
         batch=batch_leaves,
         example_dims=dict(example_dims or {}),
-        tied=tie_state(args, donate, results.tree, in_avals, out_avals),
+        tied=tied,
         fingerprint=fingerprint,
         retrace=lambda avals: trace_again(avals)[0],
         trace_again=trace_again,
         placements=removed.placements,
         written=removed.written,
         changed_in_place=results.changed_in_place,
+        result_types=_result_types(leaves, types, result_avals, tied),
     )
 
 
@@ -194,10 +205,29 @@ def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeD
     return ", ".join(told)
 
 
-def _as_planned(closed: Any) -> tuple[Any, Removed]:
-    """A traced step as it is planned and run, which computes the same numbers; what its code says of placements."""
-    cleaned, removed = without_placements(closed)
-    return with_batched_gathers(cleaned), removed
+def _typed(
+    aval: jax.ShapeDtypeStruct, given: jax.ShapeDtypeStruct, explicit: NamedSharding | None
+) -> jax.ShapeDtypeStruct:
+    """A shape with the sharding that the type of the given argument of this shape has."""
+    return aval if explicit is None or aval.shape != given.shape else aval.update(sharding=explicit)
+
+
+def _result_types(
+    leaves: Sequence[Any], types: Sequence[NamedSharding | None], results: Sequence[Any], tied: Mapping[int, int]
+) -> tuple[NamedSharding | None, ...]:
+    """The sharding of each result as its type has it, where arguments or results lie in an explicit mesh.
+
+    None for what replaces an argument that lies in no such mesh: it stays where the plan has it.
+    """
+    found = [jax_compat.explicit_type(result) for result in results]
+    mesh = jax_compat.explicit_mesh(leaves)
+    if mesh is None or not any(t is not None for t in (*types, *found)):
+        return ()
+    stays = {result for leaf, result in tied.items() if types[leaf] is None}
+    return tuple(
+        None if i in stays else NamedSharding(mesh, PartitionSpec() if t is None else t.spec)
+        for i, t in enumerate(found)
+    )
 
 
 def name_of(function: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 
 class ShardingsInCode(enum.StrEnum):
@@ -56,6 +57,8 @@ class TracedStep:
     last results (`autopar.frontend.callbacks`). `trace_again` is `retrace` with what was removed of the code
     beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
     (`autopar.frontend.saved_names`); None: as written.
+    `result_types` are the shardings of the results in the explicit mesh of the user's; empty where there is none,
+    None for results that stay where the plan has them.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
     the leaf holds none.
     `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
@@ -86,6 +89,7 @@ class TracedStep:
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
+    result_types: tuple[NamedSharding | None, ...] = ()
     callbacks: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None

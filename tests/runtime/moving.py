@@ -36,7 +36,34 @@ def main() -> None:
         for shard in moved.addressable_shards:
             np.testing.assert_array_equal(shard.data, value[shard.index])
     transfers(devices)
+    in_an_explicit_mesh(devices)
     print("moved")
+
+
+def in_an_explicit_mesh(devices):
+    """The results of a step lie in the mesh of its arguments, whether the plan has them so or not."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import autopar
+    from autopar.runtime.transfers import aval_of, from_whole
+
+    mesh = Mesh(devices.reshape(2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    rows = NamedSharding(mesh, P("model", "data"))
+    value = np.arange(32, dtype=np.float32).reshape(8, 4)
+    for constraints in ("pins", "ignore"):
+        search = autopar.Search(constraints=constraints)
+        step = autopar.parallelize(lambda x: 2 * x, search=search, batch_argnums=(), cache_dir=None)
+        with jax.set_mesh(mesh):
+            x = from_whole(value, aval_of(value), rows)
+            for scale in (2, 4):
+                x = step(x)
+                assert x.sharding.is_equivalent_to(rows, 2)
+                assert jax.typeof(x) == jax.typeof(from_whole(value, aval_of(value), rows))
+                for shard in x.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, scale * value[shard.index])
 
 
 def transfers(devices):
