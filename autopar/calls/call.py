@@ -133,7 +133,8 @@ def trace_call(
     bound.__name__ = arguments.step_name
     donate, batch = arguments.donated_numbers(args), arguments.batch_numbers(args)
     dims = arguments.example_dims(args)
-    traced = trace(bound, dynamic, names=names, donate=donate, batch=batch, example_dims=dims)
+    layouts = nnx_objects.layouts_in_metadata(dynamic, names)
+    traced = trace(bound, dynamic, names=names, donate=donate, batch=batch, example_dims=dims, layouts=layouts)
     if any(map(nnx_objects.is_split, dynamic)):
         traced = nnx_objects.tie_objects(traced, dynamic, donate)
         donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))

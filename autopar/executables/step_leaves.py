@@ -192,7 +192,8 @@ def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:
     """
     results = call_with_results(traced, results) if traced.callbacks else results
     if traced.result_types:
-        results = [x if to is None else _in_type(x, to) for x, to in zip(results, traced.result_types, strict=True)]
+        types = map(traced.result_type, range(len(results)))
+        results = [x if to is None else _in_type(x, to) for x, to in zip(results, types, strict=True)]
     return jax.tree.unflatten(traced.out_tree, results)
 
 

@@ -23,20 +23,20 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
-from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.ir.traced_step import RESHARD, Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
     "sharding_constraint": "with_sharding_constraint",
     "layout_constraint": "with_layout_constraint",
-    "reshard": "reshard",
+    "reshard": RESHARD,
     "mesh_cast": "auto_axes or explicit_axes",
     "device_put": "device_put",
 }
 
 
-# Shardings in the types of arguments and results, where the mesh of the code is explicit.
-TYPES = "types"
+# Shardings in the types of arguments and results, where the mesh of the code is explicit; and those of NNX variables.
+TYPES, METADATA = "types", "metadata of nnx"
 
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
@@ -50,20 +50,19 @@ class Removed:
     written: tuple[tuple[Any, WrittenLayout], ...]
 
 
-def without_placements(closed: Any, paths: Sequence[str] = ()) -> tuple[Any, Removed]:
+def without_placements(closed: Any, known: Sequence[tuple[Any | None, Placement]] = ()) -> tuple[Any, Removed]:
     """(a closed jaxpr without shardings and devices of its equations, the removed ones).
 
-    `paths` are those of its arguments and results, whose types name shardings where a mesh is explicit.
+    `known` are the shardings of its arguments and results, where there are any, and who says so.
     """
     remover = _PlacementRemover()
     cleaned = remover.jaxpr(closed)
-    before, after = jax_compat.open_jaxpr(closed), jax_compat.open_jaxpr(cleaned)
-    typed = zip((*before.invars, *before.outvars), (*after.invars, *after.outvars), paths, strict=False)
-    for var, atom, path in typed:
-        sharding = jax_compat.explicit_type(var.aval)
+    of_code, remover.written = remover.written, []  # those come first: from these layouts a value is resharded
+    inner = jax_compat.open_jaxpr(cleaned)
+    for atom, (sharding, place) in zip((*inner.invars, *inner.outvars), known, strict=False):
         if sharding is not None and any(sharding.spec):
-            remover.write(atom, sharding, Placement(TYPES, path))
-    return cleaned, Removed(tuple(remover.placements), tuple(remover.written))
+            remover.write(atom, sharding, place)
+    return cleaned, Removed(tuple(remover.placements), (*remover.written, *of_code))
 
 
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:

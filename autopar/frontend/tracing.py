@@ -15,10 +15,10 @@ from autopar.common.jax_compat import variables_of
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.frontend.batched_gathers import with_batched_gathers
 from autopar.frontend.callbacks import check_effects
-from autopar.frontend.drop_shardings import Removed, without_placements
+from autopar.frontend.drop_shardings import METADATA, TYPES, Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.frontend.static_leaves import is_of_another_library, set_apart
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.traced_step import Placement, TracedStep
 
 STATIC = "close over it, or make a tuple or a frozen dataclass of it: a leaf that has a hash is static"
 CONVERT = (
@@ -131,10 +131,12 @@ def trace(
     donate: Sequence[int],
     batch: Sequence[int],
     example_dims: Mapping[int, int | None] | None = None,
+    layouts: Mapping[str, NamedSharding] | None = None,
 ) -> TracedStep:
     """Traces `function` on abstract arguments.
 
-    `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves.
+    `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves;
+    `layouts` are those that the author gave to leaves, by their paths.
     Raises: InvalidArgumentError, UnsupportedError.
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
@@ -149,8 +151,10 @@ def trace(
         return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *typed)
 
     def as_planned(closed: Any) -> tuple[Any, Removed]:
-        """A traced step as it is planned and run, which computes the same numbers; what it says of placements."""
-        cleaned, removed = without_placements(closed, (*in_paths, *results.paths))
+        """A traced step as it is planned and run, which computes the same numbers; what is said of placements."""
+        inner = jax_compat.open_jaxpr(closed)
+        known = _known_layouts((*inner.invars, *inner.outvars), (*in_paths, *results.paths), layouts or {})
+        cleaned, removed = without_placements(closed, known)
         return with_batched_gathers(cleaned), removed
 
     try:
@@ -169,7 +173,6 @@ def trace(
     trace_again = jax_compat.under_present_mesh(lambda avals: as_planned(traced_on(avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
-    tied = tie_state(args, donate, results.tree, in_avals, out_avals)
     return TracedStep(
         name=name,
         jaxpr=jaxpr,
@@ -184,14 +187,15 @@ def trace(
         donated=donated,
         batch=batch_leaves,
         example_dims=dict(example_dims or {}),
-        tied=tied,
+        tied=tie_state(args, donate, results.tree, in_avals, out_avals),
         fingerprint=fingerprint,
         retrace=lambda avals: trace_again(avals)[0],
         trace_again=trace_again,
         placements=removed.placements,
         written=removed.written,
         changed_in_place=results.changed_in_place,
-        result_types=_result_types(leaves, types, result_avals, tied),
+        result_types=_result_types(leaves, types, result_avals),
+        untyped=frozenset(i for i, of_type in enumerate(types) if of_type is None),
     )
 
 
@@ -205,6 +209,17 @@ def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeD
     return ", ".join(told)
 
 
+def _known_layouts(
+    atoms: Sequence[Any], paths: Sequence[str], layouts: Mapping[str, NamedSharding]
+) -> list[tuple[NamedSharding | None, Placement]]:
+    """What types, or else the author, say of the layouts of arguments and results, and where."""
+    known = []
+    for atom, path in zip(atoms, paths, strict=True):
+        of_type = jax_compat.explicit_type(atom.aval)
+        known.append((of_type or layouts.get(path), Placement(METADATA if of_type is None else TYPES, path)))
+    return known
+
+
 def _typed(
     aval: jax.ShapeDtypeStruct, given: jax.ShapeDtypeStruct, explicit: NamedSharding | None
 ) -> jax.ShapeDtypeStruct:
@@ -213,21 +228,14 @@ def _typed(
 
 
 def _result_types(
-    leaves: Sequence[Any], types: Sequence[NamedSharding | None], results: Sequence[Any], tied: Mapping[int, int]
-) -> tuple[NamedSharding | None, ...]:
-    """The sharding of each result as its type has it, where arguments or results lie in an explicit mesh.
-
-    None for what replaces an argument that lies in no such mesh: it stays where the plan has it.
-    """
+    leaves: Sequence[Any], types: Sequence[NamedSharding | None], results: Sequence[Any]
+) -> tuple[NamedSharding, ...]:
+    """The sharding of each result as its type has it, where arguments or results lie in an explicit mesh."""
     found = [jax_compat.explicit_type(result) for result in results]
     mesh = jax_compat.explicit_mesh(leaves)
     if mesh is None or not any(t is not None for t in (*types, *found)):
         return ()
-    stays = {result for leaf, result in tied.items() if types[leaf] is None}
-    return tuple(
-        None if i in stays else NamedSharding(mesh, PartitionSpec() if t is None else t.spec)
-        for i, t in enumerate(found)
-    )
+    return tuple(NamedSharding(mesh, PartitionSpec() if t is None else t.spec) for t in found)
 
 
 def name_of(function: Any) -> str:

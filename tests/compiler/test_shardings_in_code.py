@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -341,6 +343,80 @@ def test_logical_constraints_of_flax_are_pins_too():
         verified_step(found, args, 1e-5)
         (pin,) = found.plan(*args).record.pinned.pins
     assert (pin.spec, pin.count, pin.of) == ("P('data', 'model')", 2, "values")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(WIDTH, WIDTH, kernel_init=nnx.with_partitioning(init, (None, "model")), rngs=rngs)
+        self.down = nnx.Linear(WIDTH, WIDTH, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def train_net(net, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda net: jnp.mean((net(batch["x"]) - batch["y"]) ** 2))(net)
+    optimizer.update(net, grads)
+    return loss
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def new_net():
+    net = Net(nnx.Rngs(0))
+    return net, nnx.Optimizer(net, MOMENTUM, wrt=nnx.Param)
+
+
+def test_metadata_of_nnx_variables_are_advice_or_pins():
+    """Those of the optimizer's moments too, which have them from the parameters."""
+    _, batch = arguments()
+    with jax.set_mesh(mesh(2, 2)):
+        expected = new_net()
+        loss = nnx.jit(train_net)(*expected, batch)
+        for constraints in ("advice", "pins", "ignore"):
+            objects = new_net()
+            step = parallel(train_net, 4, constraints=constraints)
+            assert_close(step(*objects, batch), loss)
+            assert_close(nnx.state(objects[0]), nnx.state(expected[0]))
+            record = step.latest_plan.record
+            if constraints == "pins":
+                specs = {pin.pattern.removeprefix("metadata of nnx at "): pin.spec for pin in record.pinned.pins}
+                assert {k: v for k, v in specs.items() if k.startswith("net.")} == {
+                    "net.up.kernel": "P(None, 'model')",
+                    "net.down.kernel": "P('model', None)",
+                }
+                assert len(specs) == 4
+                kernel = step.latest_plan.sharding("net.up.kernel")
+                assert kernel.shard_shape((WIDTH, WIDTH)) == (WIDTH, WIDTH // 2)
+            elif constraints == "advice":
+                assert "of 4 values as written" in note(step.latest_plan)
+
+
+def test_metadata_that_name_no_axis_of_the_mesh_are_none():
+    with jax.set_mesh(mesh(2, 2)):
+        objects = new_net()
+    objects[0].up.kernel.set_metadata(out_sharding=("rows", None))
+    with jax.set_mesh(mesh(2, 2)):
+        plan = parallel(train_net, 4, constraints="pins").plan(*objects, arguments()[1])
+    assert "net.up.kernel" not in str([pin.pattern for pin in plan.record.pinned.pins])
+
+
+def test_a_value_that_is_resharded_is_pinned_where_it_lay():
+    def step(x, w):
+        return jnp.matmul(jax.reshard(x, P("data", None)), w, out_sharding=P("data", None))
+
+    with jax.set_mesh(explicit_mesh()):
+        found = parallel(step, 4, constraints="pins", donate_argnums=(), batch_argnums=())
+        x = jax.reshard(jnp.arange(64.0).reshape(8, 8), P(None, "data"))
+        args = x, jnp.eye(8)
+        assert_close(found(*args), jax.jit(step)(*args))
+        assert jax.typeof(found(*args)) == jax.typeof(jax.jit(step)(*args))
+        record = found.latest_plan.record
+    names = record.axis_names
+    layouts = [[[names[a] for a in axes] for axes in v.layout.dims] for v in (record.arguments[0], record.results[0])]
+    assert layouts == [[[], ["data"]], [["data"], []]]
 
 
 def test_the_cache_tells_layouts_apart(tmp_path):
