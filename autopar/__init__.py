@@ -24,6 +24,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.plan.plan import Plan
     from autopar.recipes.pins import constrain
     from autopar.step import Step
+    from autopar.transferring import transfer
     from autopar.tuning import Timed, Tuning, tune
     from autopar.verification import Verification, verify
 
@@ -63,6 +64,7 @@ __all__ = [
     "plan",
     "precision",
     "recipes",
+    "transfer",
     "tune",
     "verify",
 ]

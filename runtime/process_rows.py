@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,11 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.runtime.agreement import meet
 from autopar.runtime.cross_mesh import End, refined
 from autopar.runtime.heartbeat import the_watch
+from autopar.runtime.moves import Ends, boxes_of, move_in_rounds, sends_in_rounds
 from autopar.runtime.transfers import absent, aval_of, crosser, crossing, from_whole, is_here, is_whole
+
+# Of pieces that a device sends, or receives, at once while an array moves.
+ROUND_BYTES = 2**26
 
 
 def place(value: Any, aval: Any, sharding: NamedSharding) -> Any:
@@ -47,7 +50,7 @@ def place(value: Any, aval: Any, sharding: NamedSharding) -> Any:
 def move(array: Any, sharding: NamedSharding) -> Any:
     """A global array on other devices or in another layout; every process must call it.
 
-    Within the array's own devices it is resharded. To other devices it is sent whole, one copy to each. On CPU devices
+    Within the array's own devices it is resharded. To other devices it goes in pieces (`moves`). On CPU devices
     this returns when the array is there: of a whole state more programs would be in flight than XLA's CPU client takes
     (`autopar.runtime.execute`), and the processes would wait for one another forever.
     """
@@ -58,36 +61,16 @@ def move(array: Any, sharding: NamedSharding) -> Any:
 
 
 def _moved(array: Any, sharding: NamedSharding) -> Any:
-    source_devices, target_devices = list(array.sharding.mesh.devices.flat), list(sharding.mesh.devices.flat)
-    if set(target_devices) <= set(source_devices):
-        return _narrow(array, sharding, source_devices, target_devices)
-    everywhere = _replicated(array.sharding.mesh)
-    replicated = _relaid(array, everywhere)
-    (arrived,) = _copier(array.shape, array.dtype, everywhere, _replicated(sharding.mesh))([replicated])
-    if arrived is None:
-        return absent(array.shape, array.dtype, sharding)
-    return _relaid(arrived, sharding)
-
-
-def _narrow(array: Any, sharding: NamedSharding, source_devices: Sequence[Any], target_devices: Sequence[Any]) -> Any:
-    """To some or all of the devices that hold the array: resharded over all of them, so that these get their parts."""
-    dropped_devices = [d for d in source_devices if d not in set(target_devices)]
-    if len(dropped_devices) % len(target_devices):  # the others can be given no part each: then all have the whole
-        full = _relaid(array, _replicated(array.sharding.mesh))
-        at = {s.device: s.data for s in full.addressable_shards}
-        index = sharding.addressable_devices_indices_map(array.shape)
-        shards = [at[d][i] if array.ndim else at[d] for d, i in index.items()]
-    else:
-        grid = np.array([*target_devices, *dropped_devices]).reshape((-1, *sharding.mesh.axis_sizes))
-        mesh = Mesh(grid, ("copy", *sharding.mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
-        full = _relaid(array, NamedSharding(mesh, sharding.spec))
-        at = {s.device: s.data for s in full.addressable_shards}
-        shards = [at[d] for d in target_devices if d in at]
-    if not shards:
-        return absent(array.shape, array.dtype, sharding)
-    on_devices = NamedSharding(sharding.mesh, sharding.spec)
-    narrow = jax.make_array_from_single_device_arrays(array.shape, on_devices, shards)
-    return narrow if sharding.memory_kind == on_devices.memory_kind else _relaid(narrow, sharding)
+    if array.sharding.device_set == sharding.device_set:
+        on_devices = _relaid(array, NamedSharding(sharding.mesh, sharding.spec))
+        return on_devices if sharding.memory_kind == on_devices.sharding.memory_kind else _relaid(on_devices, sharding)
+    devices = jax.devices()
+    number = {device: i for i, device in enumerate(devices)}
+    ends = [boxes_of(s.devices_indices_map(array.shape), array.shape, number) for s in (array.sharding, sharding)]
+    way = Ends(held=ends[0], wanted=ends[1], itemsize=jax_compat.itemsize(array))
+    rounds = sends_in_rounds([way], [d.process_index for d in devices], ROUND_BYTES)
+    (moved,) = move_in_rounds([array], [(aval_of(array), sharding)], rounds, devices, "a moved array")
+    return moved
 
 
 def _relaid(array: Any, sharding: NamedSharding) -> Any:
@@ -108,15 +91,6 @@ def _unchanged(x: Any) -> Any:
     return x
 
 
-@functools.lru_cache(maxsize=1024)
-def _copier(
-    shape: tuple[int, ...], dtype: Any, source: NamedSharding, target: NamedSharding
-) -> Callable[[Sequence[Any]], list[Any]]:
-    """Of a value that is replicated at both ends."""
-    route = crossing(shape, dtype, _replicated_end(source, len(shape)), _replicated_end(target, len(shape)))
-    return crosser([route], waits_for_all("a moved array"))
-
-
 def waits_for_all(what: str) -> Callable[[list[Any]], None] | None:
     """Between a transfer and what is computed of it: returns when all processes have what they were sent.
 
@@ -129,17 +103,6 @@ def waits_for_all(what: str) -> Callable[[list[Any]], None] | None:
         meet(what)
 
     return wait if jax.devices()[0].platform == "cpu" else None
-
-
-def _replicated(mesh: Any) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def _replicated_end(sharding: NamedSharding, ndim: int) -> End:
-    """A replicated array's end of a transfer."""
-    mesh: Any = sharding.mesh
-    logical = LogicalMesh(axis_sizes=(math.prod(mesh.axis_sizes),))
-    return End(layout=Layout(((),) * ndim), logical=logical, mesh=mesh, sharding=sharding)
 
 
 class ProcessRows:

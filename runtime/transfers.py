@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.common import jax_compat
 from autopar.runtime.cross_mesh import End, Hop, Passage, Recut, cutter, joiner, passage, shard_of
@@ -310,15 +310,14 @@ def _parts_of_legs(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]
     return parts or [None]
 
 
-def absent(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> Any:
+def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> Any:
     """The placeholder in this process for an array of which it holds no part."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
-def is_here(sharding: NamedSharding) -> bool:
+def is_here(sharding: Sharding) -> bool:
     """Whether this process holds a part of an array with this sharding."""
-    process = jax.process_index()
-    return any(d.process_index == process for d in sharding.mesh.devices.flat)
+    return bool(sharding.addressable_devices)
 
 
 def aval_of(value: Any) -> jax.ShapeDtypeStruct:

@@ -77,6 +77,7 @@ INNER_MODULES = {
         "coordinator",
         "heartbeat",
         "agreement",
+        "moves",
         "process_rows",
         "",
     ),

@@ -133,7 +133,8 @@ def trace_call(
     bound.__name__ = arguments.step_name
     donate, batch = arguments.donated_numbers(args), arguments.batch_numbers(args)
     dims = arguments.example_dims(args)
-    traced = trace(bound, dynamic, names=names, donate=donate, batch=batch, example_dims=dims)
+    layouts = nnx_objects.layouts_in_metadata(dynamic, names)
+    traced = trace(bound, dynamic, names=names, donate=donate, batch=batch, example_dims=dims, layouts=layouts)
     if any(map(nnx_objects.is_split, dynamic)):
         traced = nnx_objects.tie_objects(traced, dynamic, donate)
         donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
@@ -194,6 +195,7 @@ class FastPath:
         self.compiled, self.raw = compiled, raw
         self._context = jax_compat.trace_context()
         self._weak = _weak_types(leaves)
+        self._types = list(map(jax_compat.explicit_type, leaves)) if traced.result_types else None
         donated, donates = sorted(compiled.donated), compiled.donated
         self._donated = _picker(donated)
         self._others = [i for i in range(len(leaves)) if i not in donates]
@@ -218,6 +220,8 @@ class FastPath:
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these leaves may run the program at once; the program may still refuse it."""
         if jax_compat.trace_context() != self._context or not _hold_data(leaves):
+            return False
+        if self._types is not None and list(map(jax_compat.explicit_type, leaves)) != self._types:
             return False
         donated = self._donated(leaves)
         is_new = bool(self._new) and all(map(operator.is_, map(operator.call, self._new), donated))

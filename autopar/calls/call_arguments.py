@@ -335,7 +335,10 @@ class CallArguments:
         leaves, tree, paths, _ = flatten_arguments(self.dynamic(args), self._not_static(names))
         avals = [abstract(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         static = tuple(_with_types(_hashable(a, names[i])) for i, a in self.static(args).items())
-        types = tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
+        types = tuple(
+            (a.shape, str(a.dtype), a.weak_type, jax_compat.explicit_type(leaf))
+            for a, leaf in zip(avals, leaves, strict=True)
+        )
         return tree, types, static, jax_compat.trace_context()
 
     def check_argnums(self, num_args: int) -> None:

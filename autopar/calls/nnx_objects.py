@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
@@ -242,6 +243,32 @@ def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) 
     untied = {i for i in objects if not any(owner == i and k in tied for k, owner in enumerate(traced.argument_of))}
     donated = frozenset(k for k in traced.donated if traced.argument_of[k] not in untied)
     return dataclasses.replace(traced, tied=tied, donated=donated)
+
+
+def layouts_in_metadata(args: Sequence[Any], names: Sequence[str]) -> dict[str, NamedSharding]:
+    """The shardings that the metadata of variables name (`nnx.with_partitioning`), by the paths of their arrays.
+
+    Their mesh is the one that is set, or that the array was made in; names of another mesh, and logical ones without
+    rules, are none.
+    """
+
+    def specs(x: Any) -> Any:
+        return sys.modules["flax.nnx"].get_partition_spec(x.state) if isinstance(x, ObjectState) else x
+
+    layouts = {}
+    for arg, name in zip(args, names, strict=True):
+        if not is_split(arg):
+            continue
+        of_leaves = jax.tree.leaves(jax.tree.map(specs, arg, is_leaf=lambda x: isinstance(x, ObjectState)))
+        for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(arg)[0], of_leaves, strict=True):
+            if not isinstance(spec, PartitionSpec) or not any(spec):
+                continue
+            axes = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
+            meshes = (jax.sharding.get_abstract_mesh(), getattr(getattr(leaf, "sharding", None), "mesh", None))
+            mesh = next((m for m in meshes if m is not None and axes <= set(m.axis_names)), None)
+            if mesh is not None:
+                layouts[name + jax.tree_util.keystr(path)] = NamedSharding(mesh, spec)
+    return layouts
 
 
 def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str]) -> list[str]:

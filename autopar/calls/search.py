@@ -109,7 +109,7 @@ class Search:
         checked: dict[str, Any] = {
             "remat": None if self.remat is None else checked_remat(_names("remat", self.remat)),
             "per_microbatch": None if self.per_microbatch is None else _patterns(self.per_microbatch),
-            "memory_limit_bytes": _limit(self.memory_limit_bytes),
+            "memory_limit_bytes": checked_bytes("Search(memory_limit_bytes=...)", self.memory_limit_bytes),
             "effort": None if self.effort is None else checked_effort("Search(effort=...)", self.effort),
             "time_limit_s": checked_time_limit_s("Search(time_limit_s=...)", self.time_limit_s),
             "compiler_options": None
@@ -192,18 +192,19 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == _AUTO
 
 
-def _limit(limit: int | str | None) -> int | None:
-    where, nbytes = "Search(memory_limit_bytes=...)", bytes_of_text(limit) if isinstance(limit, str) else limit
-    if isinstance(limit, str) and nbytes is None:
+def checked_bytes(where: str, size: int | str | None) -> int | None:
+    """A number of bytes of one device, also from text. Raises: InvalidArgumentError."""
+    nbytes = bytes_of_text(size) if isinstance(size, str) else size
+    if isinstance(size, str) and nbytes is None:
         raise InvalidArgumentError(
-            where=where, expected="a size, such as 80GB, 16GiB or 1000000", got=repr(limit),
+            where=where, expected="a size, such as 80GB, 16GiB or 1000000", got=repr(size),
             hint="kB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024",
         )  # fmt: skip
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0):
         raise InvalidArgumentError(
             where=where, expected="a positive number of bytes of one device, or text such as 80GB",
-            got=f"{limit!r}" if isinstance(limit, int) else f"{type(limit).__name__} ({limit!r:.40})",
-            hint="leave it out to use the device's own memory; int(...) of other numbers",
+            got=f"{size!r}" if isinstance(size, int) else f"{type(size).__name__} ({size!r:.40})",
+            hint="leave it out for the default, which the device's own memory sets; int(...) of other numbers",
         )  # fmt: skip
     return nbytes
 

@@ -18,7 +18,13 @@ from autopar.checkpoint.leaves import NamedLeaf, named_leaves, nested, tree_of
 from autopar.checkpoint.manifest import LeafRecord, Manifest
 from autopar.checkpoint.stored_arrays import restored_array, stored_shape, stored_sharding
 from autopar.common import jax_compat
-from autopar.errors import CheckpointFormatError, CheckpointMismatchError, InvalidArgumentError, MissingPackageError
+from autopar.errors import (
+    AutoparError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    InvalidArgumentError,
+    MissingPackageError,
+)
 from autopar.executables.step_leaves import with_process_lost_errors
 from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan, shardings_in
@@ -108,7 +114,7 @@ def shardings_for(
     elif step is not None:
         planned = step.state_shardings([aval_of(leaf.value) for leaf in arrays])
     elif plan is not None:
-        planned = _of_plan(plan, arrays)
+        planned = shardings_of_plan(plan, arrays, "restore(plan=...)")
     else:
         return [getattr(leaf.value, "sharding", None) for leaf in leaves]
     sharding_of = {leaf.name: s for leaf, s in zip(arrays, planned, strict=True) if hasattr(leaf.value, "shape")}
@@ -168,7 +174,13 @@ def _given(shardings: Any, arrays: Sequence[NamedLeaf], structure: Any) -> list[
     return [leaf.value for leaf in given if not leaf.is_static]
 
 
-def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Any]:
+def shardings_of_plan(
+    plan: Plan, leaves: Sequence[NamedLeaf], where: str, error: type[AutoparError] = CheckpointMismatchError
+) -> list[Any]:
+    """The shardings of a plan's state for the leaves of a state.
+
+    Raises: `error` where the plan is of another state; NotEnoughDevicesError.
+    """
     plan.check_devices()
     if plan.trees is not None:
         planned = plan.argument_leaves(plan.trees.donated)
@@ -179,11 +191,11 @@ def _of_plan(plan: Plan, leaves: Sequence[NamedLeaf]) -> list[Any]:
         wanted = (tuple(shape.shape), str(shape.dtype))
         has = (planned[i].shape, planned[i].dtype) if i < len(planned) else None
         if wanted != has:
-            raise CheckpointMismatchError(
-                where=f"restore(plan=...), {leaf.path or leaf.name}",
+            raise error(
+                where=f"{where}, {leaf.path or leaf.name}",
                 expected=f"{wanted[1]}{list(wanted[0])}, as the state has it",
                 got="no such leaf in the plan" if has is None else f"{has[1]}{list(has[0])} in the plan",
-                hint="give the plan of the step that takes this state; without plan= the state is restored as like is",
+                hint="give the plan of the step that takes this state, or shardings",
             )
     return [plan.sharding_of(value) for value in planned[: len(leaves)]]
 

@@ -358,6 +358,29 @@ def under_present_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def explicit_type(value: Any) -> Any | None:
+    """The sharding in the type of an array, its shape or its aval, where it lies in a mesh with explicit axes.
+
+    Its mesh is abstract. None for other values.
+    """
+    if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct, jax.core.ShapedArray)):
+        return None
+    sharding = getattr(value if isinstance(value, jax.core.ShapedArray) else jax.typeof(value), "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.NamedSharding) and _is_explicit(sharding.mesh) else None
+
+
+def explicit_mesh(values: Sequence[Any]) -> Any | None:
+    """The mesh with explicit axes of the first array that lies in one, else the one that is set; None without."""
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in values if isinstance(x, jax.Array))
+    return next(
+        (m for m in (*meshes, jax.sharding.get_mesh()) if isinstance(m, jax.sharding.Mesh) and _is_explicit(m)), None
+    )
+
+
+def _is_explicit(mesh: Any) -> bool:
+    return jax.sharding.AxisType.Explicit in (mesh.axis_types or ())
+
+
 @contextlib.contextmanager
 def standing_at(eqn: Any) -> Iterator[None]:
     """What is traced inside has the source line of an equation and, behind the present name stack, its names."""

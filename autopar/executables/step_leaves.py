@@ -187,8 +187,25 @@ def text_of_leaf(leaf: Any) -> str:
 
 
 def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:
-    """The results of a step in their tree; its callbacks are called first, where they wait for the step's end."""
-    return jax.tree.unflatten(traced.out_tree, call_with_results(traced, results) if traced.callbacks else results)
+    """The results of a step in their tree, in the explicit mesh of the arguments, if there is one; callbacks are called
+    first, where they wait for the step's end.
+    """
+    results = call_with_results(traced, results) if traced.callbacks else results
+    if traced.result_types:
+        types = map(traced.result_type, range(len(results)))
+        results = [x if to is None else _in_type(x, to) for x, to in zip(results, types, strict=True)]
+    return jax.tree.unflatten(traced.out_tree, results)
+
+
+@jax_compat.no_mesh_set()
+def _in_type(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A result with the sharding of its type; the same memory where it lies so already."""
+    if jax.process_count() == 1:
+        return jax.device_put(array, sharding)
+    if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        return move(array, sharding)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 class LeafwiseStep:

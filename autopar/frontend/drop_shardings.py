@@ -23,17 +23,20 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
-from autopar.ir.traced_step import Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.ir.traced_step import RESHARD, Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
     "sharding_constraint": "with_sharding_constraint",
     "layout_constraint": "with_layout_constraint",
-    "reshard": "reshard",
+    "reshard": RESHARD,
     "mesh_cast": "auto_axes or explicit_axes",
     "device_put": "device_put",
 }
 
+
+# Shardings in the types of arguments and results, where the mesh of the code is explicit; and those of NNX variables.
+TYPES, METADATA = "types", "metadata of nnx"
 
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
@@ -47,11 +50,19 @@ class Removed:
     written: tuple[tuple[Any, WrittenLayout], ...]
 
 
-def without_placements(closed: Any) -> tuple[Any, Removed]:
-    """(a closed jaxpr without shardings and devices of its equations, the removed ones)."""
+def without_placements(closed: Any, known: Sequence[tuple[Any | None, Placement]] = ()) -> tuple[Any, Removed]:
+    """(a closed jaxpr without shardings and devices of its equations, the removed ones).
+
+    `known` are the shardings of its arguments and results, where there are any, and who says so.
+    """
     remover = _PlacementRemover()
     cleaned = remover.jaxpr(closed)
-    return cleaned, Removed(tuple(remover.placements), tuple(remover.written))
+    of_code, remover.written = remover.written, []  # those come first: from these layouts a value is resharded
+    inner = jax_compat.open_jaxpr(cleaned)
+    for atom, (sharding, place) in zip((*inner.invars, *inner.outvars), known, strict=False):
+        if sharding is not None and any(sharding.spec):
+            remover.write(atom, sharding, place)
+    return cleaned, Removed(tuple(remover.placements), (*remover.written, *of_code))
 
 
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
@@ -67,6 +78,10 @@ def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
             f"{what} are advice: the plan decides where values lie; "
             "Search(constraints='pins') or pins of autopar.constrain have them kept"
         )
+        if any(place.name == TYPES for place in written):
+            text += (
+                f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time includes"
+            )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text
 
@@ -127,7 +142,9 @@ class _PlacementRemover:
                 continue
             if self.places(eqn):
                 if eqn.primitive.name in _LAYING:
-                    self.write(ins[0], eqn, eqn.params[_LAYING[eqn.primitive.name]])
+                    name = eqn.primitive.name
+                    place = Placement(_PLACING[name], jax_compat.source_line(eqn))
+                    self.write(ins[0], eqn.params[_LAYING[name]], place)
                 replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
@@ -137,8 +154,9 @@ class _PlacementRemover:
             params_are_same = all(params[name] is value for name, value in eqn.params.items())
             outs = [renamed(v) for v in eqn.outvars]
             if any(getattr(eqn.params.get("out_sharding"), "spec", ())):
-                self.placements.setdefault(Placement("out_sharding", jax_compat.source_line(eqn)))
-                self.write(outs[0], eqn, eqn.params["out_sharding"])
+                place = Placement("out_sharding", jax_compat.source_line(eqn))
+                self.placements.setdefault(place)
+                self.write(outs[0], eqn.params["out_sharding"], place)
             changed = changed or bool(replacement) or not params_are_same
             eqns.append(eqn.replace(invars=ins, outvars=outs, params=eqn.params if params_are_same else params))
         if not changed:
@@ -165,12 +183,11 @@ class _PlacementRemover:
             self.placements.setdefault(Placement(_PLACING[name], jax_compat.source_line(eqn)))
         return True
 
-    def write(self, atom: Any, eqn: Any, sharding: Any) -> None:
-        """Records the layout that an equation gives to a variable."""
-        name = eqn.primitive.name
+    def write(self, atom: Any, sharding: Any, place: Placement) -> None:
+        """Records the layout that a place of the code gives to a variable."""
         if isinstance(atom, jax_compat.Literal) or not isinstance(sharding, NamedSharding):
             return
-        if name != "sharding_constraint" and not any(sharding.spec):
+        if place.name != _PLACING["sharding_constraint"] and not any(sharding.spec):
             return  # what jax reshards by itself
         entries = (*sharding.spec, *(None,) * (len(atom.aval.shape) - len(sharding.spec)))
         dims: list[tuple[str, ...] | None] = []
@@ -178,7 +195,7 @@ class _PlacementRemover:
             axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
             dims.append(None if axes is PartitionSpec.UNCONSTRAINED else tuple(axes))
         layout = WrittenLayout(
-            place=Placement(_PLACING.get(name, "out_sharding"), jax_compat.source_line(eqn)),
+            place=place,
             dims=tuple(dims),
             axis_sizes=tuple((str(axis), int(n)) for axis, n in sharding.mesh.shape.items()),
             number=self._num_eqns,

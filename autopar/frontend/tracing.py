@@ -8,16 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import variables_of
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.frontend.batched_gathers import with_batched_gathers
 from autopar.frontend.callbacks import check_effects
-from autopar.frontend.drop_shardings import Removed, without_placements
+from autopar.frontend.drop_shardings import METADATA, TYPES, Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.frontend.static_leaves import is_of_another_library, set_apart
-from autopar.ir.traced_step import TracedStep
+from autopar.ir.traced_step import Placement, TracedStep
 
 STATIC = "close over it, or make a tuple or a frozen dataclass of it: a leaf that has a hash is static"
 CONVERT = (
@@ -130,20 +131,31 @@ def trace(
     donate: Sequence[int],
     batch: Sequence[int],
     example_dims: Mapping[int, int | None] | None = None,
+    layouts: Mapping[str, NamedSharding] | None = None,
 ) -> TracedStep:
     """Traces `function` on abstract arguments.
 
-    `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves.
+    `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves;
+    `layouts` are those that the author gave to leaves, by their paths.
     Raises: InvalidArgumentError, UnsupportedError.
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
     name = name_of(function)
     flat, results = _flat_function(function, name, in_tree, in_paths, names)
+    types = tuple(map(jax_compat.explicit_type, leaves))
 
     def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # A fresh function object, so that jax does not answer from its cache of traces.
-        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *avals)
+        typed = map(_typed, avals, in_avals, types)
+        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *typed)
+
+    def as_planned(closed: Any) -> tuple[Any, Removed]:
+        """A traced step as it is planned and run, which computes the same numbers; what is said of placements."""
+        inner = jax_compat.open_jaxpr(closed)
+        known = _known_layouts((*inner.invars, *inner.outvars), (*in_paths, *results.paths), layouts or {})
+        cleaned, removed = without_placements(closed, known)
+        return with_batched_gathers(cleaned), removed
 
     try:
         original = traced_on(in_avals)
@@ -153,11 +165,12 @@ def trace(
         error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
         raise
     check_effects(original, name)
-    closed, removed = _as_planned(original)
+    closed, removed = as_planned(original)
     fingerprint = jaxpr_fingerprint(closed)
     jaxpr = jax_compat.open_jaxpr(closed)
-    out_avals = tuple(jax_compat.struct_of(v.aval) for v in jax_compat.open_jaxpr(original).outvars)
-    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals)))
+    result_avals = [v.aval for v in jax_compat.open_jaxpr(original).outvars]
+    out_avals = tuple(map(jax_compat.struct_of, result_avals))
+    trace_again = jax_compat.under_present_mesh(lambda avals: as_planned(traced_on(avals)))
     donated = frozenset(i for i, o in enumerate(owner) if o in donate)
     batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
     return TracedStep(
@@ -181,6 +194,8 @@ def trace(
         placements=removed.placements,
         written=removed.written,
         changed_in_place=results.changed_in_place,
+        result_types=_result_types(leaves, types, result_avals),
+        untyped=frozenset(i for i, of_type in enumerate(types) if of_type is None),
     )
 
 
@@ -194,10 +209,33 @@ def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeD
     return ", ".join(told)
 
 
-def _as_planned(closed: Any) -> tuple[Any, Removed]:
-    """A traced step as it is planned and run, which computes the same numbers; what its code says of placements."""
-    cleaned, removed = without_placements(closed)
-    return with_batched_gathers(cleaned), removed
+def _known_layouts(
+    atoms: Sequence[Any], paths: Sequence[str], layouts: Mapping[str, NamedSharding]
+) -> list[tuple[NamedSharding | None, Placement]]:
+    """What types, or else the author, say of the layouts of arguments and results, and where."""
+    known = []
+    for atom, path in zip(atoms, paths, strict=True):
+        of_type = jax_compat.explicit_type(atom.aval)
+        known.append((of_type or layouts.get(path), Placement(METADATA if of_type is None else TYPES, path)))
+    return known
+
+
+def _typed(
+    aval: jax.ShapeDtypeStruct, given: jax.ShapeDtypeStruct, explicit: NamedSharding | None
+) -> jax.ShapeDtypeStruct:
+    """A shape with the sharding that the type of the given argument of this shape has."""
+    return aval if explicit is None or aval.shape != given.shape else aval.update(sharding=explicit)
+
+
+def _result_types(
+    leaves: Sequence[Any], types: Sequence[NamedSharding | None], results: Sequence[Any]
+) -> tuple[NamedSharding, ...]:
+    """The sharding of each result as its type has it, where arguments or results lie in an explicit mesh."""
+    found = [jax_compat.explicit_type(result) for result in results]
+    mesh = jax_compat.explicit_mesh(leaves)
+    if mesh is None or not any(t is not None for t in (*types, *found)):
+        return ()
+    return tuple(NamedSharding(mesh, PartitionSpec() if t is None else t.spec) for t in found)
 
 
 def name_of(function: Any) -> str:

@@ -8,6 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
+
+# The name of a placement that lays a value otherwise from there on.
+RESHARD = "reshard"
 
 
 class ShardingsInCode(enum.StrEnum):
@@ -56,6 +60,8 @@ class TracedStep:
     last results (`autopar.frontend.callbacks`). `trace_again` is `retrace` with what was removed of the code
     beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
     (`autopar.frontend.saved_names`); None: as written.
+    `result_types` are the shardings of the results in the explicit mesh of the user's; empty where there is none.
+    `untyped` are the leaves of the arguments that lie in no such mesh.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
     the leaf holds none.
     `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
@@ -86,6 +92,8 @@ class TracedStep:
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()
+    result_types: tuple[NamedSharding, ...] = ()
+    untyped: frozenset[int] = frozenset()
     callbacks: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     trace_again: Callable[[Sequence[jax.ShapeDtypeStruct]], Any] | None = None
     saved_names: tuple[str, ...] | None = None
@@ -97,6 +105,13 @@ class TracedStep:
         """The dimension of a leaf that counts examples; None where it has none."""
         dim = self.example_dims.get(leaf, 0) if leaf in self.batch else None
         return dim if dim is not None and dim < len(self.in_avals[leaf].shape) else None
+
+    def result_type(self, result: int) -> NamedSharding | None:
+        """The sharding of a result in the explicit mesh; None where there is none, and for what replaces an argument
+        that lies in no such mesh, and stays where the plan has it.
+        """
+        stays = any(self.tied.get(leaf) == result for leaf in self.untyped)
+        return self.result_types[result] if self.result_types and not stays else None
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

@@ -21,7 +21,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, Value, read_by, values_of, walk
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, factorisations
-from autopar.ir.traced_step import TracedStep, WrittenLayout
+from autopar.ir.traced_step import RESHARD, TracedStep, WrittenLayout
 from autopar.sharding.binding import Binding
 
 CLOSEST_SHOWN = 3
@@ -267,7 +267,8 @@ def on_meshes(
 
 def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]:
     """Meshes and names that differ in what can be told apart: sizes of named axes, and links where those differ. Axes
-    with the name of a mesh axis are that one, where they can be.
+    with the name of a mesh axis are that one, where they can be; others have the order of the given sizes, that of the
+    code's mesh, so that arrays of that mesh lie as planned.
     """
     n, given = cluster.num_devices, dict(pinned.pins.axis_sizes)
     names = [name for name in pinned.pins.names if given.get(name) != 1]
@@ -276,7 +277,7 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
     before = {
         pair for pin in pinned.pins.every for axes in pin.dims if axes for pair in itertools.combinations(axes, 2)
     }
-    found: dict[tuple, tuple[int, PinsOnMesh]] = {}
+    found: dict[tuple, tuple[tuple[int, int], PinsOnMesh]] = {}
     for mesh in factorisations(n, max_axes):
         if not cluster.has_links_for(len(mesh.axis_sizes)):
             continue
@@ -292,8 +293,10 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
                 alike = [(name if name in at else "", n) for name, n in zip(of_axis, sizes, strict=True)]
                 key = tuple(zip(alike, links, strict=True)) if len(set(links)) > 1 else tuple(sorted(alike))
                 moved = sum(name in AXIS_NAMES and AXIS_NAMES.index(name) != a for name, a in at.items())
-                if key not in found or moved < found[key][0]:
-                    found[key] = moved, PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=sizes), names=of_axis)
+                in_order = [at[name] for name in given if name in at]
+                order = moved, sum(a > b for a, b in itertools.combinations(in_order, 2))
+                if key not in found or order < found[key][0]:
+                    found[key] = order, PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=sizes), names=of_axis)
     if not found:
         sizes_text = ", ".join(f"{name}={given.get(name, 'any')}" for name in names)
         raise InvalidArgumentError(
@@ -396,8 +399,9 @@ def _does_not_divide(pin: Pin, path: str, shape: tuple[int, ...], d: int, parts:
 def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | None:
     """The layouts that the code gives to values of the graph; None where it gives none.
 
-    Of several of one value a wish takes the first one. Raises: InvalidArgumentError, with the line, for a mesh that the
-    devices cannot have, for axes of two sizes, and, unless it is a wish, for two layouts of one value.
+    Of several of one value a wish takes the first one, and so does a pin where one is that of a reshard: from there on
+    the value may lie otherwise. Raises: InvalidArgumentError, with the line, for a mesh that the devices cannot have,
+    for axes of two sizes, and, unless it is a wish, for two layouts of one value.
     """
     alive = {*graph.block.inputs, *(v for op in walk(graph.block) for v in op.outputs)}
     alive |= {v for op in walk(graph.block) for block in op.blocks for v in block.inputs}
@@ -411,7 +415,8 @@ def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | N
         pin = Pin(pattern=_where(written), dims=written.dims)
         pin = pins.setdefault(pin, pin)
         other, before = of_value.setdefault(value, (pin, written))
-        if other.dims != pin.dims and not is_wish:
+        is_laid_anew = RESHARD in (before.place.name, written.place.name)
+        if other.dims != pin.dims and not is_wish and not is_laid_anew:
             raise InvalidArgumentError(
                 where=_where(written),
                 expected=f"one layout of a value, {other.text} of {_where(before)}",
@@ -421,9 +426,10 @@ def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | N
     if not of_value:
         return None
     _check_sizes(sizes, num_devices)
+    of_meshes = dict.fromkeys(name for _, written in graph.written for name, _ in written.axis_sizes)
     return Pins(
         pins=(),
-        axis_sizes=tuple((name, n) for name, (n, _) in sizes.items()),
+        axis_sizes=tuple((name, sizes[name][0]) for name in of_meshes if name in sizes),
         in_code=tuple((value, pin) for value, (pin, _) in of_value.items()),
     )
 

@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -240,6 +242,100 @@ def test_typed_shardings_are_pins_too():
     assert {pin.spec for pin in pins} == {"P('data', None)"}
 
 
+EXPLICIT = (jax.sharding.AxisType.Explicit,) * 2
+
+
+def explicit_mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=EXPLICIT)
+
+
+def in_explicit_mesh():
+    """Arguments that lie in the mesh that is set."""
+    specs = {"up": P(None, "model"), "down": P("model", None)}, {"x": P("data", None), "y": P("data", None)}
+    return jax.tree.map(jax.reshard, arguments(), specs)
+
+
+def typed_step(way="unrolled"):
+    """Two layers, whose products say where they lie; scanned, unrolled, under `jax.checkpoint`, or with a cast."""
+
+    def layers(x, params):
+        x = jnp.tanh(jnp.einsum("bi,ij->bj", x, params["up"], out_sharding=P("data", "model")))
+        return jnp.einsum("bi,ij->bj", x, params["down"], out_sharding=P("data", None))
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            if way == "scanned":
+                x, _ = jax.lax.scan(lambda x, _: (layers(x, params), None), x, length=2)
+            elif way == "cast":
+                x = layers(x.astype(jnp.bfloat16).astype(jnp.float32), params)
+            else:
+                x = (jax.checkpoint(layers) if way == "checkpoint" else layers)(x, params)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "double": 2 * batch["x"]}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("constraints", "way"),
+    [("advice", "unrolled"), ("ignore", "unrolled")]
+    + [("pins", way) for way in ("unrolled", "scanned", "checkpoint", "cast")],
+)
+def test_arrays_of_an_explicit_mesh_come_back_in_it(constraints, way):
+    step = typed_step(way)
+    with jax.set_mesh(explicit_mesh()):
+        found = parallel(step, 4, constraints=constraints)
+        state, others = in_explicit_mesh()[0], in_explicit_mesh()[0]
+        batch = in_explicit_mesh()[1]
+        for _ in range(3):  # the second and third on what the step returned, by the program at hand
+            state, metrics = found(state, batch)
+            others, expected = jax.jit(step)(others, batch)
+            assert_close((state, metrics), (others, expected))
+            for one, other in zip(jax.tree.leaves((state, metrics)), jax.tree.leaves((others, expected)), strict=True):
+                assert jax.typeof(one) == jax.typeof(other)
+                assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+            jax.tree.map(jnp.add, state, others)  # code in explicit mode goes on
+        plan = found.latest_plan
+        moves = [note for note in plan.record.notes if "move between" in note]
+        assert len(moves) == (constraints == "advice")
+        if constraints == "pins":  # they lie so, in the program too
+            for name, sharding in plan.state_shardings.items():
+                assert sharding.is_equivalent_to(state[name].sharding, 2)
+
+
+def test_stages_return_arrays_of_an_explicit_mesh_too():
+    with jax.set_mesh(explicit_mesh()):
+        args = in_explicit_mesh()
+        expected = jax.jit(typed_step())(*args)
+        found = parallel(typed_step(), 4, plan=autopar.recipes.pipeline(2, num_microbatches=2))(*args)
+        assert_close(found, expected)
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+
+
+def test_a_state_outside_of_the_explicit_mesh_stays_in_the_layout_of_the_plan():
+    """Its type would be that of a replicated array."""
+    with jax.set_mesh(explicit_mesh()):
+        step = parallel(typed_step(), 4, constraints="ignore")
+        state, _ = arguments()
+        batch = in_explicit_mesh()[1]
+        new, metrics = step(state, batch)
+        layouts = step.latest_plan.state_shardings
+        assert {k: v.sharding for k, v in new.items()} == layouts
+        assert jax.typeof(metrics["double"]) == jax.typeof(batch["x"])
+
+
+def test_other_types_are_another_step():
+    with jax.set_mesh(explicit_mesh()):
+        step = parallel(lambda x: x * 2, 4, constraints="pins", donate_argnums=(), batch_argnums=())
+        for spec in (P("data"), P("model"), P("data")):
+            x = jax.reshard(jnp.arange(8.0), spec)
+            for _ in range(2):
+                assert jax.typeof(step(x)) == jax.typeof(x)
+
+
 def test_logical_constraints_of_flax_are_pins_too():
     step, args = mlp(lambda x: nn.with_logical_constraint(x, ("batch", "hidden"))), arguments()
     with jax.set_mesh(mesh(2, 2)), nn.logical_axis_rules((("batch", "data"), ("hidden", "model"))):
@@ -247,6 +343,80 @@ def test_logical_constraints_of_flax_are_pins_too():
         verified_step(found, args, 1e-5)
         (pin,) = found.plan(*args).record.pinned.pins
     assert (pin.spec, pin.count, pin.of) == ("P('data', 'model')", 2, "values")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(WIDTH, WIDTH, kernel_init=nnx.with_partitioning(init, (None, "model")), rngs=rngs)
+        self.down = nnx.Linear(WIDTH, WIDTH, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def train_net(net, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda net: jnp.mean((net(batch["x"]) - batch["y"]) ** 2))(net)
+    optimizer.update(net, grads)
+    return loss
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def new_net():
+    net = Net(nnx.Rngs(0))
+    return net, nnx.Optimizer(net, MOMENTUM, wrt=nnx.Param)
+
+
+def test_metadata_of_nnx_variables_are_advice_or_pins():
+    """Those of the optimizer's moments too, which have them from the parameters."""
+    _, batch = arguments()
+    with jax.set_mesh(mesh(2, 2)):
+        expected = new_net()
+        loss = nnx.jit(train_net)(*expected, batch)
+        for constraints in ("advice", "pins", "ignore"):
+            objects = new_net()
+            step = parallel(train_net, 4, constraints=constraints)
+            assert_close(step(*objects, batch), loss)
+            assert_close(nnx.state(objects[0]), nnx.state(expected[0]))
+            record = step.latest_plan.record
+            if constraints == "pins":
+                specs = {pin.pattern.removeprefix("metadata of nnx at "): pin.spec for pin in record.pinned.pins}
+                assert {k: v for k, v in specs.items() if k.startswith("net.")} == {
+                    "net.up.kernel": "P(None, 'model')",
+                    "net.down.kernel": "P('model', None)",
+                }
+                assert len(specs) == 4
+                kernel = step.latest_plan.sharding("net.up.kernel")
+                assert kernel.shard_shape((WIDTH, WIDTH)) == (WIDTH, WIDTH // 2)
+            elif constraints == "advice":
+                assert "of 4 values as written" in note(step.latest_plan)
+
+
+def test_metadata_that_name_no_axis_of_the_mesh_are_none():
+    with jax.set_mesh(mesh(2, 2)):
+        objects = new_net()
+    objects[0].up.kernel.set_metadata(out_sharding=("rows", None))
+    with jax.set_mesh(mesh(2, 2)):
+        plan = parallel(train_net, 4, constraints="pins").plan(*objects, arguments()[1])
+    assert "net.up.kernel" not in str([pin.pattern for pin in plan.record.pinned.pins])
+
+
+def test_a_value_that_is_resharded_is_pinned_where_it_lay():
+    def step(x, w):
+        return jnp.matmul(jax.reshard(x, P("data", None)), w, out_sharding=P("data", None))
+
+    with jax.set_mesh(explicit_mesh()):
+        found = parallel(step, 4, constraints="pins", donate_argnums=(), batch_argnums=())
+        x = jax.reshard(jnp.arange(64.0).reshape(8, 8), P(None, "data"))
+        args = x, jnp.eye(8)
+        assert_close(found(*args), jax.jit(step)(*args))
+        assert jax.typeof(found(*args)) == jax.typeof(jax.jit(step)(*args))
+        record = found.latest_plan.record
+    names = record.axis_names
+    layouts = [[[names[a] for a in axes] for axes in v.layout.dims] for v in (record.arguments[0], record.results[0])]
+    assert layouts == [[[], ["data"]], [["data"], []]]
 
 
 def test_the_cache_tells_layouts_apart(tmp_path):
