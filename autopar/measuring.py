@@ -24,6 +24,7 @@ import jax
 from rich.table import Table
 
 from autopar.calls.plan_sources import PlanningProblem
+from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.compiler.materialize import make_function
@@ -32,7 +33,7 @@ from autopar.cost.cost_model import NodeCosts, cost_model, timed_kind
 from autopar.cost.kernel_traffic import is_in_kernels
 from autopar.cost.overlap import timed
 from autopar.cost.usage import compute_times_s
-from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.errors import InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.executables.compiled_step import build, lower_whole
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
@@ -207,7 +208,8 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
     """Runs the step under the profiler as a program whose names bear the numbers of operations."""
     traced, mesh, rules = problem.traced, plan.concrete_mesh(), problem.rules
     options = RECORDED_PROGRAM_OPTIONS.get(jax.default_backend(), {})
-    program = lower_whole(traced, plan.with_compiler_options(options), mesh, rules, is_numbered=True).compile()
+    with jax_compat.names_in_cache_key():
+        program = lower_whole(traced, plan.with_compiler_options(options), mesh, rules, is_numbered=True).compile()
     turn = turn_of(program, problem.arguments)
     turn()  # a program's first run is slower, and on a GPU hides kernels
     with recorded() as events:
@@ -222,11 +224,19 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
 
     text = program.as_text()
     known = [event for event in events() if (event.program, event.operation) in operations_of(text)]
+    ran = ran_instructions(known, text, steps)
+    if not any(each.numbers for each in ran):
+        raise UnsupportedError(
+            where=f"autopar.measure({traced.name}, ...)",
+            expected="a profile of the step in which operations bear their names",
+            got=f"{len(ran)} instructions without" if ran else "none of the step's operations",
+            hint="look whether another program profiles this device, and whether step.profile shows the step",
+        )
     return RecordedProgram(
         name=traced.name,
         plan=plan,
         ops={op.id: op for op in made.graph.ops()},
-        ran=ran_instructions(known, text, steps),
+        ran=ran,
         side_by_side=length_s(known) / sum(event.end_s - event.start_s for event in known),
         seconds_by=seconds_by,
     )

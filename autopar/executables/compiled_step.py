@@ -121,7 +121,7 @@ class LoweredWhole:
 def lower_whole(
     traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook, *, is_numbered: bool = False
 ) -> LoweredWhole:
-    """Lowers a step as one program for the devices of a mesh. `is_numbered`: as in `Emitter`. Raises as `build_whole`."""
+    """Lowers a step as one program for the devices of a mesh. `is_numbered`: as in `Emitter`. Raises: see `build`."""
     traced = with_saved_names(traced, plan)
     emitted = make_function(traced, plan, mesh, rules, is_numbered=is_numbered)
     if emitted.lowered.in_host:
