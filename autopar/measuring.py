@@ -172,7 +172,8 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
     try:
         plan = make_plan(*inputs, progress)
     except MemoryLimitError as error:
-        raise _too_large(problem.traced.name, str(error)) from error
+        needed, limit = text_of_bytes(error.needed_bytes), text_of_bytes(error.limit_bytes)
+        raise _too_large(problem.traced.name, f"one that needs {needed} of {limit}") from error
     if any(plan.predicted.host_bytes):
         raise _too_large(problem.traced.name, "state or activations in the memory of the host")
     return plan
@@ -361,10 +362,14 @@ _LIBRARY_PRODUCT = re.compile(r'custom_call_target="__(?:cublas|cudnn\$conv|oned
 
 
 def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[RanInstruction]:
-    """Instructions that multiply with the number of a product. XLA transposes the operands of a product in place of its
-    result, and names it by the transpose: the product is the nearest one that what it is named by was computed of.
+    """Instructions that multiply with the number of a product, and others without.
+
+    XLA transposes the operands of a product in place of its result, and names it by the transpose: the product is the
+    nearest one that what it is named by was computed of. What prepares operands, or adds up parts of results, bears the
+    number of the product, and has it where it is nothing else.
     """
     made_by = {v: number for number, op in ops.items() for v in op.outputs}
+    products = frozenset(number for number, op in ops.items() if op.primitive in MATRIX_PRODUCTS)
 
     def behind(numbers: frozenset[int]) -> frozenset[int]:
         read = (made_by.get(atom) for n in numbers for atom in ops[n].inputs if isinstance(atom, int))
@@ -372,10 +377,12 @@ def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[
 
     found = []
     for each in ran:
-        numbers, nearest = each.numbers, each.numbers.intersection(ops)
-        while each.multiplies and nearest and not any(ops[n].primitive in MATRIX_PRODUCTS for n in numbers):
+        numbers = nearest = each.numbers.intersection(ops)
+        while each.multiplies and nearest and not numbers & products:
             nearest = behind(nearest)
-            numbers |= {n for n in nearest if ops[n].primitive in MATRIX_PRODUCTS}
+            numbers |= nearest & products
+        if not each.multiplies:
+            numbers = numbers - products or numbers
         found.append(dataclasses.replace(each, numbers=numbers))
     return found
 
