@@ -163,7 +163,7 @@ def _add_planning(add: Add) -> None:
         "plan train.py:job --cluster dgx-h100x2 --save plan.json --report plan.html",
     )  # fmt: skip
     _function(plan, "a function that returns (step, *arguments), in a file or in a module: package.module:FUNCTION")
-    _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4 or a .json file")
+    _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4, a .json file, or dgx-h100x16@FILE.json with its devices")
     _memory_limit(plan)
     _effort(plan)
     _recipe(plan)

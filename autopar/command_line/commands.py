@@ -260,7 +260,8 @@ def measure(parsed: argparse.Namespace) -> Output:
         if path is None:
             directory = default_directory() or "the user's cache"
             told = f"Not saved: {directory} cannot be written (choose a file with --save)"
-    values = {"saved": None if path is None else str(path), "fits": [msgspec.to_builtins(f) for f in measurement.fits]}
+    fits = [msgspec.to_builtins(fit) for fit in measurement.fits]
+    values: dict[str, Any] = {"saved": None if path is None else str(path), "fits": fits}
     values |= {} if of_step is None else {"step": of_step.to_dict()}
 
     def text(text_format: TextFormat) -> str:
