@@ -327,7 +327,7 @@ class Cluster:
         )
 
     def of_devices_in(self, path: str | Path) -> Cluster:
-        """This cluster with the measured devices of a file, and with their link where several of one host were measured.
+        """This cluster with the measured devices of a file, and their link where several of one host were measured.
 
         Raises: InvalidArgumentError for a file of other devices; as `load`.
         """

@@ -492,5 +492,5 @@ def test_a_machine_with_the_devices_of_a_file(tmp_path):
         assert found.num_devices == 32
         assert found.inside_host == inside
         assert found.device == dataclasses.replace(device, memory_bytes=presets.H100.memory_bytes)
-    with pytest.raises(InvalidArgumentError, match="a file of A100-SXM4-80GB, .* got one of H100-SXM5-80GB"):
+    with pytest.raises(InvalidArgumentError, match=r"a file of A100-SXM4-80GB, .* got one of H100-SXM5-80GB"):
         Cluster.parse(f"dgx-a100-80g@{path}")
