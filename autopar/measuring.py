@@ -50,6 +50,7 @@ from autopar.tuning import alternate, check_one_process, turn_of
 from autopar.xla import parse
 
 COLUMNS = 120
+OF_STEP = "step "  # `FitQuality.what` of a step's operations, before its name
 RECORDED_TURNS = 3  # as `turn_of` has them: a few steps, one behind the other
 # In place of the kind of operations: kernels that bear the number of none, such as copies that XLA adds.
 NO_OPERATION = "no operation"
@@ -135,6 +136,12 @@ def measure(step: Step, *args: Any, seconds: float = 10.0) -> StepMeasurement:
     check_one_process("autopar.measure")
     cluster = cluster_of(step)
     check_cluster(cluster)
+    # Without times that an earlier step left.
+    cluster = dataclasses.replace(
+        cluster,
+        device=dataclasses.replace(cluster.device, operation_times=()),
+        fits=tuple(fit for fit in cluster.fits if not fit.what.startswith(OF_STEP)),
+    )
     problem = planning_problem_of(alone_on(step, cluster.submesh(1, 1)), *args)
     progress = Progress(f"autopar measure {step.__name__}", show=problem.show_progress)
     plan = _plan(problem, progress)
@@ -223,9 +230,7 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
         step_s = timed(made.graph, made.lowered, model, costs).end_s
         return step_s, compute_times_s(made.graph, made.lowered, model, costs)
 
-    text = program.as_text()
-    known = [event for event in events() if (event.program, event.operation) in operations_of(text)]
-    ran = ran_instructions(known, text, steps)
+    ran, side_by_side = ran_instructions(events(), program.as_text(), steps)
     if not any(each.numbers for each in ran):
         raise UnsupportedError(
             where=f"autopar.measure({traced.name}, ...)",
@@ -238,27 +243,26 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
         plan=plan,
         ops={op.id: op for op in made.graph.ops()},
         ran=ran,
-        side_by_side=length_s(known) / sum(event.end_s - event.start_s for event in known),
+        side_by_side=side_by_side,
         seconds_by=seconds_by,
     )
 
 
 def _measurement(cluster: Cluster, program: RecordedProgram, step_s: float) -> StepMeasurement:
     """The times of operations that add up to the seconds of a step by the clock."""
-    plain = dataclasses.replace(cluster.device, operation_times=())
-    predicted_step_s, predicted_s = program.seconds_by(plain)
+    predicted_step_s, predicted_s = program.seconds_by(cluster.device)
     beside_s = max(0.0, predicted_step_s - sum(predicted_s.values()))
     ran = on_the_clock(with_products(program.ran, program.ops), program.side_by_side, step_s, beside_s)
     measured_s, of_none_s = seconds_of_operations(ran, predicted_s)
     kinds = _kinds(program.ops, predicted_s, measured_s, of_none_s)
     measured_s = with_shares_of(of_none_s, program.ops, predicted_s, measured_s)
-    device = dataclasses.replace(plain, operation_times=operation_times(program.ops, predicted_s, measured_s))
+    times = operation_times(program.ops, predicted_s, measured_s)
+    device = dataclasses.replace(cluster.device, operation_times=times)
     corrected_s, by_operation_s = program.seconds_by(device)
+    fit = _fit(program, measured_s, by_operation_s)
     return StepMeasurement(
         step=program.name,
-        cluster=dataclasses.replace(
-            cluster, device=device, fits=(*cluster.fits, _fit(program, measured_s, by_operation_s))
-        ),
+        cluster=dataclasses.replace(cluster, device=device, fits=(*cluster.fits, fit)),
         plan=program.plan,
         measured_s=step_s,
         corrected_s=corrected_s,
@@ -272,7 +276,7 @@ def _fit(program: RecordedProgram, measured_s: Mapping[int, float], corrected_s:
     alone = {n: ratio for n, ratio in ratios.items() if not is_in_kernels(program.ops[n])} or ratios
     worst = max(alone, key=lambda n: abs(math.log(alone[n])))
     return FitQuality(
-        what=f"step {program.name}",
+        what=f"{OF_STEP}{program.name}",
         constants=f"{len({timed_kind(program.ops[n]) for n in ratios})} kinds of operations",
         points=len(alone),
         median_error=statistics.median(abs(ratio - 1) for ratio in alone.values()),
@@ -324,14 +328,16 @@ def on_the_clock(
     return [dataclasses.replace(each, seconds=each.seconds * share + each.runs * idle_s) for each in ran]
 
 
-def ran_instructions(events: Sequence[DeviceEvent], text: str, steps: int) -> list[RanInstruction]:
-    """What the events of so many steps show of a program whose names bear the numbers of operations."""
-    module, known = parse.parse(text), operations_of(text)
+def ran_instructions(events: Sequence[DeviceEvent], text: str, steps: int) -> tuple[list[RanInstruction], float]:
+    """What the events of so many steps show of a program whose names bear the numbers of operations: its instructions,
+    and what part of their seconds is left where those that ran side by side count once.
+    """
+    module, operations = parse.parse(text), operations_of(text)
     by_name = {i.name: i for c in module.computations.values() for i in c.instructions.values()}
+    known = [event for event in events if (event.program, event.operation) in operations]
     runs: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if (event.program, event.operation) in known:
-            runs[event.operation].append(event.end_s - event.start_s)
+    for event in known:
+        runs[event.operation].append(event.end_s - event.start_s)
     found = []
     for name, took in runs.items():
         of_step = len(took) / steps
@@ -345,7 +351,8 @@ def ran_instructions(events: Sequence[DeviceEvent], text: str, steps: int) -> li
                 seconds=seconds,
             )
         )
-    return found
+    total_s = sum(map(sum, runs.values()))
+    return found, length_s(known) / total_s if total_s else 1.0
 
 
 def _with_called(instruction: parse.Instruction, module: parse.Module) -> Iterator[parse.Instruction]:
@@ -365,8 +372,9 @@ def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[
     """Instructions that multiply with the number of a product, and others without.
 
     XLA transposes the operands of a product in place of its result, and names it by the transpose: the product is the
-    nearest one that what it is named by was computed of. What prepares operands, or adds up parts of results, bears the
-    number of the product, and has it where it is nothing else.
+    nearest one that what it is named by was computed of. One that it cut into parts may have no name: it is one of the
+    products that nothing else is. What prepares operands, or adds up parts of results, bears the number of the product,
+    and has it where it is nothing else.
     """
     made_by = {v: number for number, op in ops.items() for v in op.outputs}
     products = frozenset(number for number, op in ops.items() if op.primitive in MATRIX_PRODUCTS)
@@ -384,7 +392,13 @@ def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[
         if not each.multiplies:
             numbers = numbers - products or numbers
         found.append(dataclasses.replace(each, numbers=numbers))
-    return found
+    unseen = products.difference(*(each.numbers for each in found))
+    return [
+        dataclasses.replace(each, numbers=each.numbers | unseen)
+        if each.multiplies and not each.numbers & products
+        else each
+        for each in found
+    ]
 
 
 def seconds_of_operations(
@@ -422,14 +436,14 @@ def operation_times(
     ops: Mapping[int, Op], predicted_s: Mapping[int, float], measured_s: Mapping[int, float]
 ) -> tuple[OperationTimes, ...]:
     """By kind of operation, seconds of one run as predicted and as measured, both of a step; operations of one size
-    together, and all those of a kind that are parts of kernels: of these one predicts no kernel. Left out are others of
-    which nothing was measured: XLA made them something else.
+    together, and all those of a kind that are parts of kernels: of these one predicts no kernel. Kinds of which nothing
+    was measured are left out.
     """
     sizes: dict[str, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, seconds in predicted_s.items():
-        op, is_part = ops[number], is_in_kernels(ops[number])
-        if seconds > 0 and (is_part or measured_s[number] > 0):
-            sizes[timed_kind(op)][0.0 if is_part else seconds / op.count].append(number)
+        op = ops[number]
+        if seconds > 0:
+            sizes[timed_kind(op)][0.0 if is_in_kernels(op) else seconds / op.count].append(number)
     found = []
     for kind, of_kind in sizes.items():
         points = []
@@ -445,12 +459,13 @@ def operation_times(
 
 def _not_descending(points: Sequence[tuple[float, float, float]]) -> tuple[float, ...]:
     """Measured seconds of one run of each size: neighbours whose larger one takes less time have their mean, so that
-    the seconds of all together stay (pool adjacent violators: Ayer et al., 1955).
+    the seconds of all together stay (pool adjacent violators: Ayer et al., 1955). So do a size that was not seen, since
+    XLA made its operations a part of others, and the next larger one: nothing takes no time.
     """
     pools: list[list[tuple[float, float]]] = []
     mean = lambda pool: sum(seconds for seconds, _ in pool) / sum(runs for _, runs in pool)  # noqa: E731
     for _, seconds, runs in points:
         pools.append([(seconds, runs)])
-        while len(pools) > 1 and mean(pools[-2]) >= mean(pools[-1]):
+        while len(pools) > 1 and (mean(pools[-2]) >= mean(pools[-1]) or not mean(pools[-2])):
             pools[-2:] = [[*pools[-2], *pools[-1]]]
     return tuple(mean(pool) for pool in pools for _ in pool)

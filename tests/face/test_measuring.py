@@ -19,6 +19,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import calibrate
 from autopar.hardware.kinds import OperationTimes
+from autopar.hardware.measurement import FitQuality
 from autopar.hardware.mixed import slowest_kind
 from autopar.ir.graph import OpKind, Role
 from autopar.ir.mesh import LogicalMesh
@@ -33,6 +34,7 @@ from autopar.measuring import (
 )
 from autopar.monitoring.step_profile import DeviceEvent
 from autopar.sharding.rules import RuleBook
+from autopar.step_views import on_cluster
 from tests.hardware.test_calibrate import KnownClock
 from tests.small_steps import slow_cluster
 
@@ -83,11 +85,15 @@ def test_events_are_of_the_operations_whose_numbers_their_instructions_bear():
         ("while.1", 0.0, 9.0), ("fusion.2", 0.0, 2.0), ("fusion.2", 2.0, 4.0), ("fusion.2", 4.0, 9.0),
         ("fusion.2", 9.0, 11.0), ("gemm", 11.0, 12.0), ("gemm", 12.0, 13.0), ("copy.1", 13.0, 14.0),
     ) + events(("gemm", 20.0, 30.0), program="jit_other")  # fmt: skip
-    assert ran_instructions(recorded, TEXT, steps=2) == [
+    found, side_by_side = ran_instructions(recorded, TEXT, steps=2)
+    assert found == [
         ran(3, 4, seconds=4.0, runs=2.0, multiplies=True),
         ran(7, seconds=1.0, multiplies=True),
         ran(seconds=0.5, runs=0.5),
     ]
+    assert side_by_side == 1.0
+    at_once = events(("gemm", 0.0, 4.0), ("copy.1", 1.0, 3.0))
+    assert ran_instructions(at_once, TEXT, steps=1)[1] == pytest.approx(4 / 6)
 
 
 def test_a_product_whose_transpose_xla_took_in_is_found_behind_it():
@@ -106,6 +112,9 @@ def test_a_product_whose_transpose_xla_took_in_is_found_behind_it():
     assert [each.numbers for each in with_products(others, ops)] == [{13}, {13}, {11}]
     before_any = [ran(12, seconds=1.0, multiplies=True)]
     assert with_products(before_any, {12: ops[12]}) == before_any
+    # Without a name, and 11 is seen: it is the other one.
+    nameless = [ran(11, seconds=1.0, multiplies=True), ran(seconds=1.0, multiplies=True)]
+    assert [each.numbers for each in with_products(nameless, ops)] == [{11}, {10}]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +150,18 @@ def test_time_of_no_operation_goes_to_what_moves_bytes_and_to_all_where_nothing_
 
 
 def test_times_of_a_kind_by_size():
-    """Two products of one size are one; of sizes whose larger takes less both get the mean of all four runs; what was
-    not seen is left out; elementwise operations have one ratio for each pass.
+    """Two products of one size are one; of sizes whose larger takes less, or that were not seen, all get the mean of
+    their five runs; a kind that was not seen is left out; elementwise operations have one ratio for each pass.
     """
     ops = {
         1: op("dot_general", count=2.0), 2: op("dot_general"), 3: op("dot_general"), 4: op("dot_general"),
         5: op("add"), 6: op("mul"), 7: op("add", role=Role.UPDATE), 8: op("gather"),
+        9: op("dot_general"),
     }  # fmt: skip
-    predicted = {1: 2.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 1.0, 6: 3.0, 7: 1.0, 8: 1.0}
-    measured = {1: 10.0, 2: 2.0, 3: 2.0, 4: 9.0, 5: 0.0, 6: 6.0, 7: 1.0, 8: 0.0}
+    predicted = {1: 2.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 1.0, 6: 3.0, 7: 1.0, 8: 1.0, 9: 0.5}
+    measured = {1: 10.0, 2: 2.0, 3: 2.0, 4: 9.0, 5: 0.0, 6: 6.0, 7: 1.0, 8: 0.0, 9: 0.0}
     assert operation_times(ops, predicted, measured) == (
-        OperationTimes(kind=PRODUCT, predicted_s=(1.0, 2.0, 5.0), measured_s=(3.5, 3.5, 9.0)),
+        OperationTimes(kind=PRODUCT, predicted_s=(0.5, 1.0, 2.0, 5.0), measured_s=(2.8, 2.8, 2.8, 9.0)),
         OperationTimes(kind=FORWARD, predicted_s=(2.0,), measured_s=(3.0,)),
         OperationTimes(kind=UPDATE, predicted_s=(1.0,), measured_s=(1.0,)),
     )
@@ -270,6 +280,13 @@ def layers(form):
     return step, {"w": jnp.full((3, 128, 128), 0.01)}, {"x": jnp.ones((64, 128))}
 
 
+def with_earlier_times(cluster):
+    """As another step left it."""
+    fit = FitQuality(what="step another", constants="1 kind", points=1, median_error=0.0, worst="")
+    device = dataclasses.replace(cluster.device, operation_times=(TIMES,))
+    return dataclasses.replace(cluster, device=device, fits=(*cluster.fits, fit))
+
+
 @pytest.mark.parametrize("form", ["scanned", "unrolled", "recomputed", "casts"])
 def test_a_step_is_predicted_as_it_was_timed(form):
     """All of its products are found among the kernels, and the state survives."""
@@ -277,7 +294,7 @@ def test_a_step_is_predicted_as_it_was_timed(form):
     cluster = autopar.Cluster.local(1, measured=False)
     search = autopar.Search(remat="as written" if form == "recomputed" else None)
     step = autopar.parallelize(step, cluster=cluster, search=search, plan="data_parallel()", cache_dir=None)
-    found = autopar.measure(step, state, batch, seconds=0)
+    found = autopar.measure(on_cluster(step, with_earlier_times(cluster)), state, batch, seconds=0)
     assert found.corrected_s == pytest.approx(found.measured_s, rel=1e-6)
     kinds = {row.kind: row for row in found.kinds}
     product = kinds["dot_general of bfloat16" if form == "casts" else PRODUCT]
@@ -287,7 +304,7 @@ def test_a_step_is_predicted_as_it_was_timed(form):
     assert kinds[UPDATE].measured_s > 0
     assert sum(row.measured_s for row in found.kinds) == pytest.approx(found.measured_s)
     assert dataclasses.replace(found.cluster.device, operation_times=()) == cluster.device
-    assert found.cluster.fits[-1].what == "step step"
+    assert [fit.what for fit in found.cluster.fits] == ["step step"]
     assert "with these times the step is predicted to take" in str(found)
     np.testing.assert_array_equal(state["w"], np.full((3, 128, 128), 0.01, np.float32))
 
@@ -307,7 +324,7 @@ def test_a_program_of_other_names_is_not_taken_from_jaxs_cache(monkeypatch):
 
 
 def test_a_profile_without_the_step_is_said(monkeypatch):
-    monkeypatch.setattr("autopar.measuring.ran_instructions", lambda events, text, steps: [ran(seconds=1.0)])
+    monkeypatch.setattr("autopar.measuring.ran_instructions", lambda events, text, steps: ([ran(seconds=1.0)], 1.0))
     step, state, batch = layers("scanned")
     step = autopar.parallelize(step, cluster=autopar.Cluster.local(1, measured=False), cache_dir=None)
     with pytest.raises(UnsupportedError, match="operations bear their names, got 1 instructions without"):
