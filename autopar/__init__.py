@@ -19,6 +19,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.kernels.known import known_kernel
     from autopar.lint_report import Lint
     from autopar.linting import lint
+    from autopar.measuring import StepMeasurement, measure
     from autopar.mixed_precision.policy import precision
     from autopar.monitoring.monitor import Monitor
     from autopar.plan.plan import Plan
@@ -46,6 +47,7 @@ __all__ = [
     "Plan",
     "Search",
     "Step",
+    "StepMeasurement",
     "Timed",
     "Tuning",
     "Verification",
@@ -60,6 +62,7 @@ __all__ = [
     "kernel",
     "known_kernel",
     "lint",
+    "measure",
     "parallelize",
     "plan",
     "precision",

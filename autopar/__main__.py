@@ -12,6 +12,7 @@
     autopar verify FILE:FUNCTION --cluster tpu-v5e:2x4
     autopar tune FILE:FUNCTION --save plan.json
     autopar measure --save cluster.json
+    autopar measure FILE:FUNCTION
     autopar doctor
     autopar checkpoint show FOLDER
     autopar checkpoint export FOLDER params.safetensors
@@ -134,8 +135,8 @@ def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
     verb.add_argument("--cluster", **({"default": "local", "help": f"{text} (%(default)s)"} | options))
 
 
-def _function(verb: argparse.ArgumentParser, text: str) -> None:
-    verb.add_argument("function", metavar="FILE:FUNCTION", help=text)
+def _function(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
+    verb.add_argument("function", metavar="FILE:FUNCTION", help=text, **options)
     told = "an argument of FUNCTION: a literal, or @FILE:NAME for an object of a file or module; may be repeated"
     verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=told)
 
@@ -162,7 +163,7 @@ def _add_planning(add: Add) -> None:
         "plan train.py:job --cluster dgx-h100x2 --save plan.json --report plan.html",
     )  # fmt: skip
     _function(plan, "a function that returns (step, *arguments), in a file or in a module: package.module:FUNCTION")
-    _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4 or a .json file")
+    _cluster(plan, "local, dgx-h100x16, tpu-v5e:2x4, a .json file, or dgx-h100x16@FILE.json with its devices")
     _memory_limit(plan)
     _effort(plan)
     _recipe(plan)
@@ -270,9 +271,12 @@ def _add_running(add: Add) -> None:
 
     measure = add(
         "measure", commands.measure,
-        "time the devices of this machine, so that predictions for them use measured rates",
-        "measure --devices 4 --save cluster.json",
+        "time the devices of this machine, and a step on one of them, so that predictions use measured times",
+        "measure train.py:job --save cluster.json",
     )  # fmt: skip
+    _function(
+        measure, "as for plan; run for real on the first device, whose times of its operations are kept", nargs="?"
+    )
     measure.add_argument("--devices", type=int, metavar="N", help="the first N devices only")
     measure.add_argument("--save", metavar="PATH", help="write the cluster, for --cluster PATH, not to the cache")
 

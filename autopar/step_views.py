@@ -19,6 +19,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
 from autopar.microbatch.smaller_step import step_on
+from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.step import BoundStep, Step, keep_instance_alive
 
@@ -92,6 +93,18 @@ def followed(step: Step) -> FollowedStep:
 def on_cluster(step: Step, cluster: Cluster) -> Step:
     """The same step, planned for a cluster."""
     return Step(function_of(step), dataclasses.replace(step._options, cluster=cluster))
+
+
+def cluster_of(step: Step) -> Cluster:
+    """The cluster that a step is planned for."""
+    return step._options.cluster or Cluster.local()
+
+
+def alone_on(step: Step, cluster: Cluster) -> Step:
+    """The same step, planned for a cluster by a free search, its batch in one micro-batch."""
+    search = step._options.search.without("schedule").updated(Search(num_microbatches=1))
+    free = dataclasses.replace(step._options, plan=None, recipe=PlanRequest(), follow=None)
+    return Step(function_of(step), dataclasses.replace(free, cluster=cluster, search=search))
 
 
 def with_plan(step: Step, plan: Plan) -> Step:

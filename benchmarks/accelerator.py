@@ -9,7 +9,9 @@
 
 Rows: `constants`, those that are measured beside those of the preset; six models, those with attention as they are
 written and with blockwise attention: results against plain `jax.jit`, time and memory of a step, predicted and
-measured; `offload`, the optimiser's state in the memory of the host; `tune`.
+measured; `offload`, the optimiser's state in the memory of the host; `tune`; `other sizes`, a model predicted by the
+times of its step at other sizes. Steps are predicted by the preset's constants, by measured ones, and by the preset
+with the times of the step's own operations (`autopar.measure`, which takes the place of a profile).
 
 Every row runs in a process of its own, one after the other, so that one process at a time holds the device and a row
 that dies takes no other with it. It is kept at once, in accelerator.json, and the tables in accelerator.md beside it: a
@@ -34,12 +36,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import optax
 
 import autopar
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.hardware import calibrate
-from autopar.hardware.kinds import DeviceKind
+from autopar.hardware.kinds import DeviceKind, OperationTimes
 from autopar.plan.cache import SEARCH_VERSION
 from benchmarks import accelerator_tables, row_processes
 from benchmarks.machine import description
@@ -131,12 +134,13 @@ MODELS = {
         small=dict(width=32, features=8, length=16, batch=8),
     ),
 }  # fmt: skip
-BLOCKWISE, OFFLOAD = " blockwise", "offload"
+BLOCKWISE, OFFLOAD, OTHER_SIZES = " blockwise", "offload", "other sizes"
 ROWS = (
     "constants",
     *(row for name, model in MODELS.items() for row in (name, *([name + BLOCKWISE] * model.has_attention))),
     OFFLOAD,
     "tune",
+    OTHER_SIZES,
 )
 
 
@@ -252,13 +256,12 @@ def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, A
     while time.perf_counter() - begun < WARM_UP_S:
         own.run()
     take_turns([own, by_hand], ROUNDS)
-    profile = None
-    if "search" not in options:  # its programs are made anew for that, which takes time
-        profile, own.state = profiled(step, own.state, own.batch)
+    del by_hand.state  # what follows needs its memory
+    of_step = autopar.measure(step, own.state, own.batch, seconds=0)
+    clusters = {"step": of_step.cluster} | ({"measured": autopar.Cluster.load(measured)} if measured.exists() else {})
     predicted_s = {"preset": plan.predicted.step_time_s}
-    if measured.exists():
-        anew = parallelize(cluster=autopar.Cluster.load(measured)).plan(shapes, case.batch(0))
-        predicted_s["measured"] = anew.predicted.step_time_s
+    for of, cluster in clusters.items():
+        predicted_s[of] = parallelize(cluster=cluster).plan(shapes, case.batch(0)).predicted.step_time_s
     return {
         "difference": worst.relative,
         "leaf": worst.path,
@@ -270,16 +273,39 @@ def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, A
         "compiled_bytes": allocated_bytes(compiled.memory_analysis()),
         "device_bytes": device_peak,
         "host_bytes": sum(plan.predicted.host_bytes),
-        "profile": profile,
+        "profile": str(of_step),
+        "operation_times": msgspec.to_builtins(of_step.cluster.device.operation_times),
     }
 
 
-def profiled(step: autopar.Step, state: Any, batch: Any) -> tuple[str, Any]:
-    """Where the time of a step goes on the device, as `step.profile` says, and the state after the step."""
-    for _ in range(2):  # on a GPU the first one is of programs of its own, that run for the first time
-        profile = step.profile(state, batch)
-        state = profile.results[0]
-    return str(profile), state
+def other_sizes(small: bool) -> dict[str, Any]:
+    """A GPT timed at its sizes, and predicted at others by the times of its operations; all are run in turns."""
+    model = MODELS["gpt"]
+    given = model.small if small else model.large
+    changes = ({}, *({name: scaled(given[name])} for name in ("batch", "layers") for scaled in (_half, _double)))
+    running, plans = [], []
+    for change in changes:
+        case = CASES[model.case](**given | change)
+        step = autopar.parallelize(case.step, cluster=preset(), cache_dir=None)
+        running.append(Running(step, step.init(case.init, jax.random.key(0)), step.put_batch(case.batch(0))))
+        plans.append(functools.partial(autopar.parallelize, case.step, cache_dir=None))
+    of_step = autopar.measure(running[0].step, running[0].state, running[0].batch, seconds=0)
+    take_turns(running, ROUNDS)
+    rows = []
+    for change, one, parallelize in zip(changes, running, plans, strict=True):
+        times = {"measured": statistics.median(one.wall_s)}
+        for of, cluster in (("preset", preset()), ("step", of_step.cluster)):
+            times[of] = parallelize(cluster=cluster).plan(one.state, one.batch).predicted.step_time_s
+        rows.append({"change": ", ".join(f"{name} {n}" for name, n in change.items()) or "as timed", **times})
+    return {"steps": rows, "report": str(of_step)}
+
+
+def _half(size: int) -> int:
+    return size // 2
+
+
+def _double(size: int) -> int:
+    return size * 2
 
 
 def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: Path) -> None:
@@ -294,7 +320,9 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
         sizes = model.large | {what: int(n) for what, n in given}
         case = CASES[model.case](**sizes)
         shapes = jax.eval_shape(case.init, jax.random.key(0))
-        for of, at in clusters.items():
+        times = msgspec.convert(row.get("operation_times", ()), tuple[OperationTimes, ...])
+        of_step = {"step": with_operation_times(cluster, times)} if times else {}
+        for of, at in (clusters | of_step).items():
             step = autopar.parallelize(case.step, cluster=at, cache_dir=None, **options)
             predicted = step.plan(shapes, case.batch(0)).predicted
             row["predicted_s"][of] = predicted.step_time_s
@@ -302,6 +330,10 @@ def predict_again(rows: row_processes.Rows, cluster: autopar.Cluster, measured: 
                 row["predicted_bytes"], row["host_bytes"] = max(predicted.peak_bytes), sum(predicted.host_bytes)
         row["predicted_later"] = f"search version {SEARCH_VERSION}"
         print(f"{name}: {row['predicted_s']['preset'] / row['measured_s']:.2f}", flush=True)
+
+
+def with_operation_times(cluster: autopar.Cluster, times: tuple[OperationTimes, ...]) -> autopar.Cluster:
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, operation_times=times))
 
 
 def tune(small: bool) -> dict[str, Any]:
@@ -319,6 +351,8 @@ def run_row(name: str, small: bool, measured: Path) -> dict[str, Any]:
             return constants(measured)
         case "tune":
             return tune(small)
+        case "other sizes":
+            return other_sizes(small)
     return model_row(name, small, measured)
 
 

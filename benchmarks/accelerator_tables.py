@@ -11,7 +11,8 @@ from benchmarks.machine import markdown
 
 MODEL_COLUMNS = (
     "model", "difference from jit", "small, without rounding", "predicted, ms: preset", "with measured constants",
-    "measured, ms", "ratio", "ratio with measured constants", "jax.jit, ms", "over jit", "peak, MB: predicted",
+    "by the step's own times", "measured, ms", "ratio", "ratio with measured constants", "ratio by its own times",
+    "jax.jit, ms", "over jit", "peak, MB: predicted",
     "compiled", "device's", "ratio", "in the host",
 )  # fmt: skip
 
@@ -20,7 +21,7 @@ def model_cells(name: str, row: dict[str, Any]) -> list[str]:
     if not_run := row.get("failure"):
         return [name, not_run]
     measured_s, by_preset = row["measured_s"], row["predicted_s"]["preset"]
-    by_measured = row["predicted_s"].get("measured")
+    by_measured, by_step = (row["predicted_s"].get(of) for of in ("measured", "step"))
     peak = row["device_bytes"] or row["compiled_bytes"]
     within = "within" if row["difference"] <= row["tolerance"] else "NOT within"
     return [
@@ -29,9 +30,11 @@ def model_cells(name: str, row: dict[str, Any]) -> list[str]:
         _unrounded(row),
         f"{by_preset * 1e3:.2f}",
         f"{by_measured * 1e3:.2f}" if by_measured else "-",
+        f"{by_step * 1e3:.2f}" if by_step else "-",
         f"{measured_s * 1e3:.2f}",
         f"{by_preset / measured_s:.2f}",
         f"{by_measured / measured_s:.2f}" if by_measured else "-",
+        f"{by_step / measured_s:.2f}" if by_step else "-",
         f"{row['jit_s'] * 1e3:.2f}",
         f"{measured_s / row['jit_s'] - 1:+.1%}",
         f"{row['predicted_bytes'] / 1e6:,.1f}",
@@ -73,7 +76,7 @@ def report(rows: row_processes.Rows, names: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_OTHER = ("constants", "tune")
+_OTHER = ("constants", "tune", "other sizes")
 _LOAD = r" \(load [^)]*\)"
 
 
@@ -83,4 +86,12 @@ def _text(name: str, row: dict[str, Any]) -> str:
     if name == "constants":
         cells = [[what, "-" if a is None else f"{a:.4g}", f"{b:.4g}"] for what, (a, b) in row["constants"].items()]
         return markdown(("constant", "preset", "measured"), cells) + f"\n\n```text\n{row['report']}\n```"
+    if name == "other sizes":
+        cells = [
+            [each["change"], *(f"{each[of] * 1e3:.2f}" for of in ("measured", "preset", "step"))]
+            + [f"{each[of] / each['measured']:.2f}" for of in ("preset", "step")]
+            for each in row["steps"]
+        ]
+        columns = ("gpt", "measured, ms", "predicted, ms: preset", "by its step as timed", "ratio", "ratio as timed")
+        return markdown(columns, cells) + f"\n\n```text\n{row['report']}\n```"
     return f"```text\n{row['tuning']}\n```\n\n{row['took_s']:.0f} s in all."

@@ -27,8 +27,11 @@ from autopar.command_line.step_files import devices_for_meshes, returned_by, sha
 from autopar.common.files import default_directory
 from autopar.common.text import TextFormat
 from autopar.errors import InvalidArgumentError
+from autopar.frontend.tracing import name_of
 from autopar.hardware import calibrate
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.measurement import Measurement
+from autopar.measuring import check_arguments, check_cluster
 from autopar.plan import render, render_summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.options import Effort
@@ -239,7 +242,14 @@ def tune(parsed: argparse.Namespace) -> Output:
 def measure(parsed: argparse.Namespace) -> Output:
     """Measures, and says what came out and where it lies."""
     _check_folder("--save", parsed.save)
-    measurement = calibrate.measure(parsed.devices)
+    if parsed.function is None:
+        if parsed.arg:
+            raise InvalidArgumentError(
+                where="--arg", expected="FILE:FUNCTION, whose argument it is", got="none", hint="name the function too"
+            )
+        measurement, of_step = calibrate.measure(parsed.devices), None
+    else:
+        measurement, of_step = _measure_step(parsed)
     path: Path | None
     if parsed.save:
         Cluster.of_measurement(measurement, parsed.devices).save(parsed.save)
@@ -250,8 +260,28 @@ def measure(parsed: argparse.Namespace) -> Output:
         if path is None:
             directory = default_directory() or "the user's cache"
             told = f"Not saved: {directory} cannot be written (choose a file with --save)"
-    values = {"saved": None if path is None else str(path), "fits": [msgspec.to_builtins(f) for f in measurement.fits]}
-    return Output(lambda text_format: f"{measurement.text(text_format)}\n\n{text_format.broken([told])}", values)
+    fits = [msgspec.to_builtins(fit) for fit in measurement.fits]
+    values: dict[str, Any] = {"saved": None if path is None else str(path), "fits": fits}
+    values |= {} if of_step is None else {"step": of_step.to_dict()}
+
+    def text(text_format: TextFormat) -> str:
+        tables = [measured.text(text_format) for measured in (measurement, of_step) if measured is not None]
+        return "\n\n".join([*tables, text_format.broken([told])])
+
+    return Output(text, values)
+
+
+def _measure_step(parsed: argparse.Namespace) -> tuple[Measurement, autopar.StepMeasurement]:
+    """Measures the devices, and on the first of them a step; the device of the measurement has its times."""
+    tables = Cluster.local(parsed.devices, measured=False)
+    check_cluster(tables)
+    step, shapes = shapes_only(parsed.function, parsed.arg)
+    check_arguments(name_of(step), shapes, tables)
+    measurement = calibrate.measure(parsed.devices)
+    step, arguments = returned_by(parsed.function, parsed.arg)
+    found = autopar.measure(_planned_for(step, Cluster.of_measurement(measurement, parsed.devices)), *arguments)
+    cluster = found.cluster
+    return dataclasses.replace(measurement, device=cluster.device, fits=cluster.fits), found
 
 
 def show_checkpoint(parsed: argparse.Namespace) -> Output:

@@ -556,6 +556,11 @@ def compiled(lowered: Any, options: dict[str, Any]) -> Any:
     return program
 
 
+def names_in_cache_key() -> contextlib.AbstractContextManager[None]:
+    """Inside, no program comes from jax's cache of compiled ones whose operations have other names."""
+    return config.compilation_cache_include_metadata_in_key(True)
+
+
 def looks_for_nans_and_infs() -> tuple[bool, bool]:  # `jax_debug_nans`, `jax_debug_infs`
     return bool(config.debug_nans.value), bool(config.debug_infs.value)
 

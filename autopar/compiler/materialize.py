@@ -78,8 +78,10 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
     )
 
 
-def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> ShardedFunction:
-    """Traced step and plan -> graph -> instructions -> function on global arrays.
+def make_function(
+    traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook, *, is_numbered: bool = False
+) -> ShardedFunction:
+    """Traced step and plan -> graph -> instructions -> function on global arrays. `is_numbered`: as in `Emitter`.
 
     Raises: PlanMismatchError when the plan was made for another step or other shapes.
     """
@@ -94,7 +96,7 @@ def make_function(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -
     arguments, results = planned_values(traced, graph, lowered)
     check_values(plan.record.arguments, arguments, "$.plan.arguments", traced.name)
     check_values(plan.record.results, results, "$.plan.results", traced.name)
-    emitter = Emitter(graph, mesh)
+    emitter = Emitter(graph, mesh, is_numbered=is_numbered)
     failures = emitter.failures if any_callbacks(traced.jaxpr) else None
     return ShardedFunction(
         function=lambda *args: emitter(lowered, args), graph=graph, lowered=lowered, failures=failures

@@ -105,6 +105,16 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     return model.device.memory_s(passes * nbytes)
 
 
+def timed_kind(op: Op) -> str:
+    """The operations with which one is timed together, where a step is (`OperationTimes.kind`): those that run the same
+    program on operands of one type; of those that are parts of kernels, all of a pass.
+    """
+    if is_in_kernels(op):
+        return f"elementwise operations and reductions, {op.role.value}"
+    operand = next(iter((*op.eqn.invars, *op.eqn.outvars)), None)
+    return op.primitive if operand is None else f"{op.primitive} of {operand.aval.dtype}"
+
+
 class NodeCosts:
     """Seconds of each strategy of a node, cached by what its operations are.
 
@@ -158,13 +168,24 @@ class NodeCosts:
         however small their part is.
         """
         if op.primitive in ring.PRIMITIVES or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
-            return self.compute_s(op, None) / num_devices
+            return self.even_s(op, num_devices)
         work = self._work(op)
         key = id(work), num_devices
         if key not in self._shared:
             parts = ((num_devices,) * len(work.operand_bytes), (num_devices,) * len(work.result_bytes))
-            self._shared[key] = time_s(work, num_devices, parts, self.model.device)
+            self._shared[key] = self._corrected_s(op, time_s(work, num_devices, parts, self.model.device))
         return op.count * self._shared[key]
+
+    def even_s(self, op: Op, num_devices: int) -> float:
+        """Seconds of an operation in a step where so many devices do an equal part of it each, as if kernels took no
+        time of their own. By the times of a step that was timed a part may take more than its share of the whole, or
+        less.
+        """
+        if not self.model.device.operation_times:
+            return self.compute_s(op, None) / num_devices
+        replicated = replicated_strategy(map(self._shape, op.inputs), map(self._shape, op.outputs))
+        alone_s = float(self._by_constants_s(op, self._work(op), (replicated,))[0])
+        return op.count * self._corrected_s(op, alone_s / num_devices)
 
     def piece_s(self, op: Op, strategy: Strategy, pieces: Pieces) -> float:
         """Seconds, in a step, of one piece of a product that runs in pieces, without what it sends: its arithmetic, and
@@ -185,7 +206,8 @@ class NodeCosts:
         result_bytes = work.result_bytes[0] / result_parts
         if in_place and along.result is None:
             return op.count * self._strategy_s(op, strategy) / n
-        seconds, copied_bytes = time_s(work, strategy.split * n, (parts, (result_parts,)), self.model.device), 0.0
+        seconds = self._corrected_s(op, time_s(work, strategy.split * n, (parts, (result_parts,)), self.model.device))
+        copied_bytes = 0.0
         if in_place and pieces.operand is None:
             copied_bytes = result_bytes
         elif not in_place:
@@ -208,7 +230,8 @@ class NodeCosts:
         return self._works[key]
 
     def _work_key(self, op: Op) -> tuple:
-        return (op.key, op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op))
+        timed = timed_kind(op) if self.model.device.operation_times else None
+        return (op.key, op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op), timed)
 
     def _new_work(self, op: Op) -> Work:
         rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
@@ -278,6 +301,11 @@ class NodeCosts:
 
     def _alone_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...]) -> np.ndarray:
         """Seconds of one run under each strategy, without what the operation sends itself."""
+        seconds, device = self._by_constants_s(op, work, strategies), self.model.device
+        return device.corrected_s(timed_kind(op), seconds) if device.operation_times else seconds
+
+    def _by_constants_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...]) -> np.ndarray:
+        """The same by the device's constants, whatever a step took that was timed."""
         device, counts = self.model.device, self._counts(strategies)
         is_ring = op.primitive in ring.PRIMITIVES
         if is_ring or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
@@ -288,6 +316,11 @@ class NodeCosts:
         else:
             seconds = times_s(work, counts.split, counts.operands, counts.results, device)
         return seconds
+
+    def _corrected_s(self, op: Op, seconds: float) -> float:
+        """Seconds of one run as a step had them that was timed, given those by the device's constants."""
+        device = self.model.device
+        return float(device.corrected_s(timed_kind(op), np.float64(seconds))) if device.operation_times else seconds
 
     def _with_sends_s(self, op: Op, strategies: tuple[Strategy, ...], alone_s: np.ndarray) -> np.ndarray:
         """Seconds of one run under each strategy, with those of what the operation sends itself."""
@@ -381,7 +414,7 @@ def least_step_time_s(graph: OpGraph, model: CostModel) -> float:
     done twice.
     """
     costs = NodeCosts(graph, model)
-    return in_turn_s(graph.block.ops, lambda op: costs.compute_s(op, None)) / model.links.mesh.num_devices
+    return in_turn_s(graph.block.ops, lambda op: costs.even_s(op, model.links.mesh.num_devices))
 
 
 def in_turn_s(ops: Iterable[Op], seconds_of: Callable[[Op], float]) -> float:

@@ -118,10 +118,12 @@ class LoweredWhole:
 
 
 @jax_compat.no_mesh_set()
-def lower_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> LoweredWhole:
-    """Lowers a step as one program for the devices of a mesh. Raises: as `build_whole`."""
+def lower_whole(
+    traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook, *, is_numbered: bool = False
+) -> LoweredWhole:
+    """Lowers a step as one program for the devices of a mesh. `is_numbered`: as in `Emitter`. Raises: see `build`."""
     traced = with_saved_names(traced, plan)
-    emitted = make_function(traced, plan, mesh, rules)
+    emitted = make_function(traced, plan, mesh, rules, is_numbered=is_numbered)
     if emitted.lowered.in_host:
         local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         check_host_memory(f"plan of {plan.record.step}", (local_devices or list(mesh.devices.flat))[0])

@@ -294,6 +294,7 @@ class Cluster:
 
         `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts), `dgx-h100:4` (4 cards of
         a host); `tpu-v5e:2x4`, `tpu-v5p:4x4x4:2` (2 slices); anything that ends in .json is a file made by `save`;
+        `dgx-h100x16@h100.json` is such a machine with the devices of a file (`of_devices_in`);
         `dgx-a100-80g+p3.16xlarge` joins two.
 
         Raises:
@@ -301,6 +302,9 @@ class Cluster:
         """
         if "+" in text:
             return cls.joined([cls.parse(part) for part in text.split("+")])
+        if "@" in text:
+            name, _, path = text.partition("@")
+            return cls.parse(name).of_devices_in(path)
         if text.endswith(".json"):
             return cls.load(text)
         if m := re.fullmatch(r"local(?::(\d+))?", text):
@@ -320,6 +324,29 @@ class Cluster:
             f"({', '.join(presets.TPUS)})",
             got=repr(text),
             hint=f"did you mean {close}?" if close else "join two with +: dgx-a100-80g+p3.16xlarge",
+        )
+
+    def of_devices_in(self, path: str | Path) -> Cluster:
+        """This cluster with the measured devices of a file, and their link where several of one host were measured.
+
+        Raises: InvalidArgumentError for a file of other devices; as `load`.
+        """
+        measured = self.load(path)
+        if self.parts or measured.device.name != self.device.name:
+            raise InvalidArgumentError(
+                where=f"{self.name}@{path}",
+                expected=f"a file of {self.device.name}, and a machine of one kind of device",
+                got=f"one of {measured.device.name}",
+                hint="measure on such a device: autopar measure --save FILE.json",
+            )
+        own = {name: getattr(self.device, name) for name in ("memory_bytes", "host_link_bytes_per_s")}
+        has_link = measured.devices_per_host > 1 and not self.torus
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}@{Path(path).name}",
+            device=dataclasses.replace(measured.device, **own),
+            inside_host=measured.inside_host if has_link else self.inside_host,
+            fits=measured.fits,
         )
 
     def save(self, path: str | Path) -> None:

@@ -25,6 +25,7 @@ CPU_NAME = "CPU"  # of every `DeviceKind` that is a virtual device of a host's p
 # as recorded from programs of jax 0.11 as command buffers.
 _LOOP_TURN_S = 4.5e-6
 _Bytes = TypeVar("_Bytes", float, np.ndarray)  # of one kernel, or of many
+_Times = TypeVar("_Times", np.float64, np.ndarray)  # of an operation, or of one under each of many strategies
 
 
 class Platform(enum.StrEnum):
@@ -33,6 +34,27 @@ class Platform(enum.StrEnum):
     CPU = "cpu"
     GPU = "gpu"
     TPU = "tpu"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OperationTimes:
+    """Seconds of one run of the operations of a kind, as a step had them that was timed (`autopar.measure`).
+
+    Attributes:
+        kind: As `autopar.cost.cost_model.timed_kind` names operations.
+        predicted_s: By the constants of the device alone; ascending.
+        measured_s: Of the same operations as they ran; not descending, so that more work never takes less time.
+    """
+
+    kind: str
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
+
+    def corrected_s(self, predicted_s: _Times) -> _Times:
+        """Between two sizes on the line through their times; beyond them by the ratio of the nearest one."""
+        inside: _Times = np.interp(predicted_s, self.predicted_s, self.measured_s)
+        below_least = np.minimum(predicted_s / self.predicted_s[0], 1.0)
+        return inside * below_least * np.maximum(predicted_s / self.predicted_s[-1], 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +87,8 @@ class DeviceKind:
             (VMEM of TPUs, without what kernels have for themselves); zero where it keeps none, or that is not known.
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
+        operation_times: Of a step that was timed on such a device, what its kinds of operations take beside what all
+            other constants say of them; other kinds take what those say.
     """
 
     name: str
@@ -82,6 +106,7 @@ class DeviceKind:
     attention_shares: tuple[tuple[int, float, float], ...] | None = None
     vector_memory_bytes: int = 0
     host_link_bytes_per_s: float | None = None
+    operation_times: tuple[OperationTimes, ...] = ()
 
     def __post_init__(self) -> None:
         for field, of, example in (("peak_flops", "a rate", "989e12"), ("flops_efficiency", "a share", "0.8")):
@@ -149,6 +174,11 @@ class DeviceKind:
     def memory_s(self, moved_bytes: _Bytes) -> _Bytes:
         """Time of reading and writing so many bytes."""
         return moved_bytes / self.memory_bytes_per_s
+
+    def corrected_s(self, kind: str, predicted_s: _Times) -> _Times:
+        """Seconds of one run of operations of a kind, given those by all other constants."""
+        times = next((times for times in self.operation_times if times.kind == kind), None)
+        return predicted_s if times is None else times.corrected_s(predicted_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, int4 and int2 as int8

@@ -50,6 +50,7 @@ def slowest_kind(kinds: Sequence[DeviceKind]) -> DeviceKind:
         least_kernel_s=_slowest_kernel_s(kinds),
         float32_fill_s=max(kind.float32_fill_s for kind in kinds),
         host_link_bytes_per_s=_host_link(kinds),
+        operation_times=(),  # those of one device are beside its own constants
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -274,7 +275,16 @@ def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh)
 # Names for profilers: the operations of a compiled program, and its collectives, bear the user's modules.
 
 
-def named(instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+_NUMBER = re.compile(r"/#(\d+)/")
+
+
+def number_in(op_name: str) -> int | None:
+    """The number of the operation of a graph whose emission gave this name to what XLA makes of it, if it is in it."""
+    found = _NUMBER.findall(op_name)
+    return int(found[-1]) if found else None
+
+
+def named(instruction: Instruction, is_numbered: bool) -> contextlib.AbstractContextManager[None]:
     """The name scope of an instruction's module, as `jax.grad` names it; none around a loop, whose body has its own."""
     if isinstance(instruction, Move):
         stack = stack_of_module(instruction.module, instruction.role)
@@ -284,6 +294,7 @@ def named(instruction: Instruction) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     else:
         stack = stack_of_module(instruction.op.place, instruction.op.role)
+        stack += f"/#{instruction.op.id}" if is_numbered else ""
     return jax.named_scope(stack) if stack else contextlib.nullcontext()
 
 
@@ -371,11 +382,12 @@ class Emitter:
     """Evaluates lowered blocks on tracers.
 
     `groups` is the number of runs of neighbouring examples that a batch is cut into before it is cut into micro-batches
-    (`tasks.groups_of_examples`). `failures` are what callbacks raised in a program and nobody was told yet.
+    (`tasks.groups_of_examples`). `is_numbered`: names for profilers bear the numbers of operations (`number_in`).
+    `failures` are what callbacks raised in a program and nobody was told yet.
     """
 
-    def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1) -> None:
-        self.graph, self.mesh, self.groups = graph, mesh, groups
+    def __init__(self, graph: OpGraph, mesh: Mesh, groups: int = 1, *, is_numbered: bool = False) -> None:
+        self.graph, self.mesh, self.groups, self.is_numbered = graph, mesh, groups, is_numbered
         self.failures: list[BaseException] = []
         self.gradients = gradients_in_rows(graph, mesh)
 
@@ -406,7 +418,7 @@ class Emitter:
         return jax.lax.with_sharding_constraint(array, named_sharding(layout, self.mesh))
 
     def run(self, instruction: Instruction, env: Environment) -> None:
-        with named(instruction):
+        with named(instruction, self.is_numbered):
             self.evaluate(instruction, env)
 
     def evaluate(self, instruction: Instruction, env: Environment) -> None:

@@ -250,9 +250,9 @@ def _lanes(record: PlanRecord, known: Known) -> tuple[Lane, ...]:
     compute, collectives, either, whole = [], [], [], []
     for device in devices:
         own = [(e, op) for e, op in known if e.device == device]
-        compute.append(_length((e.start_s, e.end_s) for e, op in own if op.kind == COMPUTE))
-        collectives.append(_length((e.start_s, e.end_s) for e, op in own if op.kind != COMPUTE))
-        either.append(_length((e.start_s, e.end_s) for e, _ in own))
+        compute.append(length_s(e for e, op in own if op.kind == COMPUTE))
+        collectives.append(length_s(e for e, op in own if op.kind != COMPUTE))
+        either.append(length_s(e for e, _ in own))
     if known:
         whole.append(max(e.end_s for e, _ in known) - min(e.start_s for e, _ in known))
     step_s, compute_s, collectives_s, busy_s = map(_mean, (whole, compute, collectives, either))
@@ -324,6 +324,11 @@ def _task(event: DeviceEvent, runs: Sequence[int]) -> str:
     """`F of stage 0, micro-batch 2`; only the program where it runs once."""
     name = event.program.removeprefix("jit_").replace("_", " ")
     return f"{name}, micro-batch {runs.index(event.run)}" if len(runs) > 1 else name
+
+
+def length_s(events: Iterable[DeviceEvent]) -> float:
+    """Seconds in which any of these events of one device ran."""
+    return _length((event.start_s, event.end_s) for event in events)
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -13,6 +13,7 @@ from autopar.errors import InvalidArgumentError, NotEnoughDevicesError
 from autopar.hardware import discovery, presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.collective_cost import CollectiveKind, Fabric, time_s
+from autopar.hardware.kinds import OperationTimes
 from autopar.ir.mesh import LogicalMesh
 
 GPU_PRESETS = [
@@ -476,3 +477,20 @@ def test_topologies_that_do_not_exist_are_refused_with_the_nearest(name, topolog
 )
 def test_topologies_that_exist(text):
     assert Cluster.parse(text).name == text
+
+
+def test_a_machine_with_the_devices_of_a_file(tmp_path):
+    """Their times and rates, the machine's memory; the link inside a host where that was measured too."""
+    measured = Cluster.parse("dgx-h100:2")
+    times = OperationTimes(kind="gather of float32", predicted_s=(1.0,), measured_s=(2.0,))
+    device = dataclasses.replace(measured.device, memory_bytes=10**10, launch_overhead_s=1e-6, operation_times=(times,))
+    link = dataclasses.replace(measured.inside_host, latency_s=9e-6)
+    for count, inside in ((1, Cluster.preset("dgx-h100").inside_host), (2, link)):
+        path = tmp_path / f"{count}.json"
+        dataclasses.replace(measured, devices_per_host=count, device=device, inside_host=link).save(path)
+        found = Cluster.parse(f"dgx-h100x4@{path}")
+        assert found.num_devices == 32
+        assert found.inside_host == inside
+        assert found.device == dataclasses.replace(device, memory_bytes=presets.H100.memory_bytes)
+    with pytest.raises(InvalidArgumentError, match=r"a file of A100-SXM4-80GB, .* got one of H100-SXM5-80GB"):
+        Cluster.parse(f"dgx-a100-80g@{path}")
