@@ -127,6 +127,8 @@ class Row:
     dtype: str = "bfloat16"
     float8: bool = False
     delayed_scales: bool = False
+    half_gradients: bool = False
+    fused_loss: bool = False
     dropout: float = 0.0
     flash: bool = True
     compiled: bool = True
@@ -421,7 +423,7 @@ def _bridge(
         table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
         model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
         sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
-        gather="after" if is_sharded else "ahead",
+        gather="after" if is_sharded else "ahead", half_gradients=True, fused_loss=True,
         step_time_s=seconds, note=f"recomputed layers are not published: none{note}{_rack_note(hardware)}",
         **{"zero": 1} | how,
     )  # fmt: skip
@@ -447,7 +449,8 @@ def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Ro
     return Row(
         table="mlperf v5.0", name=f"405B on {gpus} {hardware} tp{tp} pp8 cp2", model=_llama("405B", 8192),
         hardware=hardware, gpus=gpus, batch=batch, micro_batch=1, tp=tp, pp=8, cp=2, chunks=8, zero=1, gather="ahead",
-        sequence_parallel=True, pieces="in place", float8=True, delayed_scales=True,
+        sequence_parallel=True, pieces="in place", float8=True, delayed_scales=True, half_gradients=True,
+        fused_loss=True,
         step_time_s=seconds,
         note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none) and "
         "the order of positions in rings (zigzag); the scales of float8 are those of earlier steps"

@@ -36,7 +36,7 @@ from autopar.cost.stream_work import KeptWork
 from autopar.cost.xla_program import Compiler, compiler_for
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.kinds import SECTOR_BYTES, Platform
-from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost
+from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -264,8 +264,16 @@ class NodeCosts:
 
     @functools.cached_property
     def _summed(self) -> frozenset[int]:
-        summing = (op for op in self.graph.block.ops if op.primitive == SUMMED_PRODUCT)
-        return frozenset(a for op in summing for a in op.inputs if isinstance(a, int))
+        """The products that sums of micro-batches are added up within, also where a number or a shape is in between."""
+        found: set[int] = set()
+        for op in reversed(self.graph.block.ops):
+            if op.primitive == SUMMED_PRODUCT:
+                found.update(a for a in op.inputs if isinstance(a, int))
+            elif not found.isdisjoint(op.outputs) and op.primitive in ("mul", "reshape"):
+                scaled = op.inputs[0] if op.primitive == "reshape" else scaled_by_one_number(op, self.graph.values)
+                found.difference_update(op.outputs)
+                found.update(() if scaled is None else (scaled,))
+        return frozenset(found)
 
     def _nbytes(self, atom: Atom) -> int:
         return self.graph.values[atom].nbytes if isinstance(atom, int) else 0
