@@ -125,6 +125,12 @@ def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.C
             inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False),
             between_hosts=dataclasses.replace(cluster.between_hosts, is_asynchronous=False),
         )
+    if row.cp > 1:
+        cluster = dataclasses.replace(
+            cluster,
+            inside_host=dataclasses.replace(cluster.inside_host, has_ring_order=True),
+            between_hosts=dataclasses.replace(cluster.between_hosts, has_ring_order=True),
+        )
     return dataclasses.replace(cluster, device=with_constants(cluster.device, constants or {}))
 
 

@@ -316,7 +316,8 @@ class NodeCosts:
     def _attention_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
         turns = self.model.links.mesh.size(strategy.ring)
         kernel = kernel_under(op, self.model.device, turns)
-        return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
+        exchanges = turns > 1 and not self.model.links.link(strategy.ring).has_ring_order
+        return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns, exchanges=exchanges)
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
         return local_s(op, strategy, moved_bytes, self.model.device)

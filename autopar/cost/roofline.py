@@ -133,13 +133,21 @@ def kernel_under(op: Op, device: DeviceKind, ring: int) -> Kernel:
 
 
 def attention_s(
-    op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, kernel: Kernel, ring: int = 1
+    op: Op,
+    strategy: Strategy,
+    moved_bytes: float,
+    device: DeviceKind,
+    kernel: Kernel,
+    ring: int = 1,
+    *,
+    exchanges: bool = True,
 ) -> float:
     """Seconds of one run on one device that reads and writes so many bytes of operands and results, in a ring of so
     many devices.
 
     max(arithmetic / rate, memory traffic / bandwidth): kernels hide one behind the other. Blocks of scores that XLA
     computes go to memory and back. Steps of a ring are kernels of their own, and between them results are joined.
+    `exchanges`: whether positions change places for a balanced ring.
     """
     dtype = str(op.eqn.invars[0].aval.dtype)
     rate = device.flops_per_s(dtype)
@@ -158,7 +166,7 @@ def attention_s(
     if in_steps(op.eqn, kernel, ring):
         joined = step_traffic_bytes(op.eqn) / strategy.split
         joining_s = order.steps * (device.memory_s(joined) + device.launch_overhead_s)
-        if order.balanced:
+        if order.balanced and exchanges:
             joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes)
     launches = steps * launched_kernels(op.eqn, kernel, ring)
     return max(arithmetic_s, seconds) + joining_s + launches * device.launch_overhead_s

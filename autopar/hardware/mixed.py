@@ -95,6 +95,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         kind_bytes_per_s=lowest,
         is_asynchronous=all(link.is_asynchronous for link in links),
         sends_in_place=all(link.sends_in_place for link in links),
+        has_ring_order=all(link.has_ring_order for link in links),
     )
 
 
