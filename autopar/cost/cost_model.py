@@ -26,6 +26,7 @@ from autopar.cost.roofline import (
     kernel_under,
     launches_of,
     local_s,
+    multiplied_share,
     product_rate,
     rounding,
     time_s,
@@ -220,7 +221,7 @@ class NodeCosts:
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
             flops=0.0
             if op.kernel_bytes is None and kernel_bytes is not None
-            else flops_of(op) * rounding(op) * rate.passes,
+            else flops_of(op) * rounding(op) * rate.passes * multiplied_share(op, rate.dtype, self.model.device),
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),

@@ -324,7 +324,8 @@ class _Clock:
             for m in of_work:
                 self.readers[m].append(i)
         leads = leads_to_collective(self.program, self.readers)
-        self.rank = [2 * (i if to_one else i + len(program)) + 1 for i, to_one in enumerate(leads)]
+        waits = [work.stream is Stream.COMPUTE and not leads[i] for i, work in enumerate(program)]
+        self.rank = [2 * (i + len(program) if last else i) + 1 for i, last in enumerate(waits)]
         self.released_by: dict[int, list[int]] = {}  # gathers that may start once this has started
         self.hold_back()
         self.groups = combined_later(program, self.makers, self.early, combined_bytes, scattered_bytes)
