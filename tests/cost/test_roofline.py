@@ -237,6 +237,17 @@ def test_kernels_run_the_steps_of_rings():
     assert attention_s(forward, split, 0.0, device, Kernel.CUDNN, 4) == pytest.approx(arithmetic_s + joined_s, rel=0.01)
 
 
+def test_rings_exchange_no_positions_that_lie_in_their_order():
+    (forward, _) = passes(graph_of(is_causal=True, blockwise=True))
+    shapes = [v.aval.shape for v in forward.eqn.invars]
+    split = dataclasses.replace(replicated_strategy(shapes, [(), (), ()]), split=4, ring=(0,))
+    moved = 1e9
+    exchanged, in_order = (
+        attention_s(forward, split, moved, presets.H100, Kernel.CUDNN, 4, exchanges=on) for on in (True, False)
+    )
+    assert exchanged - in_order == pytest.approx(4 * moved / presets.H100.memory_bytes_per_s)
+
+
 def test_blocks_in_a_causal_ring_leave_hidden_halves_out():
     (causal, _), (full, _) = (passes(graph_of(is_causal=c, blockwise=True, dtype=jnp.float32)) for c in (True, False))
     assert flops(causal.eqn, Kernel.BLOCKS, ring=4) == (1 + 3 / 2) / 4 * flops(causal.eqn, Kernel.BLOCKS)
