@@ -158,11 +158,16 @@ def test_a_product_in_pieces_leads_to_no_collective_by_those_that_bring_them():
         return dataclasses.replace(work, pieces_of="w")
 
     program = [
-        of_product(compute("p0", 1.0, "y'")), of_product(send("s1", 1.0, "p0")), of_product(compute("p1", 1.0, "s1")),
-        compute("x'", 1.0, "y'"), send("sum", 2.0, "x'", reduces=True), compute("before", 1.0, "sum"),
+        of_product(compute("p0", 2.0, "y'")), of_product(send("s1", 0.5, "p0")), of_product(compute("p1", 2.0, "s1")),
+        compute("x'", 1.0, "y'"), send("sum", 3.0, "x'", reduces=True), compute("before", 1.0, "sum"),
+        send("sum of one", 1.0, "before", reduces=True), compute("last", 1.0, "sum of one"),
     ]  # fmt: skip
-    assert timetable(program)[:3] == [("x'", 0, 1), ("p0", 1, 2), ("sum", 1, 3)]
-    assert timetable([dataclasses.replace(work, pieces_of=None) for work in program])[0] == ("p0", 0, 1)
+    ran = timetable(program)
+    assert ran[:3] == [("x'", 0, 1), ("p0", 1, 3), ("sum", 1, 4)]
+    assert ran[-1] == ("last", 7, 8)
+    # Were they to lead to one, they would keep their turn.
+    in_order = timetable([dataclasses.replace(work, pieces_of=None) for work in program])
+    assert (in_order[0], in_order[-1]) == (("p0", 0, 2), ("last", 8, 9))
 
 
 def test_reductions_that_wait_for_each_other_start_alone():
