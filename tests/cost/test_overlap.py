@@ -160,7 +160,7 @@ def test_a_product_in_pieces_leads_to_no_collective_by_those_that_bring_them():
     program = [
         of_product(compute("p0", 2.0, "y'")), of_product(send("s1", 0.5, "p0")), of_product(compute("p1", 2.0, "s1")),
         compute("x'", 1.0, "y'"), send("sum", 3.0, "x'", reduces=True), compute("before", 1.0, "sum"),
-        send("sum of one", 1.0, "before", reduces=True), compute("last", 1.0, "sum of one"),
+        send("more", 1.0, "before", reduces=True), compute("last", 1.0, "more"),
     ]  # fmt: skip
     ran = timetable(program)
     assert ran[:3] == [("x'", 0, 1), ("p0", 1, 3), ("sum", 1, 4)]
