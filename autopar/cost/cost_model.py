@@ -271,9 +271,10 @@ class NodeCosts:
             if op.primitive == SUMMED_PRODUCT:
                 found.update(a for a in op.inputs if isinstance(a, int))
             elif not found.isdisjoint(op.outputs) and op.primitive in ("mul", "reshape"):
-                scaled = op.inputs[0] if op.primitive == "reshape" else scaled_by_one_number(op, self.graph.values)
+                made_of = op.inputs[0] if op.primitive == "reshape" else scaled_by_one_number(op, self.graph.values)
                 found.difference_update(op.outputs)
-                found.update(() if scaled is None else (scaled,))
+                if isinstance(made_of, int):
+                    found.add(made_of)
         return frozenset(found)
 
     def _nbytes(self, atom: Atom) -> int:

@@ -138,7 +138,8 @@ class _Chain:
             return [_made_anew(op, _equation(lambda x: jnp.reshape(x, sizes), [before]), (at,), fresh)]
         (number,) = (a for a in op.inputs if not isinstance(a, int) or not fresh.values[a].shape)
         if isinstance(number, Constant):
-            eqn = _equation(lambda x: x * float(number.literal.val), [before])
+            factor = float(number.literal.val)
+            eqn = _equation(lambda x: x * factor, [before])
             return [_made_anew(op, eqn, (at, Constant(eqn.invars[1])), fresh)]
         ops = []
         if fresh.values[number].dtype != self.dtype:
