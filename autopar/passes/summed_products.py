@@ -99,7 +99,7 @@ class _Chain:
             if maker.primitive == "transpose" and not _changes_shape(behind):
                 after = tuple(maker.eqn.params["permutation"])
                 order = after if order is None else tuple(after[i] for i in order)
-            elif maker.primitive == "reshape" and order is None:
+            elif maker.primitive == "reshape" and order is None and maker.eqn.params.get("dimensions") is None:
                 behind.append(maker)
             elif (scaled := scaled_by_one_number(maker, graph.values)) is not None:
                 at = scaled
