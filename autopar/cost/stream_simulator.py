@@ -195,7 +195,7 @@ ALL_BYTES = 1 << 40  # a threshold that combines all collectives of a program
 # (2): the result that is read next, and the one on its way meanwhile.
 RESULTS_AHEAD = 2
 # (7): the share of a program that nothing is computed in, from which on another order is tried.
-WORTH_ANOTHER_ORDER = 0.005
+WORTH_ANOTHER_ORDER = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
