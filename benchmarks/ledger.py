@@ -65,7 +65,8 @@ def step_of(row: Row) -> tuple:
         sizes |= {
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
             "block": model.length, "float8": row.float8,
-            "delayed_scales": row.delayed_scales, "one_hot_labels": row.table in MAXTEXT_TABLES,
+            "delayed_scales": row.delayed_scales, "half_gradients": row.half_gradients,
+            "one_hot_labels": row.fused_loss or row.table in MAXTEXT_TABLES,
         }  # fmt: skip
     else:
         # The masks of the whole batch are made before the loop over micro-batches, in memory that the published system
@@ -123,6 +124,12 @@ def cluster_of(row: Row, constants: dict[str, float] | None = None) -> autopar.C
             cluster,
             inside_host=dataclasses.replace(cluster.inside_host, is_asynchronous=False),
             between_hosts=dataclasses.replace(cluster.between_hosts, is_asynchronous=False),
+        )
+    if row.cp > 1:
+        cluster = dataclasses.replace(
+            cluster,
+            inside_host=dataclasses.replace(cluster.inside_host, has_ring_order=True),
+            between_hosts=dataclasses.replace(cluster.between_hosts, has_ring_order=True),
         )
     return dataclasses.replace(cluster, device=with_constants(cluster.device, constants or {}))
 

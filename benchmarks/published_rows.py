@@ -25,16 +25,22 @@ Sources, by table:
         gathered parameters back after the forward pass (ibid.). They share gradients too, which is not in the row:
         exchanged in each micro-batch (`zero=2`), these take longer than the published step.
     resnet-50: NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5, README: float32 (on A100
-        TF32) compiled by XLA, images per second.
+        TF32) compiled by XLA, images per second. XLA lays float32 images out channel by channel (compiled for an A100,
+        jaxlib 0.10.2), of which cuDNN of 2020 made copies for matrix units (MosaicML Composer, "Channels Last").
     maxtext: AI-Hypercomputer/maxtext, README (older revisions) and its scripts; the time is the flops of products and
         of whole attention, as it counts them, over the rate. What layers hand on lies split over the axis of tensor
         parallelism (activation_embed in MaxText/configs/base.yml), by width; here it is split by positions, which takes
         as much memory and sends as many bytes.
     megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, by release; products of tensor
-        parallelism send in place and parameters are gathered ahead, as its recipes (scripts/performance) have it.
-        The page does not tell layers that are recomputed: none here.
+        parallelism send in place, parameters are gathered ahead, no layer is recomputed, gradients are summed and
+        reduced in 16 bits (grad_reduce_in_fp32=False), as its recipes of those releases (scripts/performance) have it,
+        and the loss is Transformer Engine's (cross_entropy_fusion_impl). Scales of float8 are those of the present
+        operands ("FP8-CS").
     mlperf v5.0: mlcommons/training_results_v5.0, configurations and the medians of logged step times of Llama 3.1 405B.
-        Of 128 places for layers in 64 chunks the first and the last are the embedding's and the loss's.
+        Of 128 places for layers in 64 chunks the first and the last are the embedding's and the loss's. No layer is
+        recomputed, scales of float8 are those of the step before, gradients are summed within products
+        (gradient_accumulation_fusion) and reduced in 16 bits (grad_reduce_in_fp32=False), the loss is fused, and
+        parameters are gathered in 8 bits under the forward pass (config_common.sh, conf/custom.yaml, pretrain.py).
     tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText.
     gpu-recipes: AI-Hypercomputer/gpu-recipes, training/a4, runs of MaxText.
 
@@ -103,10 +109,11 @@ class Row:
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
     tensor parallelism hold up computing; `waits_for_all`: all collectives do. `pieces`: where products of tensor
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
-    NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of
-    float8 come from earlier steps. `dropout`: the rate. `gather`: as of `recipes.combine`. `fitted`: a constant was
-    fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and
-    the values that are not published.
+    NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of float8
+    come from earlier steps. `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32
+    bits. `fused_loss`: the loss keeps no 32 bits of each logit. `dropout`: the rate. `gather`: as of `recipes.combine`.
+    `fitted`: a constant was fitted to the row, or may have been; all others are held out. `note`: how the run differs
+    from the prediction, and the values that are not published.
     """
 
     table: str
@@ -127,6 +134,8 @@ class Row:
     dtype: str = "bfloat16"
     float8: bool = False
     delayed_scales: bool = False
+    half_gradients: bool = False
+    fused_loss: bool = False
     dropout: float = 0.0
     flash: bool = True
     compiled: bool = True
@@ -193,6 +202,16 @@ def _gpus(name: str) -> Callable[[int], autopar.Cluster]:
     return of
 
 
+def _reordering(of: Callable[[int], autopar.Cluster]) -> Callable[[int], autopar.Cluster]:
+    """Cards with the convolutions of cuDNN 8.0."""
+
+    def clusters(gpus: int) -> autopar.Cluster:
+        cluster = of(gpus)
+        return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, reorders_convolutions=True))
+
+    return clusters
+
+
 def _racks(name: str) -> Callable[[int], autopar.Cluster]:
     """Of an NVL72 rack 16 hosts are used: no source names the number, and the runs' groups divide 64 cards."""
 
@@ -210,7 +229,7 @@ def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Clus
 # Hardware of rows -> the cluster of so many devices, and the kind whose constants it uses.
 CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "V100": (_gpus("p3.16xlarge"), "V100"),
-    "A100 40 GB": (_gpus("dgx-a100-40g"), "A100 in TF32"),
+    "A100 40 GB": (_reordering(_gpus("dgx-a100-40g")), "A100 in TF32"),
     "A100": (_gpus("dgx-a100-80g"), "A100"),
     "H100": (_gpus("dgx-h100"), "H100"),
     "H100 96 GB": (_titan_h100, "H100 of 500 W"),
@@ -408,7 +427,7 @@ RESNET_50 = (
 
 
 def _rack_note(hardware: str) -> str:
-    return "; the cards used of each rack are not published: 64" if hardware.startswith("GB") else ""
+    return "the cards used of each rack are not published: 64" if hardware.startswith("GB") else ""
 
 
 def _bridge(
@@ -421,17 +440,20 @@ def _bridge(
         table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
         model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
         sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
-        gather="after" if is_sharded else "ahead",
-        step_time_s=seconds, note=f"recomputed layers are not published: none{note}{_rack_note(hardware)}",
+        gather="after" if is_sharded else "ahead", half_gradients=True, fused_loss=True,
+        step_time_s=seconds, note="; ".join(filter(None, (note, _rack_note(hardware)))),
         **{"zero": 1} | how,
     )  # fmt: skip
 
 
-_IN_HOST = "; the run keeps activations of {} layers in the host's memory, here all stay on the device"
-_BLOCK_SCALED = "; scales of blocks, here of whole operands"
+_IN_HOST = "the run keeps activations of {} layers in the host's memory, here all stay on the device"
+_BLOCK_SCALED = "scales of blocks, here of whole operands"
 MEGATRON_BRIDGE = (
     _bridge("25.09", "8B", "H100", 8, 128, 1, 9.310, zero=3),
     _bridge("25.11", "8B", "H100", 8, 128, 1, 9.070, zero=3),
+    _bridge("25.11", "8B", "B200", 8, 128, 2, 4.280, fitted=True),
+    _bridge("25.11", "8B", "GB200", 8, 128, 2, 4.160, fitted=True),
+    _bridge("25.11", "8B", "GB300", 8, 128, 2, 3.490),
     _bridge("25.09", "70B", "H100", 64, 128, 1, 10.120, tp=4, pp=8, chunks=5),
     _bridge("25.11", "70B", "H100", 64, 128, 1, 10.227, tp=4, pp=8, chunks=5),
     _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note=_IN_HOST.format(40)),
@@ -447,11 +469,10 @@ def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Ro
     return Row(
         table="mlperf v5.0", name=f"405B on {gpus} {hardware} tp{tp} pp8 cp2", model=_llama("405B", 8192),
         hardware=hardware, gpus=gpus, batch=batch, micro_batch=1, tp=tp, pp=8, cp=2, chunks=8, zero=1, gather="ahead",
-        sequence_parallel=True, pieces="in place", float8=True, delayed_scales=True,
+        sequence_parallel=True, pieces="in place", float8=True, delayed_scales=True, half_gradients=True,
+        fused_loss=True,
         step_time_s=seconds,
-        note="the source's table does not tell the precision of attention (here 16 bits), recomputed layers (none) and "
-        "the order of positions in rings (zigzag); the scales of float8 are those of earlier steps"
-        f"{_rack_note(hardware)}",
+        note="; ".join(filter(None, ("attention is taken to run in 16 bits", _rack_note(hardware)))),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from autopar.cost.roofline import (
     kernel_under,
     launches_of,
     local_s,
+    multiplied_share,
     product_rate,
     rounding,
     time_s,
@@ -36,7 +37,7 @@ from autopar.cost.stream_work import KeptWork
 from autopar.cost.xla_program import Compiler, compiler_for
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.kinds import SECTOR_BYTES, Platform
-from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost
+from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
@@ -243,7 +244,7 @@ class NodeCosts:
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
             flops=0.0
             if op.kernel_bytes is None and kernel_bytes is not None
-            else flops_of(op) * rounding(op) * rate.passes,
+            else flops_of(op) * rounding(op) * rate.passes * multiplied_share(op, rate.dtype, self.model.device),
             dtype=rate.dtype,
             operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
@@ -287,8 +288,17 @@ class NodeCosts:
 
     @functools.cached_property
     def _summed(self) -> frozenset[int]:
-        summing = (op for op in self.graph.block.ops if op.primitive == SUMMED_PRODUCT)
-        return frozenset(a for op in summing for a in op.inputs if isinstance(a, int))
+        """The products that sums of micro-batches are added up within, also where a number or a shape is in between."""
+        found: set[int] = set()
+        for op in reversed(self.graph.block.ops):
+            if op.primitive == SUMMED_PRODUCT:
+                found.update(a for a in op.inputs if isinstance(a, int))
+            elif not found.isdisjoint(op.outputs) and op.primitive in ("mul", "reshape"):
+                made_of = op.inputs[0] if op.primitive == "reshape" else scaled_by_one_number(op, self.graph.values)
+                found.difference_update(op.outputs)
+                if isinstance(made_of, int):
+                    found.add(made_of)
+        return frozenset(found)
 
     def _nbytes(self, atom: Atom) -> int:
         return self.graph.values[atom].nbytes if isinstance(atom, int) else 0
@@ -341,7 +351,8 @@ class NodeCosts:
     def _attention_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
         turns = self.model.links.mesh.size(strategy.ring)
         kernel = kernel_under(op, self.model.device, turns)
-        return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns)
+        exchanges = turns > 1 and not self.model.links.link(strategy.ring).has_ring_order
+        return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns, exchanges=exchanges)
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
         return local_s(op, strategy, moved_bytes, self.model.device)

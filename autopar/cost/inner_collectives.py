@@ -65,7 +65,7 @@ def ring_permutes(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLin
             count=order.steps,
             time_s=time_s + (home * far_permute_s(nbytes, strategy.ring, links) if home else 0.0),
         )
-    if order.balanced:
+    if order.balanced and not links.link(strategy.ring).has_ring_order:
         yield from _exchanges(op, strategy, device, links)
 
 

@@ -271,7 +271,7 @@ class _Writer:
         """
         op, strategy, n = compute.op, compute.strategy, self.model.links.mesh.size(pieces.axes)
         assert strategy is not None, "products in pieces are split"
-        reads = self.read(compute.keys_read, made)
+        reads, begun = self.read(compute.keys_read, made), len(works)
         (use,) = uses_of_pieces(self.graph, compute, self.model)
         send = dataclasses.replace(use, count=use.count / (n - 1), time_s=use.time_s / (n - 1))
         product = StreamWork(
@@ -302,6 +302,7 @@ class _Writer:
                 if sends:
                     arrived = (self.new(),)
                     works.append(self.collective(send, int(send.sent_bytes), (summed,), arrived, reduces=False))
+        works[begun:] = [dataclasses.replace(work, pieces_of=op.id) for work in works[begun:]]
         result: tuple[int, ...] = tuple(outs) if pieces.operand is not None else (outs[-1],)
         if compute.reduced:
             (use,), (layout,), (v,) = uses_of_reduction(self.graph, compute, self.model), compute.results, op.outputs

@@ -133,13 +133,21 @@ def kernel_under(op: Op, device: DeviceKind, ring: int) -> Kernel:
 
 
 def attention_s(
-    op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, kernel: Kernel, ring: int = 1
+    op: Op,
+    strategy: Strategy,
+    moved_bytes: float,
+    device: DeviceKind,
+    kernel: Kernel,
+    ring: int = 1,
+    *,
+    exchanges: bool = True,
 ) -> float:
     """Seconds of one run on one device that reads and writes so many bytes of operands and results, in a ring of so
     many devices.
 
     max(arithmetic / rate, memory traffic / bandwidth): kernels hide one behind the other. Blocks of scores that XLA
     computes go to memory and back. Steps of a ring are kernels of their own, and between them results are joined.
+    `exchanges`: whether positions change places for a balanced ring.
     """
     dtype = str(op.eqn.invars[0].aval.dtype)
     rate = device.flops_per_s(dtype)
@@ -158,7 +166,7 @@ def attention_s(
     if in_steps(op.eqn, kernel, ring):
         joined = step_traffic_bytes(op.eqn) / strategy.split
         joining_s = order.steps * (device.memory_s(joined) + device.launch_overhead_s)
-        if order.balanced:
+        if order.balanced and exchanges:
             joining_s += device.memory_s(_PASSES_OF_EXCHANGE * moved_bytes)
     launches = steps * launched_kernels(op.eqn, kernel, ring)
     return max(arithmetic_s, seconds) + joining_s + launches * device.launch_overhead_s
@@ -253,6 +261,27 @@ def flops_of(op: Op) -> float:
     return float(max(sizes, default=0))
 
 
+# Of a convolution of 3 x 3, tiles of 2 x 2 results take 16 multiplications in place of 36 (Lavin and Gray, "Fast
+# algorithms for convolutional neural networks", 2016, section 4.1).
+_WINOGRAD_SHARE = 16 / 36
+
+
+def multiplied_share(op: Op, dtype: str, device: DeviceKind) -> float:
+    """What libraries for GPUs multiply of a convolution's `flops_of`, whose operands are of a type of `DeviceKind`: of
+    one in whole float32, which no matrix unit takes, with a window or a gradient of 3 x 3 and no strides, less.
+    """
+    is_whole = dtype == FULL_FLOAT32 or (dtype == "float32" and FULL_FLOAT32 not in dict(device.peak_flops))
+    if op.primitive != "conv_general_dilated" or device.platform is not Platform.GPU or not is_whole:
+        return 1.0
+    params, (_, kernel), (result,) = op.eqn.params, op.eqn.invars, op.eqn.outvars
+    numbers = params["dimension_numbers"]
+    steps = (*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"])
+    groups = params["feature_group_count"], params["batch_group_count"]
+    window = tuple(kernel.aval.shape[d] for d in numbers.rhs_spec[2:])
+    results = tuple(result.aval.shape[d] for d in numbers.out_spec[2:])
+    return _WINOGRAD_SHARE if {*steps, *groups} == {1} and (3, 3) in (window, results) else 1.0
+
+
 def rounding(op: Op) -> float:
     """How many times its arithmetic devices do together, where they split examples that they do not divide."""
     return math.prod(f.split_size / f.size for f in op.rule.factors if f.rounded) if op.rule is not None else 1.0
@@ -309,6 +338,8 @@ def times_s(
     if work.launches:
         arithmetic_s += work.launches / split * device.launch_overhead_s
     copied_s = work.order_copy.times_s(result_parts[0], device) if work.order_copy is not None else 0.0
+    if work.is_convolution and work.dtype == "float32" and device.reorders_convolutions:
+        copied_s = copied_s + device.memory_s(2 * (read + written)) + 3 * device.small_kernel_s
     return np.maximum(arithmetic_s, device.memory_s(read + written)) + launch_s + small_s + copied_s
 
 

@@ -43,6 +43,7 @@ class StreamWork:
         is_light: Elementwise, or moving values.
         causes: Of a collective, what it is counted under.
         inside: Of a loop, its blocks, which run one after the other and take `seconds`.
+        pieces_of: The product of whose pieces it computes or sends one.
     """
 
     name: str
@@ -58,6 +59,7 @@ class StreamWork:
     is_light: bool = False
     causes: Causes = ()
     inside: tuple[Ran, ...] = ()
+    pieces_of: Hashable = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -112,6 +112,8 @@ class Link:
             that wait for each collective, such as tensor parallelism that launches its next product behind it.
         sends_in_place: Whether products in pieces send and receive these by copies straight to and from where they
             read and write them (user buffers of NVIDIA's Transformer Engine), without copies of their own.
+        has_ring_order: Whether positions lie in the order of a balanced ring of attention already, as systems have it
+            that lay out their batches so (Megatron-LM, torchtitan). Else each pass exchanges them.
     """
 
     latency_s: float
@@ -125,6 +127,7 @@ class Link:
     devices_per_card: int = 1
     is_asynchronous: bool = True
     sends_in_place: bool = False
+    has_ring_order: bool = False
 
     def __post_init__(self) -> None:
         if self.kind_bytes_per_s and self.fabric is Fabric.TORUS:

@@ -79,6 +79,9 @@ class DeviceKind:
         sustained_share: Part of the rate of matrix products, and of kernels of attention, that is left in runs of
             minutes, where power limits the clock of a card; one where a device keeps the rate of single products.
         convolution_share: What part of the rate of matrix products convolutions reach; one where that was not measured.
+        reorders_convolutions: Whether the library of convolutions copies float32 images to the order of dimensions that
+            matrix units take, and results back: XLA lays them out channel by channel. cuDNN 8.0 did on A100s; runs of
+            cuDNN 9 on H100 and H200 are faster than that.
         attention_shares: (width of a head, share forward, share backward) of the peak of matrix units that the kernel
             of attention reaches in short runs, by ascending width; arithmetic counts two products forward and five
             backward, and no blocks that a mask hides. Empty: it reaches the rate of products. None: there is no such
@@ -103,6 +106,7 @@ class DeviceKind:
     float32_fill_s: float = 0.0
     sustained_share: float = 1.0
     convolution_share: float = 1.0
+    reorders_convolutions: bool = False
     attention_shares: tuple[tuple[int, float, float], ...] | None = None
     vector_memory_bytes: int = 0
     host_link_bytes_per_s: float | None = None

@@ -44,6 +44,7 @@ def slowest_kind(kinds: Sequence[DeviceKind]) -> DeviceKind:
         flops_efficiency=tuple((dtype, min(kind.flops_share(dtype) for kind in kinds)) for dtype in apart),
         sustained_share=min(kind.sustained_share for kind in kinds),
         convolution_share=min(kind.convolution_share for kind in kinds),
+        reorders_convolutions=any(kind.reorders_convolutions for kind in kinds),
         attention_shares=_least_shares(kinds),
         memory_bytes=min(kind.memory_bytes for kind in kinds),
         launch_overhead_s=max(kind.launch_overhead_s for kind in kinds),
@@ -96,6 +97,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         kind_bytes_per_s=lowest,
         is_asynchronous=all(link.is_asynchronous for link in links),
         sends_in_place=all(link.sends_in_place for link in links),
+        has_ring_order=all(link.has_ring_order for link in links),
     )
 
 

@@ -175,9 +175,12 @@ _AMPERE = _Products(launch_us=7.0, half=0.68, single=0.68)
 
 # cuDNN's fused attention needs compute capability 8.0. Its rates on an H100 SXM: sequences of 8,192 without a mask, 412
 # and 600 Tflop/s forward, 432 and 518 backward, of 989 (Shah et al., "FlashAttention-3", 2024, figures 5 and 6). A100:
-# up to 73 % forward and 63 % backward (Dao, "FlashAttention-2", 2023, section 4.1).
+# up to 73 % forward and 63 % backward (Dao, "FlashAttention-2", 2023, section 4.1). B200: forward 1,613 of 2,250
+# Tflop/s over 1.3 (Zadouri et al., "FlashAttention-4", 2026, abstract: its rate, and how much faster it is than cuDNN
+# 9.13); backward no rate was found: as much of the forward rate as on an H100.
 _HOPPER_ATTENTION = ((64, 0.417, 0.437), (128, 0.607, 0.524))
 _AMPERE_ATTENTION = ((128, 0.73, 0.63),)
+_BLACKWELL_ATTENTION = ((128, 0.55, 0.475),)
 
 
 def _with_cudnn(device: DeviceKind, shares: tuple[tuple[int, float, float], ...] = ()) -> DeviceKind:
@@ -201,8 +204,17 @@ def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str)
     return _with_cudnn(dataclasses.replace(device, sustained_share=_HOPPER_SUSTAINED), _HOPPER_ATTENTION)
 
 
+# The same of a B200 in float8 (`benchmarks.calibrate`: Llama 8B on 8 B200 and on 8 GB200, Megatron-Bridge). Of B300 and
+# GB300 there are too few runs for a share of their own.
+_BLACKWELL_SUSTAINED = 0.89
+
+
+def _blackwell(device: DeviceKind) -> DeviceKind:
+    return _with_cudnn(dataclasses.replace(device, sustained_share=_BLACKWELL_SUSTAINED), _BLACKWELL_ATTENTION)
+
+
 # Its convolutions are left at the rate of products: ResNet-50 in float32 under XLA runs at 412 images a second on one
-# card, 64 % of the peak (NVIDIA/DeepLearningExamples), and comes out at 304 here (`benchmarks.ledger`).
+# card (NVIDIA/DeepLearningExamples), and comes out at 388 here (`benchmarks.ledger`).
 V100 = _gpu(
     "V100-SXM2-16GB",
     _Peaks(half=125.0, single=15.7, double=7.8, bfloat16=False),
@@ -219,7 +231,7 @@ A100_80GB = _ampere(
 )
 H100 = _hopper("H100-SXM5-80GB", memory_gb=80, memory_gb_per_s=3352.0, source="scaling-book gpus.md; openxla h100_sxm")
 H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="NVIDIA H200 data sheet; openxla h200")
-B200 = _with_cudnn(
+B200 = _blackwell(
     _gpu(
         "B200",
         _Peaks(half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0),
@@ -231,7 +243,7 @@ B200 = _with_cudnn(
 )
 # NVIDIA's data sheets of HGX B300 (36 Pflop/s of 16 bits for eight cards with sparsity) and GB300 NVL72 (360 for 72);
 # int8 and float64 run at a thirtieth of B200's. Products are taken to reach B200's shares.
-B300 = _with_cudnn(
+B300 = _blackwell(
     _gpu(
         "B300",
         _Peaks(half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0),
@@ -241,7 +253,7 @@ B300 = _with_cudnn(
         source="NVIDIA HGX B300 data sheet; 270 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
     )
 )
-_GB300 = _with_cudnn(
+_GB300 = _blackwell(
     _gpu(
         "GB300",
         _Peaks(half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -390,6 +390,14 @@ def read_by(op: Op) -> tuple[int, ...]:
     if not op.blocks:
         return tuple(direct) if len(direct) < 2 else tuple(dict.fromkeys(direct))
     return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))
+
+
+def scaled_by_one_number(op: Op, values: Sequence[Value]) -> int | None:
+    """What an operation multiplies with a scalar; None of any other operation."""
+    if op.primitive != "mul":
+        return None
+    arrays = [a for a in op.inputs if isinstance(a, int) and values[a].shape]
+    return arrays[0] if len(arrays) == 1 and values[arrays[0]].shape == values[op.outputs[0]].shape else None
 
 
 def has_effects(op: Op) -> bool:

@@ -87,6 +87,7 @@ def llama(
     float8: bool = False,
     delayed_scales: bool = False,
     one_hot_labels: bool = False,
+    half_gradients: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     tolerance: float = 1e-5,
@@ -97,7 +98,8 @@ def llama(
     `dtype` is. With `scan` the layers are stacked and a scan runs over them, each recomputed in the backward pass, as
     MaxText has it. `float8`: the products of all layers (not the last one, and not those of attention) have operands of
     8 bits, with `delayed_scales` scaled by numbers that each layer holds. `one_hot_labels`: the loss
-    multiplies with labels as one of 0 and 1 for each word, as MaxText has it too.
+    multiplies with labels as one of 0 and 1 for each word, as MaxText has it too. `half_gradients`: gradients, and
+    their sums over micro-batches, are of `dtype`, as of Megatron-LM without `--accumulate-allreduce-grads-in-fp32`.
     """
     head = head or width // heads
     assert float8 or not delayed_scales, "scales are those of float8"
@@ -149,5 +151,6 @@ def llama(
         loss=loss,
         batch=next_token_batch(batch=batch, length=length, vocabulary=vocabulary),
         optimizer=optimizer,
+        dtype=dtype if half_gradients else None,
         tolerance=tolerance,
     )

@@ -1,5 +1,6 @@
 """Kernels that are no products: counted in small steps, with what they read and write, and their time on devices."""
 
+import functools
 import tracemalloc
 
 import jax
@@ -43,6 +44,17 @@ def test_a_chain_is_one_kernel_and_ends_where_a_product_reads_it():
         return jnp.sin(h @ state) - 1.0
 
     assert ended(step, shape(*WIDE), shape(*ROWS)) == [("tanh", 1), ("sub", 1)]
+
+
+def test_a_product_multiplies_its_result_with_one_number():
+    def step(state, batch, *, reads_product=False):
+        product = batch @ state
+        scaled = product * jnp.sum(state[0])
+        return (scaled, product) if reads_product else scaled
+
+    of_sum = [("reduce_sum", 1)]
+    assert ended(step, shape(*WIDE), shape(*ROWS)) == of_sum
+    assert ended(functools.partial(step, reads_product=True), shape(*WIDE), shape(*ROWS)) == [*of_sum, ("mul", 1)]
 
 
 def test_new_parameters_and_the_state_of_their_optimizer_are_one_kernel():

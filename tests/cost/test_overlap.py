@@ -142,6 +142,34 @@ def test_what_waits_for_a_reduction_holds_up_nothing():
     assert timetable(program) == [("b2", 0, 1), ("h1'", 1, 4), ("sum", 1, 5), ("b1", 4, 5), ("of one", 5, 6)]
 
 
+def test_gradients_of_weights_run_behind_those_of_activations_whose_reduction_they_hide():
+    program = [
+        compute("w'", 3.0, "y'"), compute("x'", 1.0, "y'"), send("sum", 2.0, "x'", reduces=True),
+        compute("before", 1.0, "sum"),
+    ]  # fmt: skip
+    assert timetable(program) == [("x'", 0, 1), ("w'", 1, 4), ("sum", 1, 3), ("before", 4, 5)]
+    # One whose sum over devices is sent leads to a collective itself.
+    program.append(send("sum of w'", 1.0, "w'", reduces=True))
+    assert ("w'", 0, 3) in timetable(program)
+
+
+def test_a_product_in_pieces_leads_to_no_collective_by_those_that_bring_them():
+    def of_product(work):
+        return dataclasses.replace(work, pieces_of="w")
+
+    program = [
+        of_product(compute("p0", 2.0, "y'")), of_product(send("s1", 0.5, "p0")), of_product(compute("p1", 2.0, "s1")),
+        compute("x'", 1.0, "y'"), send("sum", 3.0, "x'", reduces=True), compute("before", 1.0, "sum"),
+        send("more", 1.0, "before", reduces=True), compute("last", 1.0, "more"),
+    ]  # fmt: skip
+    ran = timetable(program)
+    assert ran[:3] == [("x'", 0, 1), ("p0", 1, 3), ("sum", 1, 4)]
+    assert ran[-1] == ("last", 7, 8)
+    # Were they to lead to one, they would keep their turn.
+    in_order = timetable([dataclasses.replace(work, pieces_of=None) for work in program])
+    assert (in_order[0], in_order[-1]) == (("p0", 0, 2), ("last", 8, 9))
+
+
 def test_reductions_that_wait_for_each_other_start_alone():
     def other(work):
         return dataclasses.replace(work, reduction="other")

@@ -13,7 +13,7 @@ from autopar.attention.kernels import Kernel
 from autopar.attention.work import block_bytes, flops, repeated_operands
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.inner_collectives import far_permute_s
-from autopar.cost.roofline import ProductRate, attention_s, kernel_under, product_rate
+from autopar.cost.roofline import ProductRate, Work, attention_s, kernel_under, multiplied_share, product_rate, time_s
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
@@ -237,6 +237,17 @@ def test_kernels_run_the_steps_of_rings():
     assert attention_s(forward, split, 0.0, device, Kernel.CUDNN, 4) == pytest.approx(arithmetic_s + joined_s, rel=0.01)
 
 
+def test_rings_exchange_no_positions_that_lie_in_their_order():
+    (forward, _) = passes(graph_of(is_causal=True, blockwise=True))
+    shapes = [v.aval.shape for v in forward.eqn.invars]
+    split = dataclasses.replace(replicated_strategy(shapes, [(), (), ()]), split=4, ring=(0,))
+    moved = 1e9
+    exchanged, in_order = (
+        attention_s(forward, split, moved, presets.H100, Kernel.CUDNN, 4, exchanges=on) for on in (True, False)
+    )
+    assert exchanged - in_order == pytest.approx(4 * moved / presets.H100.memory_bytes_per_s)
+
+
 def test_blocks_in_a_causal_ring_leave_hidden_halves_out():
     (causal, _), (full, _) = (passes(graph_of(is_causal=c, blockwise=True, dtype=jnp.float32)) for c in (True, False))
     assert flops(causal.eqn, Kernel.BLOCKS, ring=4) == (1 + 3 / 2) / 4 * flops(causal.eqn, Kernel.BLOCKS)
@@ -276,3 +287,44 @@ def test_the_tpus_kernel_takes_keys_and_values_once_for_each_head_of_queries(key
     for op in (forward, backward):
         assert repeated_operands(op.eqn, Kernel.TPU_FLASH) == repeated
         assert repeated_operands(op.eqn, Kernel.CUDNN) == ()
+
+
+def convolutions(window: int, strides: int = 1):
+    """A convolution and its gradients."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    images, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 16, 16, 8), (window, window, 8, 8)))
+
+    def step(state, batch):
+        def loss(batch, state):
+            return jnp.sum(
+                lax.conv_general_dilated(batch, state, (strides, strides), "SAME", dimension_numbers=numbers)
+            )
+
+        return jax.grad(loss, (0, 1))(batch, state)
+
+    graph = build_graph(trace(step, (kernel, images), names=("state", "batch"), donate=(0,), batch=(1,)), RuleBook())
+    return [op for op in graph.block.ops if op.primitive == "conv_general_dilated"]
+
+
+def test_convolutions_of_three_by_three_in_whole_float32_multiply_less():
+    in_tiles, of_one, with_strides = convolutions(3), convolutions(1), convolutions(3, strides=2)
+    assert [multiplied_share(op, F32, presets.V100) for op in in_tiles] == [16 / 36] * len(in_tiles)
+    assert [multiplied_share(op, FULL_FLOAT32, presets.A100_80GB) for op in in_tiles] == [16 / 36] * len(in_tiles)
+    for op in (*of_one, *with_strides):
+        assert multiplied_share(op, F32, presets.V100) == 1.0
+    # Matrix units round to TF32; a TPU has no such kernels.
+    assert {multiplied_share(op, F32, device) for op in in_tiles for device in (presets.H100, presets.TPU_V5P)} == {1.0}
+
+
+def test_some_libraries_copy_images_for_matrix_units():
+    work = Work(
+        flops=0.0, dtype=F32, operand_bytes=(6 << 30, 0), result_bytes=(2 << 30,), fusible=False, is_convolution=True
+    )
+    device = dataclasses.replace(presets.A100_40GB, float32_fill_s=0.0, launch_overhead_s=0.0)
+    copies = dataclasses.replace(device, reorders_convolutions=True)
+    as_it_is, copied, half = (
+        time_s(w, 1, ((1, 1), (1,)), d)
+        for w, d in ((work, device), (work, copies), (dataclasses.replace(work, dtype=BF16), copies))
+    )
+    assert copied == pytest.approx(3 * as_it_is)
+    assert half == as_it_is

@@ -1,5 +1,6 @@
-"""Sums over micro-batches of products of 16 bits: in 32 bits from the product on, equal to plain `jax.jit`."""
+"""Sums over micro-batches of products of 8 and 16 bits: in their type from the product on, equal to plain `jax.jit`."""
 
+import functools
 import re
 
 import jax
@@ -16,6 +17,7 @@ from autopar.microbatch.plain_loop import run_graph
 from autopar.passes.summed_products import with_summed_products
 from autopar.sharding.rules import RuleBook
 from autopar.xla import aot
+from benchmarks.zoo.float8 import float8_product
 from tests.small_steps import assert_close
 
 RULES = RuleBook()
@@ -78,9 +80,49 @@ def test_results_are_those_of_the_step():
 
 
 def test_sums_of_other_types_stay_as_they_are():
-    for fun, params in ((exact_step, weights()), (step, weights("bfloat16"))):
-        assert not summed(graph_of(fun, params, batch()))
+    assert not summed(graph_of(exact_step, weights(), batch()))
     assert not summed(graph_of(step, weights(), batch(), num_microbatches=1))
+
+
+def test_sums_of_16_bits_are_those_of_their_products():
+    graph = graph_of(step, weights("bfloat16"), batch())
+    products = summed(graph)
+    assert [op.primitive for op in products] == ["dot_general"] * 3
+    assert {graph.values[op.outputs[0]].dtype for op in products} == {"bfloat16"}
+    # As the parameters lie, so that a result that was transposed is not any more.
+    assert {graph.values[op.outputs[0]].shape for op in products} == {(12, 32), (32, 4, 8), (4, 8, 12)}
+
+
+def float8_step(params, x, *, scale=None):
+    """Products whose results are multiplied with a number, and whose gradients take the shape of heads."""
+    scales = None if scale is None else jnp.full(3, scale)
+
+    def loss(params):
+        p = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+        hidden = jnp.tanh(float8_product(x.astype(jnp.bfloat16), p["first"], 1, scales) + p["bias"])
+        heads = jnp.tanh(float8_product(hidden, p["heads"], 1, scales))
+        return jnp.mean(float8_product(heads, p["out"], 2, scales).astype(jnp.float32) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def test_products_of_8_bits_that_a_number_scales_make_what_is_summed():
+    given = functools.partial(float8_step, scale=0.03125)
+    graph = graph_of(given, weights(), batch())
+    makers = {v: op for op in graph.block.ops for v in op.outputs}
+    chains = []
+    for op in summed(graph):
+        chain = [op]
+        while chain[-1].primitive != "dot_general":
+            chain.append(makers[chain[-1].inputs[0]])
+        chains.append([each.primitive for each in chain])
+        assert {graph.values[each.outputs[0]].dtype for each in chain} == {"float32"}
+    assert sorted(chains) == [["mul", "dot_general"], *[["reshape", "mul", "dot_general"]] * 2]
+    # No number is added to a sum twice over, and none in 16 bits: the results of all 16 examples at once.
+    leaves = jax.tree.leaves((weights(), batch()))
+    got = jax.tree.unflatten(jax.tree.structure((weights(), 0.0)), jax.jit(lambda a: run_graph(graph, a))(leaves))
+    assert_close(got, jax.jit(given)(weights(), batch()), 2**-8)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +165,19 @@ def test_a_compiler_for_gpus_adds_up_within_products_of_32_bits(dtype, kernels):
     text = jax.jit(add, donate_argnums=0).lower(*shapes).compile().as_text()
     entry = text[text.index("ENTRY") :]
     assert len(re.findall(r"= \S+ (?:fusion|custom-call|dot|add)\(", entry)) == kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.parametrize("of_sum", ["float32", "bfloat16"])
+def test_a_compiler_for_gpus_scales_and_adds_up_within_products_of_8_bits(of_sum):
+    def add(total, x, y, scale):
+        product = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=of_sum)
+        return total + (product * scale.astype(of_sum)).reshape(total.shape)
+
+    where = jax.sharding.NamedSharding(aot.target_mesh("gpu:h100:1", (1,), ("x",)), jax.sharding.PartitionSpec())
+    sizes = ((2048, 8, 832), of_sum), ((4096, 2048), "float8_e4m3fn"), ((4096, 6656), "float8_e5m2"), ((), "float32")
+    shapes = [jax.ShapeDtypeStruct(shape, of, sharding=where) for shape, of in sizes]
+    text = jax.jit(add, donate_argnums=0).lower(*shapes).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r"= \S+ (?:fusion|custom-call|dot|add|multiply)\(", entry)) == 1
