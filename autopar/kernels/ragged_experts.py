@@ -1,0 +1,473 @@
+"""Mixtures of experts with ragged products as operations: written into a graph, and run on one device's own tokens.
+
+A pass of a region (`ragged_regions`) is a kernel with a rule: of tokens (`t`) each device has some, sorts their rows and
+multiplies them with matrices that are whole, or split over a dimension between two products; gradients of matrices are
+summands. It runs the region's own equations, on fewer rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy.cluster.hierarchy import DisjointSet
+
+from autopar.common import jax_compat
+from autopar.common.records import replaced
+from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
+from autopar.ir.primitives import linear_operands
+from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
+from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
+from autopar.kernels import operation
+from autopar.kernels.grouped import grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
+from autopar.kernels.ragged_regions import Entry, Exit, Region, RegionReader, passes_of, slice_of
+from autopar.sharding.rules import RuleBook, equation_key, with_rules
+
+TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
+NAME = "ragged experts"
+
+
+# The dimensions of a pass, and which of them may be split
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """A value that a pass reads or makes: with `lead` dimensions of choices or tokens in front, as `(t, k, ...)` or
+    `(t, ...)`; without them where that is None.
+    """
+
+    value: int
+    lead: int | None
+    per_token: int
+
+
+class Dims:
+    """The dimensions of the values of a pass; those that stand for one factor of an operation are one."""
+
+    def __init__(self, ops: Sequence[Op], region: Region, reader: RegionReader) -> None:
+        self.ops, self.region, self.reader = ops, region, reader
+        self.sets: DisjointSet = DisjointSet([TOKENS, CHOICES, ROWS, EXPERTS])
+        self.whole: set[Any] = {EXPERTS}
+        for op in ops:
+            self.read(op)
+
+    def of(self, atom: Atom) -> tuple[Any, ...]:
+        """A name for each dimension."""
+        if isinstance(atom, Constant):
+            return (None,) * len(atom.shape)
+        value = self.reader.front(atom)
+        names = [(value, d) for d in range(len(self.reader.shape(value)))]
+        for name in names:
+            self.sets.add(name)
+        return tuple(self.sets[name] for name in names)
+
+    def join(self, one: Any, other: Any) -> None:
+        if one is not None and other is not None:
+            is_whole = self.is_whole(one) or self.is_whole(other)
+            self.sets.merge(one, other)
+            if is_whole:
+                self.whole.add(self.sets[one])
+
+    def is_whole(self, name: Any) -> bool:
+        return name is not None and self.sets[name] in {self.sets[x] for x in self.whole}
+
+    def rule_of(self, op: Op) -> Rule:
+        rule = grouped_rule(op.eqn) if is_grouped_product(op.eqn) else op.rule
+        assert rule is not None, "equations have one"
+        return rule
+
+    def read(self, op: Op) -> None:
+        role = self.region.roles[op.id]
+        if isinstance(role, Entry):
+            for source, v in zip(role.sources, op.outputs, strict=True):
+                made = self.of(v)
+                self.join(ROWS, made[0])
+                for a, b in zip(self.of(source)[::-1], made[:0:-1], strict=False):
+                    self.join(a, b)
+        elif isinstance(role, Exit) and not role.summed:
+            for a, b in zip(self.of(role.rows)[:0:-1], self.of(op.outputs[0])[::-1], strict=False):
+                self.join(a, b)
+        else:
+            self.factors(op)
+            if is_grouped_product(op.eqn):
+                _, (array, dim) = grouped_places(op.eqn)
+                self.join(EXPERTS, self.of(op.outputs[0] if array == len(op.inputs) else op.inputs[array])[dim])
+
+    def factors(self, op: Op) -> None:
+        rule, places = self.rule_of(op), {}
+        for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs)):
+            for f in factors:
+                places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
+        for f, at in places.items():
+            names = [name for name, alone in at if alone]
+            if rule.factors[f].kind in (FactorKind.FIXED, FactorKind.EXTREMUM) or len(names) < len(at):
+                self.whole.update(self.sets[name] for name, _ in at if name is not None)
+            for a, b in zip(names, names[1:], strict=False):
+                self.join(a, b)
+
+    def summed_over(self, op: Op, name: Any) -> bool:
+        """Whether an operation sums over a dimension."""
+        rule, atoms = self.rule_of(op), (*op.inputs, *op.outputs)
+        at = {f for atom, d, factors in rule.factored_dims(atoms) for f in factors if self.of(atom)[d] == name}
+        return any(rule.factors[f].kind is FactorKind.SUM for f in at)
+
+    def summands(self, name: Any, exits: Sequence[Op]) -> bool | None:
+        """Whether results are sums of those that devices make with parts of a dimension; None where it must be whole.
+
+        A result either has the dimension, or is linear in what was summed over it.
+        """
+        name, partial, front = self.sets[name], set(), self.reader.front
+        left = []
+        for op in self.ops:
+            role = self.region.roles[op.id]
+            if isinstance(role, Entry):
+                continue
+            if isinstance(role, Exit) and not role.summed:
+                reads = {0} if front(role.rows) in partial else set()
+                if reads and role.base is not None:
+                    return None
+                is_partial = bool(reads)
+            else:
+                reads = {i for i, a in enumerate(op.inputs) if isinstance(a, int) and front(a) in partial}
+                sums = self.summed_over(op, name)
+                if (sums and reads) or (reads and reads not in linear_sets(op)):
+                    return None
+                is_partial = sums or bool(reads)
+            has = [name in map(self.sets.__getitem__, self.of(v)) for v in op.outputs]
+            if is_partial and any(has):
+                return None
+            if is_partial:
+                partial.update(op.outputs)
+            if op in exits:
+                left += [(is_partial, h) for h in has]
+        if not all(p or h for p, h in left):
+            return None
+        return any(p for p, _ in left)
+
+
+def linear_sets(op: Op) -> list[set[int]]:
+    if is_grouped_product(op.eqn):
+        return [{0}, {1}]
+    return [set(s) for s in linear_operands(op.primitive, op.eqn)]
+
+
+# A pass on one device's tokens
+
+
+class Pass:
+    """A pass of a region as a function of arrays."""
+
+    def __init__(
+        self, region: Region, reader: RegionReader, ops: Sequence[Op], exits: Sequence[Op], again: bool
+    ) -> None:
+        self.region, self.reader, self.ops, self.exits, self.again = region, reader, ops, exits, again
+        self.order = region.order
+        self.tokens = region.num_tokens or self.order.num_rows
+        self.choices = self.order.num_rows // self.tokens
+        self.dims = Dims(ops, region, reader)
+        self.shape_of = {
+            v: reader.shape(v)
+            for op in ops
+            for a in (*op.inputs, *op.outputs)
+            if isinstance(a, int)
+            for v in (a, reader.front(a))
+        }
+        self.arguments = self.read_arguments()
+        self.results = [self.result(op) for op in exits]
+        self.rule = self.written_rule()
+
+    def read_arguments(self) -> list[Argument]:
+        found: dict[tuple[int, bool], Argument] = {}
+
+        def add(atom: Atom, per_token: int | None) -> None:
+            if isinstance(atom, int) and (atom, per_token is not None) not in found:
+                found[atom, per_token is not None] = self.argument(atom, per_token)
+
+        add(self.order.experts, 1)
+        for op in self.ops:
+            match self.region.roles[op.id]:
+                case Entry(sources=sources, per_token=times):
+                    rows = [a for a, v in zip(sources, op.outputs, strict=True) if v in self.reader.rows]
+                    for a in rows:
+                        add(a, times)
+                case Exit(base=base, per_token=times, summed=False):
+                    if base is not None:
+                        add(base, times)
+                case _:
+                    of = op.inputs[:2] if is_grouped_product(op.eqn) else op.inputs
+                    for a in of:
+                        if not self.reader.is_inside(self.region, a):
+                            add(a, None)
+        return list(found.values())
+
+    def argument(self, value: int, per_token: int | None) -> Argument:
+        if per_token is None:
+            return Argument(value=value, lead=None, per_token=1)
+        shape, rows, lead = self.reader.shape(value), self.order.num_rows // per_token, 0
+        while math.prod(shape[:lead]) < rows:
+            lead += 1
+        return Argument(value=value, lead=lead, per_token=per_token)
+
+    def result(self, op: Op) -> Argument:
+        role = self.region.roles[op.id]
+        assert isinstance(role, Exit), "a region is left by it"
+        return self.argument(op.outputs[0], None if role.summed else role.per_token)
+
+    # The rule
+
+    def shape(self, argument: Argument) -> tuple[int, ...]:
+        """The shape in which a pass has it: tokens are a dimension of their own."""
+        shape = self.reader.shape(argument.value)
+        if argument.lead is None:
+            return shape
+        own = (self.tokens,) if argument.per_token > 1 else (self.tokens, self.choices)
+        return (*own, *shape[argument.lead :])
+
+    def names(self, argument: Argument) -> tuple[Any, ...]:
+        names = tuple(self.dims.sets[x] for x in self.dims.of(argument.value))
+        if argument.lead is None:
+            return names
+        own = (TOKENS,) if argument.per_token > 1 else (TOKENS, CHOICES)
+        return (*own, *names[argument.lead :])
+
+    def written_rule(self) -> KernelRule:
+        arrays = [self.names(a) for a in (*self.arguments, *self.results)]
+        texts = {TOKENS: TOKENS, CHOICES: CHOICES}
+        whole, summed = {CHOICES}, set()
+        rows = self.dims.sets[ROWS]
+        for name in (x for names in arrays for x in names):
+            if name in texts:
+                continue
+            texts[name] = f"d{len(texts) - 2}"
+            repeated = any(names.count(name) > 1 for names in arrays)
+            if (
+                name == rows
+                or repeated
+                or self.dims.is_whole(name)
+                or (sums := self.dims.summands(name, self.exits)) is None
+            ):
+                whole.add(texts[name])
+            elif sums:
+                summed.add(texts[name])
+        if any(a.lead is None for a in self.results):
+            summed.add(TOKENS)
+        named = [tuple(texts[x] for x in names) for names in arrays]
+        operands, results = named[: len(self.arguments)], named[len(self.arguments) :]
+        taken = frozenset(x for names in named for x in names)
+        unique = [
+            tuple(operation.UNNAMED if names.count(x) > 1 else x for x in names) for names in (*operands, *results)
+        ]
+        return KernelRule(
+            operands=tuple(unique[: len(operands)]), results=tuple(unique[len(operands) :]),
+            whole=frozenset(whole & taken), summed=frozenset(summed & taken),
+        )  # fmt: skip
+
+    # On arrays
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        if self.again:  # what the forward pass computed is computed again, rather than being kept until now
+            arrays = lax.optimization_barrier(arrays)
+        return _Run(self, arrays).results()
+
+
+class _Run:
+    """One run of a pass on arrays of any number of tokens."""
+
+    def __init__(self, made: Pass, arrays: Sequence[Any]) -> None:
+        self.made, self.region, self.reader, self.dims = made, made.region, made.reader, made.dims
+        self.env: dict[int, Any] = {}
+        self.outer: dict[tuple[int, bool], Any] = {}
+        self.sizes: dict[Any, int] = {}
+        for argument, array in zip(made.arguments, arrays, strict=True):
+            self.sizes.update(zip(made.names(argument), array.shape, strict=True))
+            if argument.lead is not None and argument.per_token == 1:
+                array = array.reshape((-1, *array.shape[2:]))
+            self.outer[argument.value, argument.lead is not None] = array
+        self.experts = self.outer[made.order.experts, True]
+        self.sizes[self.dims.sets[ROWS]] = self.experts.shape[0]
+
+    @functools.cached_property
+    def order(self) -> Any:
+        return jnp.argsort(self.experts, stable=True)
+
+    @functools.cached_property
+    def inverse(self) -> Any:
+        return jnp.argsort(self.order)
+
+    @functools.cached_property
+    def group_sizes(self) -> Any:
+        groups = next(self.reader.shape(op.inputs[2])[0] for op in self.region.products)
+        return jnp.sum(self.experts[:, None] == jnp.arange(groups, dtype=self.experts.dtype), axis=0, dtype=jnp.int32)
+
+    def results(self) -> tuple[Any, ...]:
+        for op in self.made.ops:
+            self.run(op)
+        made = []
+        for op, result in zip(self.made.exits, self.made.results, strict=True):
+            array = self.env[op.outputs[0]]
+            if result.lead is not None and result.per_token == 1:
+                array = array.reshape((-1, self.made.choices, *array.shape[1:]))
+            made.append(array)
+        return tuple(made)
+
+    def read(self, atom: Atom, var: Any, of_rows: bool = False) -> Any:
+        if isinstance(atom, Constant):
+            return var.val
+        if (front := self.reader.front(atom)) in self.env:
+            return self.env[front]
+        return self.outer[atom, of_rows]
+
+    def run(self, op: Op) -> None:
+        role = self.region.roles[op.id]
+        if isinstance(role, Entry):
+            index = self.order if role.per_token == 1 else self.order // role.per_token
+            for a, v, var in zip(role.sources, op.outputs, op.eqn.invars, strict=False):
+                if v in self.reader.rows:
+                    array = self.read(a, var, of_rows=True)
+                    self.env[v] = array.at[index].get(mode="promise_in_bounds")
+        elif isinstance(role, Exit) and not role.summed:
+            self.env[op.outputs[0]] = self.brought_back(role)
+        else:
+            self.env.update(zip(op.outputs, self.bound(op), strict=True))
+
+    def brought_back(self, role: Exit) -> Any:
+        rows = self.env[self.reader.front(role.rows)]
+        if role.per_token == 1:
+            back = rows.at[self.inverse].get(mode="promise_in_bounds", unique_indices=True)
+            return back if role.base is None else back + self.outer[role.base, True]
+        shape = (rows.shape[0] // role.per_token, *rows.shape[1:])
+        base = jnp.zeros(shape, rows.dtype) if role.base is None else self.outer[role.base, True]
+        return base.at[self.order // role.per_token].add(rows, mode="promise_in_bounds")
+
+    def bound(self, op: Op) -> list[Any]:
+        """An equation on the rows that there are."""
+        operands = (
+            [self.read(a, v) for a, v in zip(op.inputs[:2], op.eqn.invars, strict=False)]
+            if is_grouped_product(op.eqn)
+            else [self.read(a, v) for a, v in zip(op.inputs, op.eqn.invars, strict=True)]
+        )
+        if is_grouped_product(op.eqn):
+            sizes = self.group_sizes.astype(op.eqn.invars[2].aval.dtype)
+            return jax_compat.bind(op.eqn, [*operands, sizes])
+        whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
+        part = [tuple(np.shape(a)) for a in operands[:1]]
+        result = op.outputs[-1]
+        sizes = tuple(
+            self.sizes.get(x, n)
+            for x, n in zip(
+                map(self.dims.sets.__getitem__, self.dims.of(result)), self.reader.shape(result), strict=True
+            )
+        )
+        return jax_compat.bind(op.eqn, operands, **params_of_part(op.eqn, sizes, whole, part))
+
+
+def work_of(program: Any) -> KernelWork:
+    """Arithmetic, and what products, gathers and scatters move: what is computed row by row is part of their kernels."""
+    moved = 0.0
+    for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
+        if eqn.primitive.name in ("ragged_dot_general", "grouped_product", "gather", "scatter-add", "sort"):
+            moved += sum(
+                v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "size")
+            )
+    return KernelWork(flops=flops_in(program), nbytes=moved)
+
+
+# In a graph
+
+
+def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
+    """The graph with an operation for each pass of each mixture of experts that is found."""
+    if not any(op.kind is OpKind.EQUATION and is_grouped_product(op.eqn) for op in walk(graph.block)):
+        return graph
+    fresh = Fresh(graph)
+    block = _rewritten(graph.block, fresh)
+    if block is graph.block:
+        return graph
+    made = dataclasses.replace(graph, values=tuple(fresh.values), block=with_rules(remove_dead(block), rules))
+    return renumbered(made)
+
+
+def _rewritten(block: Block, fresh: Fresh) -> Block:
+    if any(op.blocks for op in block.ops):
+        block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, fresh))
+        ops = [
+            replaced(op, blocks=inner) if (inner := tuple(_rewritten(b, fresh) for b in op.blocks)) != op.blocks else op
+            for op in block.ops
+        ]
+        block = dataclasses.replace(block, ops=tuple(ops))
+    return _Writer(block, fresh, frozenset()).run()
+
+
+def _rewritten_pair(fresh: Fresh, first: Op, second: Op, joined: JoinedBodies) -> JoinedBodies | None:
+    writer = _Writer(joined.block, fresh, joined.first)
+    block = writer.run()
+    if not writer.added:
+        return None
+    return dataclasses.replace(joined, block=block, first=joined.first | writer.of_first)
+
+
+class _Writer:
+    """Puts operations in the place of the passes of a block. `first`: the operations that stay apart from the others."""
+
+    def __init__(self, block: Block, fresh: Fresh, first: frozenset[int]) -> None:
+        self.block, self.fresh, self.first = block, fresh, first
+        self.added: list[Op] = []
+        self.of_first: set[int] = set()
+        self.replaced: dict[int, int] = {}
+
+    def run(self) -> Block:
+        reader = RegionReader(self.block, self.fresh)
+        apart = {op.id: (op.id in self.first, op.role, op.recomputes) for op in self.block.ops}
+        for region in reader.run():
+            if region.obstacle is None:
+                for number, exits in passes_of(self.block, region, apart):
+                    self.write(Pass(region, reader, slice_of(region, reader, exits), exits, number > 0))
+        return in_order(self.block, self.added, self.replaced) if self.added else self.block
+
+    def write(self, made: Pass) -> None:
+        like = made.exits[0]
+        operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
+        function = LocalFunction(name=NAME, function=made, rule=made.rule)
+        values = [self.fresh.values[v] for v in operands]
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))
+        function = dataclasses.replace(function, work_on=lambda of: work(tuple((tuple(a.shape), a.dtype) for a in of)))
+        eqn = _equation(lambda *args: operation.bind(function, args), avals, like)
+        key = f"{equation_key(eqn)}#{hashlib.sha256(str(function.program(avals)).encode()).hexdigest()}"
+        op = self.operation(eqn, operands, like, rule=operation.rule_of(eqn), key=key)
+        for exit_op, argument, v in zip(made.exits, made.results, op.outputs, strict=True):
+            self.replaced[exit_op.outputs[0]] = self.reshaped(v, made.reader.shape(argument.value), like)
+
+    def operation(self, eqn: Any, operands: Sequence[int], like: Op, **fields: Any) -> Op:
+        outputs = tuple(
+            self.fresh.value(tuple(v.aval.shape), str(v.aval.dtype), jax_compat.itemsize(v.aval)) for v in eqn.outvars
+        )
+        op = dataclasses.replace(
+            like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands), outputs=outputs,
+            **fields,
+        )  # fmt: skip
+        self.added.append(op)
+        if like.id in self.first:
+            self.of_first.add(op.id)
+        return op
+
+    def reshaped(self, value: int, shape: tuple[int, ...], like: Op) -> int:
+        own = self.fresh.values[value]
+        if own.shape == shape:
+            return value
+        eqn = _equation(lambda a: a.reshape(shape), [jax.ShapeDtypeStruct(own.shape, own.dtype)], like)
+        return self.operation(eqn, [value], like, rule=None, key=equation_key(eqn)).outputs[0]
+
+
+def _equation(function: Any, avals: Sequence[Any], like: Op) -> Any:
+    (eqn,) = jax_compat.open_jaxpr(jax.make_jaxpr(function)(*avals)).eqns
+    return jax_compat.at_line_of(like.eqn, eqn)
