@@ -70,7 +70,19 @@ def known_of(op: Op, reads: Sequence[Known | None], out: tuple[int, ...]) -> Kno
     if op.primitive == "convert_element_type":
         dtype = op.eqn.params["new_dtype"]
         return _combined(lambda x: np.asarray(x).astype(dtype), known, out)
-    return _combined(_ELEMENTWISE[op.primitive], known, out) if op.primitive in _ELEMENTWISE else None
+    if op.primitive not in _ELEMENTWISE:
+        return None
+    return _combined(
+        _ELEMENTWISE[op.primitive], [_widened(k, v, out) for k, v in zip(known, op.eqn.invars, strict=True)], out
+    )
+
+
+def _widened(known: Known, var: Any, out: tuple[int, ...]) -> Known:
+    """An operand that has size one where the result is larger: it repeats itself there."""
+    if known.source is None:
+        return known
+    repeated = {d for d, n in enumerate(var.aval.shape) if n != out[d]}
+    return dataclasses.replace(known, spread=known.spread | repeated)
 
 
 def _along(dim: int, rank: int) -> tuple[int, ...]:

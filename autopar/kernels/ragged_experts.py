@@ -28,8 +28,18 @@ from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, ren
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
 from autopar.kernels.grouped import grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.index_functions import Known, compressed
 from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
-from autopar.kernels.ragged_regions import Entry, Exit, Region, RegionReader, passes_of, slice_of
+from autopar.kernels.ragged_regions import (
+    Entry,
+    Exit,
+    Region,
+    RegionReader,
+    constants_inside,
+    constants_of,
+    passes_of,
+    slice_of,
+)
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
@@ -319,12 +329,19 @@ class _Run:
             made.append(array)
         return tuple(made)
 
-    def read(self, atom: Atom, var: Any, of_rows: bool = False) -> Any:
+    def read(self, atom: Atom, of_rows: bool = False) -> Any:
         if isinstance(atom, Constant):
-            return var.val
+            return np.asarray(atom.literal.val, atom.literal.aval.dtype)
         if (front := self.reader.front(atom)) in self.env:
             return self.env[front]
+        if front in self.region.spread:
+            known = compressed(self.reader.known[front].table)
+            return jnp.broadcast_to(known, self.local_shape(front))
         return self.outer[atom, of_rows]
+
+    def local_shape(self, value: int) -> tuple[int, ...]:
+        names = self.dims.of(value)
+        return tuple(self.sizes.get(x, n) for x, n in zip(names, self.reader.shape(value), strict=True))
 
     def run(self, op: Op) -> None:
         role = self.region.roles[op.id]
@@ -332,7 +349,7 @@ class _Run:
             index = self.order if role.per_token == 1 else self.order // role.per_token
             for a, v, var in zip(role.sources, op.outputs, op.eqn.invars, strict=False):
                 if v in self.reader.rows:
-                    array = self.read(a, var, of_rows=True)
+                    array = self.read(a, of_rows=True)
                     self.env[v] = array.at[index].get(mode="promise_in_bounds")
         elif isinstance(role, Exit) and not role.summed:
             self.env[op.outputs[0]] = self.brought_back(role)
@@ -351,22 +368,16 @@ class _Run:
     def bound(self, op: Op) -> list[Any]:
         """An equation on the rows that there are."""
         operands = (
-            [self.read(a, v) for a, v in zip(op.inputs[:2], op.eqn.invars, strict=False)]
+            [self.read(a) for a, v in zip(op.inputs[:2], op.eqn.invars, strict=False)]
             if is_grouped_product(op.eqn)
-            else [self.read(a, v) for a, v in zip(op.inputs, op.eqn.invars, strict=True)]
+            else [self.read(a) for a, v in zip(op.inputs, op.eqn.invars, strict=True)]
         )
         if is_grouped_product(op.eqn):
             sizes = self.group_sizes.astype(op.eqn.invars[2].aval.dtype)
             return jax_compat.bind(op.eqn, [*operands, sizes])
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
         part = [tuple(np.shape(a)) for a in operands[:1]]
-        result = op.outputs[-1]
-        sizes = tuple(
-            self.sizes.get(x, n)
-            for x, n in zip(
-                map(self.dims.sets.__getitem__, self.dims.of(result)), self.reader.shape(result), strict=True
-            )
-        )
+        sizes = self.local_shape(op.outputs[-1])
         return jax_compat.bind(op.eqn, operands, **params_of_part(op.eqn, sizes, whole, part))
 
 
@@ -389,26 +400,32 @@ def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
     if not any(op.kind is OpKind.EQUATION and is_grouped_product(op.eqn) for op in walk(graph.block)):
         return graph
     fresh = Fresh(graph)
-    block = _rewritten(graph.block, fresh)
+    block = _rewritten(graph.block, fresh, {})
     if block is graph.block:
         return graph
     made = dataclasses.replace(graph, values=tuple(fresh.values), block=with_rules(remove_dead(block), rules))
     return renumbered(made)
 
 
-def _rewritten(block: Block, fresh: Fresh) -> Block:
+def _rewritten(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
     if any(op.blocks for op in block.ops):
-        block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, fresh))
-        ops = [
-            replaced(op, blocks=inner) if (inner := tuple(_rewritten(b, fresh) for b in op.blocks)) != op.blocks else op
-            for op in block.ops
-        ]
-        block = dataclasses.replace(block, ops=tuple(ops))
-    return _Writer(block, fresh, frozenset()).run()
+        constants = constants_of(block, fresh, around)
+        block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, fresh, constants))
+        ops = []
+        for op in block.ops:
+            known = constants_inside(op, constants) if op.blocks else {}
+            inner = tuple(_rewritten(b, fresh, known) for b in op.blocks)
+            ops.append(op if inner == op.blocks else replaced(op, blocks=inner))
+        if any(new is not old for new, old in zip(ops, block.ops, strict=True)):
+            block = dataclasses.replace(block, ops=tuple(ops))
+    return _Writer(block, fresh, frozenset(), around).run()
 
 
-def _rewritten_pair(fresh: Fresh, first: Op, second: Op, joined: JoinedBodies) -> JoinedBodies | None:
-    writer = _Writer(joined.block, fresh, joined.first)
+def _rewritten_pair(
+    fresh: Fresh, constants: Mapping[int, Known], first: Op, second: Op, joined: JoinedBodies
+) -> JoinedBodies | None:
+    known = constants_inside(first, constants_inside(second, constants))
+    writer = _Writer(joined.block, fresh, joined.first, known)
     block = writer.run()
     if not writer.added:
         return None
@@ -418,15 +435,15 @@ def _rewritten_pair(fresh: Fresh, first: Op, second: Op, joined: JoinedBodies) -
 class _Writer:
     """Puts operations in the place of the passes of a block. `first`: the operations that stay apart from the others."""
 
-    def __init__(self, block: Block, fresh: Fresh, first: frozenset[int]) -> None:
-        self.block, self.fresh, self.first = block, fresh, first
+    def __init__(self, block: Block, fresh: Fresh, first: frozenset[int], constants: Mapping[int, Known]) -> None:
+        self.block, self.fresh, self.first, self.constants = block, fresh, first, constants
         self.added: list[Op] = []
         self.of_first: set[int] = set()
         self.replaced: dict[int, int] = {}
 
     def run(self) -> Block:
-        reader = RegionReader(self.block, self.fresh)
-        apart = {op.id: (op.id in self.first, op.role, op.recomputes) for op in self.block.ops}
+        reader = RegionReader(self.block, self.fresh, self.constants)
+        apart = {op.id: (op.id in self.first, op.role) for op in self.block.ops}
         for region in reader.run():
             if region.obstacle is None:
                 for number, exits in passes_of(self.block, region, apart):
@@ -434,7 +451,7 @@ class _Writer:
         return in_order(self.block, self.added, self.replaced) if self.added else self.block
 
     def write(self, made: Pass) -> None:
-        like = made.exits[0]
+        like = made.exits[-1]
         operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
         function = LocalFunction(name=NAME, function=made, rule=made.rule)
         values = [self.fresh.values[v] for v in operands]

@@ -22,6 +22,7 @@ of attention does, so that no sorted rows are kept: they would be those of other
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpKind, read_by
-from autopar.ir.primitives import RAGGED_PRODUCT
+from autopar.ir.primitives import RAGGED_PRODUCT, is_inexact
 from autopar.ir.rewrite import Fresh, makers
 from autopar.kernels.grouped import dims_of, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed, constant, known_of
@@ -120,10 +121,11 @@ class Region:
 class RegionReader:
     """Reads the equations of a block in order."""
 
-    def __init__(self, block: Block, fresh: Fresh) -> None:
+    def __init__(self, block: Block, fresh: Fresh, constants: Mapping[int, Known]) -> None:
+        """`constants`: known values around the block, or among its inputs."""
         self.block, self.fresh = block, fresh
         self.maker = makers(block.ops)
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, Known] = dict(constants)
         self.rows: dict[int, Rows] = {}
         self.regions: dict[int, Region] = {}  # by the sorted values
         self.same: dict[int, int] = {}  # what a barrier hands on: the value in front of it
@@ -296,6 +298,9 @@ class RegionReader:
         if not plain or not windows or numbers.operand_batching_dims or of_updates[index_rank:] != shape[1:]:
             raise NotUnderstood(op, "rows that are scattered in another way")
         is_sum = op.primitive == "scatter-add"
+        if self.inverts(order, op, place):
+            self.known[op.outputs[0]] = Known(source=Inverse(order=order), table=order.places)
+            return
         kept = base if is_sum and not self.is_zero(base) else None
         if isinstance(place.source, Inverse):
             if not place.is_same(order.places) or shape[0] != order.num_rows or self.rows_of(updates) is not None:
@@ -313,6 +318,13 @@ class RegionReader:
         assert isinstance(updates, int), "rows are a value"
         self.regions[order.experts].roles[op.id] = Exit(rows=updates, per_token=times, base=kept)
 
+    def inverts(self, order: Order, op: Op, place: Known) -> bool:
+        """Whether numbers from 0 on are written at the places of a sorted order."""
+        if place.source is not order or not place.is_same(order.places) or op.primitive != "scatter":
+            return False
+        numbers = self.known_of(op.inputs[2])
+        return numbers is not None and numbers.source is None and np.array_equal(numbers.table, order.places)
+
     def is_zero(self, atom: Atom) -> bool:
         known = self.known_of(atom)
         return known is not None and known.source is None and not compressed(known.table).any()
@@ -322,14 +334,15 @@ class RegionReader:
     def product(self, order: Order, op: Op) -> None:
         dims = dims_of(op.eqn) if is_grouped_product(op.eqn) else None
         if dims is None:
+            self.regions[order.experts].products.append(op)
             raise NotUnderstood(op, "a ragged product of other dimensions")
         lhs, rhs, sizes = (self.rows_of(a) for a in op.inputs)
         region = self.regions[order.experts]
+        region.products.append(op)
         if lhs is None or lhs.dim != dims.rows or sizes is not None:
             raise NotUnderstood(op, "a ragged product of other rows")
         if not counts_choices(self, op.inputs[2], order):
             raise NotUnderstood(op, "groups whose sizes are not how often each expert is chosen")
-        region.products.append(op)
         if not dims.sums_rows:
             if rhs is not None:
                 raise NotUnderstood(op, "matrices that are rows")
@@ -375,6 +388,10 @@ class RegionReader:
         """Whether an array is the same for all rows: what a constant or another array is spread to."""
         if isinstance(atom, Constant):
             return atom.shape[dim] == 1
+        known = self.known_of(atom)
+        if known is not None and known.source is None and compressed(known.table).shape[dim] == 1:
+            self.regions[order.experts].spread[self.front(atom)] = dim
+            return True
         op = self.maker.get(self.front(atom))
         if op is None or op.primitive != "broadcast_in_dim":
             return False
@@ -389,6 +406,34 @@ class RegionReader:
 def _order_of(known: Known) -> Order | None:
     source = known.source
     return source.order if isinstance(source, Inverse) else source if isinstance(source, Order) else None
+
+
+def constants_of(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> dict[int, Known]:
+    """The constants that a block computes, and those around it."""
+    found = dict(around)
+    for op in block.ops:
+        if op.kind is OpKind.EQUATION and len(op.outputs) == 1:
+            reads = [constant(a) if isinstance(a, Constant) else found.get(a) for a in op.inputs]
+            if (known := known_of(op, reads, fresh.values[op.outputs[0]].shape)) is not None:
+                found[op.outputs[0]] = known
+        elif op.kind is OpKind.BARRIER:
+            pairs = zip(op.inputs, op.outputs, strict=True)
+            found |= {v: found[a] for a, v in pairs if isinstance(a, int) and a in found}
+    return found
+
+
+def constants_inside(op: Op, constants: Mapping[int, Known]) -> dict[int, Known]:
+    """What is known of the inputs of an operation's blocks beside constants around it."""
+    found = dict(constants)
+    for block in op.blocks:
+        given = (
+            op.inputs[: op.num_consts] if op.kind is OpKind.SCAN else op.inputs[1:] if op.kind is OpKind.COND else ()
+        )
+        for a, v in zip(given, block.inputs, strict=False):
+            known = constant(a) if isinstance(a, Constant) else constants.get(a)
+            if known is not None:
+                found[v] = known
+    return found
 
 
 # How often each expert is chosen
@@ -481,6 +526,8 @@ class _Counts:
         if _root(reader, value) == self.root or self.sorted_experts(value):
             return Known(source="experts", table=np.arange(self.groups))
         op = reader.maker.get(value)
+        if op is None and (known := reader.known.get(value)) is not None and known.source is None:
+            return known
         if op is None or op.kind is not OpKind.EQUATION or len(op.outputs) != 1:
             return None
         reads = [self.of(a) for a in op.inputs]
@@ -543,12 +590,15 @@ def passes_of(block: Block, region: Region, groups: Mapping[int, Any]) -> Iterat
     An operation that reads, on a way outside of the region, what another one of them made comes later. `groups`: of
     operations by id, what else is kept apart. Yields how many passes came before, and the operations.
     """
+    read = collections.Counter(v for op in block.ops for v in read_by(op))
+    read.update(a for a in block.outputs if isinstance(a, int))
+    read.subtract(op.inputs[2] for op in region.products)  # sizes of groups are counted anew
     level: dict[int, int] = {}
     exits: dict[Any, list[Op]] = {}
     for op in block.ops:
         reached = max((level.get(v, 0) for v in read_by(op)), default=0)
         is_exit = isinstance(region.roles.get(op.id), Exit)
-        if is_exit:
+        if is_exit and read[op.outputs[0]] and is_inexact(op.eqn.outvars[0].aval.dtype):
             exits.setdefault((reached, groups[op.id]), []).append(op)
         if op.kind is OpKind.BARRIER:
             pairs = zip(op.inputs, op.outputs, strict=True)
