@@ -39,12 +39,16 @@ _HINT = 'write it as "b h q [d], b h [k] [d] -> b h q [d]": one name for each di
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRule:
-    """The factor of each dimension of operands and results; `whole` may not be split, `summed` leave summands."""
+    """The factor of each dimension of operands and results; `whole` may not be split, `summed` leave summands.
+
+    `exchanged`: (a factor, another one whose parts devices exchange for those of the first).
+    """
 
     operands: tuple[Names, ...]
     results: tuple[Names, ...]
     whole: frozenset[str]
     summed: frozenset[str] = frozenset()
+    exchanged: tuple[tuple[str, str], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -141,6 +145,8 @@ def kind_of(rule: KernelRule, name: str, results: Sequence[Any]) -> FactorKind:
     """What becomes of the results, of these types, where a factor is split."""
     if name in rule.whole:
         return FactorKind.FIXED
+    if name in dict(rule.exchanged):
+        return FactorKind.EXCHANGE
     if name not in rule.summed or all(name in names for names in rule.results):
         return FactorKind.PASS  # a residual without it depends on nothing that has it
     # Sums in any order are of floating point only.
@@ -166,6 +172,9 @@ def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]
 
     read = tuple(dims(names, aval.shape) for names, aval in zip(rule.operands, operands, strict=True))
     made = tuple(dims(names, aval.shape) for names, aval in zip(rule.results, results, strict=True))
+    for name, other in rule.exchanged:
+        if name in number and other in number:
+            factors[number[name]] = dataclasses.replace(factors[number[name]], along=number[other])
     return Rule(tuple(factors), read, made)
 
 
@@ -275,7 +284,8 @@ class LocalFunction:
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
-    pass, which has `gradient_of` instead.
+    pass, which has `gradient_of` instead. `exchanged`: (operand, dimension) of a factor of which each device has a part
+    while it has a part of another one too; the function is then told the devices (`devices=`).
     """
 
     name: str
@@ -284,6 +294,7 @@ class LocalFunction:
     work_on: Callable[[Sequence[Any]], KernelWork] | None = dataclasses.field(default=None, compare=False)
     twin: Callable[..., tuple[Any, ...]] | None = dataclasses.field(default=None, compare=False)
     gradient_of: GradientOf | None = dataclasses.field(default=None, compare=False)
+    exchanged: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))

@@ -40,9 +40,11 @@ from autopar.kernels.ragged_regions import (
     passes_of,
     slice_of,
 )
+from autopar.kernels.row_exchange import Devices, RowExchange
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
+EXPERT_FACTOR = "e"
 NAME = "ragged experts"
 
 
@@ -66,9 +68,13 @@ class Dims:
     def __init__(self, ops: Sequence[Op], region: Region, reader: RegionReader) -> None:
         self.ops, self.region, self.reader = ops, region, reader
         self.sets: DisjointSet = DisjointSet([TOKENS, CHOICES, ROWS, EXPERTS])
-        self.whole: set[Any] = {EXPERTS}
+        self.whole: set[Any] = set()
         for op in ops:
             self.read(op)
+        for op in ops:  # what tells experts apart beside products needs all of them
+            if region.roles[op.id] is None and not is_grouped_product(op.eqn):
+                if any(self.sets[EXPERTS] in self.of(a) for a in (*op.inputs, *op.outputs)):
+                    self.whole.add(EXPERTS)
 
     def of(self, atom: Atom) -> tuple[Any, ...]:
         """A name for each dimension."""
@@ -253,11 +259,13 @@ class Pass:
         arrays = [self.names(a) for a in (*self.arguments, *self.results)]
         texts = {TOKENS: TOKENS, CHOICES: CHOICES}
         whole, summed = {CHOICES}, set()
-        rows = self.dims.sets[ROWS]
+        rows, experts = self.dims.sets[ROWS], self.dims.sets[EXPERTS]
         for name in (x for names in arrays for x in names):
             if name in texts:
                 continue
-            texts[name] = f"d{len(texts) - 2}"
+            texts[name] = EXPERT_FACTOR if name == experts else f"d{len(texts) - 2}"
+            if name == experts and not self.dims.is_whole(name):
+                continue
             repeated = any(names.count(name) > 1 for names in arrays)
             if (
                 name == rows
@@ -271,30 +279,50 @@ class Pass:
         if any(a.lead is None for a in self.results):
             summed.add(TOKENS)
         named = [tuple(texts[x] for x in names) for names in arrays]
-        operands, results = named[: len(self.arguments)], named[len(self.arguments) :]
+        named = [tuple(operation.UNNAMED if names.count(x) > 1 else x for x in names) for names in named]
         taken = frozenset(x for names in named for x in names)
-        unique = [
-            tuple(operation.UNNAMED if names.count(x) > 1 else x for x in names) for names in (*operands, *results)
-        ]
+        is_split = EXPERT_FACTOR in taken - whole
         return KernelRule(
-            operands=tuple(unique[: len(operands)]), results=tuple(unique[len(operands) :]),
+            operands=tuple(named[: len(self.arguments)]), results=tuple(named[len(self.arguments) :]),
             whole=frozenset(whole & taken), summed=frozenset(summed & taken),
+            exchanged=((EXPERT_FACTOR, TOKENS),) if is_split else (),
         )  # fmt: skip
+
+    @property
+    def exchanged(self) -> tuple[int, int] | None:
+        """The operand and its dimension that tell which experts a device has; None where it must have all."""
+        if not self.rule.exchanged:
+            return None
+        places = (
+            (i, names.index(EXPERT_FACTOR)) for i, names in enumerate(self.rule.operands) if EXPERT_FACTOR in names
+        )
+        return next(places, None)
 
     # On arrays
 
-    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+    def __call__(self, *arrays: Any, devices: Devices | None = None) -> tuple[Any, ...]:
         if self.again:  # what the forward pass computed is computed again, rather than being kept until now
             arrays = lax.optimization_barrier(arrays)
-        return _Run(self, arrays).results()
+        return _Run(self, arrays, devices).results()
 
 
 class _Run:
-    """One run of a pass on arrays of any number of tokens."""
+    """One run of a pass on arrays of any number of tokens. `devices`: those that share the experts.
 
-    def __init__(self, made: Pass, arrays: Sequence[Any]) -> None:
-        self.made, self.region, self.reader, self.dims = made, made.region, made.reader, made.dims
-        self.env: dict[int, Any] = {}
+    Rows are on the devices of their tokens (`here`), or on those of their experts (`there`), or on both. They are sent
+    where an operation needs them.
+    """
+
+    def __init__(self, made: Pass, arrays: Sequence[Any], devices: Devices | None) -> None:
+        self.made, self.region, self.reader, self.dims, self.devices = (
+            made,
+            made.region,
+            made.reader,
+            made.dims,
+            devices,
+        )
+        self.here: dict[int, Any] = {}
+        self.there: dict[int, Any] = {}
         self.outer: dict[tuple[int, bool], Any] = {}
         self.sizes: dict[Any, int] = {}
         for argument, array in zip(made.arguments, arrays, strict=True):
@@ -303,7 +331,6 @@ class _Run:
                 array = array.reshape((-1, *array.shape[2:]))
             self.outer[argument.value, argument.lead is not None] = array
         self.experts = self.outer[made.order.experts, True]
-        self.sizes[self.dims.sets[ROWS]] = self.experts.shape[0]
 
     @functools.cached_property
     def order(self) -> Any:
@@ -315,49 +342,82 @@ class _Run:
 
     @functools.cached_property
     def group_sizes(self) -> Any:
+        """How many rows of each expert there are here."""
         groups = next(self.reader.shape(op.inputs[2])[0] for op in self.region.products)
         return jnp.sum(self.experts[:, None] == jnp.arange(groups, dtype=self.experts.dtype), axis=0, dtype=jnp.int32)
+
+    @functools.cached_property
+    def exchange(self) -> RowExchange:
+        assert self.devices is not None, "rows are sent where devices share experts"
+        return RowExchange(self.devices, self.experts[self.order], self.group_sizes)
 
     def results(self) -> tuple[Any, ...]:
         for op in self.made.ops:
             self.run(op)
         made = []
         for op, result in zip(self.made.exits, self.made.results, strict=True):
-            array = self.env[op.outputs[0]]
+            array = self.here[op.outputs[0]]
             if result.lead is not None and result.per_token == 1:
                 array = array.reshape((-1, self.made.choices, *array.shape[1:]))
             made.append(array)
         return tuple(made)
 
-    def read(self, atom: Atom, of_rows: bool = False) -> Any:
+    # Rows here and there
+
+    def rows_here(self, value: int) -> Any:
+        if value not in self.here:
+            dim = self.reader.rows[value].dim
+            back = self.exchange.to_tokens(jnp.moveaxis(self.there[value], dim, 0))
+            self.here[value] = jnp.moveaxis(back, 0, dim)
+        return self.here[value]
+
+    def rows_there(self, value: int) -> Any:
+        if value not in self.there:
+            dim = self.reader.rows[value].dim
+            sent = self.exchange.to_experts(jnp.moveaxis(self.here[value], dim, 0))
+            self.there[value] = jnp.moveaxis(sent, 0, dim)
+        return self.there[value]
+
+    def read(self, atom: Atom, there: bool) -> Any:
+        """An operand, its rows where they are asked for."""
         if isinstance(atom, Constant):
             return np.asarray(atom.literal.val, atom.literal.aval.dtype)
-        if (front := self.reader.front(atom)) in self.env:
-            return self.env[front]
+        front = self.reader.front(atom)
+        if front in self.here or front in self.there:
+            return self.rows_there(front) if there else self.rows_here(front)
         if front in self.region.spread:
-            known = compressed(self.reader.known[front].table)
-            return jnp.broadcast_to(known, self.local_shape(front))
-        return self.outer[atom, of_rows]
+            op = self.reader.maker.get(front)
+            if op is not None and op.id in self.region.roles:
+                return self.bound(op, there)[0]
+            return jnp.broadcast_to(compressed(self.reader.known[front].table), self.local_shape(front, there))
+        return self.outer[atom, False]
 
-    def local_shape(self, value: int) -> tuple[int, ...]:
-        names = self.dims.of(value)
-        return tuple(self.sizes.get(x, n) for x, n in zip(names, self.reader.shape(value), strict=True))
+    def local_shape(self, value: int, there: bool) -> tuple[int, ...]:
+        num_rows = self.exchange.num_places if there else self.experts.shape[0]
+        sizes, names = self.sizes | {self.dims.sets[ROWS]: num_rows}, self.dims.of(value)
+        return tuple(sizes.get(x, n) for x, n in zip(names, self.reader.shape(value), strict=True))
+
+    # Operations
 
     def run(self, op: Op) -> None:
         role = self.region.roles[op.id]
         if isinstance(role, Entry):
             index = self.order if role.per_token == 1 else self.order // role.per_token
-            for a, v, var in zip(role.sources, op.outputs, op.eqn.invars, strict=False):
+            for a, v in zip(role.sources, op.outputs, strict=False):
                 if v in self.reader.rows:
-                    array = self.read(a, of_rows=True)
-                    self.env[v] = array.at[index].get(mode="promise_in_bounds")
+                    self.here[v] = self.outer[a, True].at[index].get(mode="promise_in_bounds")
         elif isinstance(role, Exit) and not role.summed:
-            self.env[op.outputs[0]] = self.brought_back(role)
-        else:
-            self.env.update(zip(op.outputs, self.bound(op), strict=True))
+            self.here[op.outputs[0]] = self.brought_back(role)
+        elif op.outputs[0] not in self.region.spread:
+            rows = [self.reader.front(a) for a in op.inputs if self.reader.rows_of(a) is not None]
+            is_product = is_grouped_product(op.eqn)
+            there = self.devices is not None and (is_product or any(v in self.there for v in rows))
+            made = self.product(op) if is_product else self.bound(op, there)
+            is_rows = self.reader.rows_of(op.outputs[0]) is not None
+            (self.there if there and is_rows else self.here).update(zip(op.outputs, made, strict=True))
 
     def brought_back(self, role: Exit) -> Any:
-        rows = self.env[self.reader.front(role.rows)]
+        rows = self.rows_here(self.reader.front(role.rows))
         if role.per_token == 1:
             back = rows.at[self.inverse].get(mode="promise_in_bounds", unique_indices=True)
             return back if role.base is None else back + self.outer[role.base, True]
@@ -365,20 +425,29 @@ class _Run:
         base = jnp.zeros(shape, rows.dtype) if role.base is None else self.outer[role.base, True]
         return base.at[self.order // role.per_token].add(rows, mode="promise_in_bounds")
 
-    def bound(self, op: Op) -> list[Any]:
-        """An equation on the rows that there are."""
-        operands = (
-            [self.read(a) for a, v in zip(op.inputs[:2], op.eqn.invars, strict=False)]
-            if is_grouped_product(op.eqn)
-            else [self.read(a) for a, v in zip(op.inputs, op.eqn.invars, strict=True)]
-        )
-        if is_grouped_product(op.eqn):
-            sizes = self.group_sizes.astype(op.eqn.invars[2].aval.dtype)
-            return jax_compat.bind(op.eqn, [*operands, sizes])
+    def product(self, op: Op) -> list[Any]:
+        there = self.devices is not None
+        sizes = self.exchange.sizes if there else self.group_sizes
+        operands = [self.read(a, there) for a in op.inputs[:2]]
+        return jax_compat.bind(op.eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
+
+    def bound(self, op: Op, there: bool) -> list[Any]:
+        """An equation on the rows that there are. Sums over them leave out the filling behind those of experts."""
+        operands = [self.read(a, there) for a in op.inputs]
+        role = self.region.roles[op.id]
+        if there and isinstance(role, Exit):
+            operands = [
+                a if (rows := self.reader.rows_of(atom)) is None else self.without_filling(a, rows.dim)
+                for a, atom in zip(operands, op.inputs, strict=True)
+            ]
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
         part = [tuple(np.shape(a)) for a in operands[:1]]
-        sizes = self.local_shape(op.outputs[-1])
+        sizes = self.local_shape(op.outputs[-1], there)
         return jax_compat.bind(op.eqn, operands, **params_of_part(op.eqn, sizes, whole, part))
+
+    def without_filling(self, array: Any, dim: int) -> Any:
+        is_row = self.exchange.is_row().reshape([-1 if d == dim else 1 for d in range(array.ndim)])
+        return jnp.where(is_row, array, jnp.zeros_like(array))
 
 
 def work_of(program: Any) -> KernelWork:
@@ -453,7 +522,7 @@ class _Writer:
     def write(self, made: Pass) -> None:
         like = made.exits[-1]
         operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
-        function = LocalFunction(name=NAME, function=made, rule=made.rule)
+        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged)
         values = [self.fresh.values[v] for v in operands]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))

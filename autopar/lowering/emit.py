@@ -44,6 +44,7 @@ from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes, run_p
 from autopar.kernels.known import is_opaque, run_opaque
 from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.operation import is_kernel
+from autopar.kernels.row_exchange import Devices
 from autopar.lowering.collective_matmul import gathered_product, scattered_product
 from autopar.lowering.instructions import (
     Accumulate,
@@ -143,8 +144,14 @@ def _on_part(
 ) -> Sequence[Any]:
     """What one device makes of its parts of the operands."""
     if is_kernel(eqn):
-        made: Sequence[Any] = eqn.params["function"](*parts)
-        return made
+        function = eqn.params["function"]
+        if function.exchanged is None:
+            return tuple(function(*parts))
+        operand, dim = function.exchanged
+        axes = reads[operand].dims[dim]
+        names, platform = tuple(mesh.axis_names[a] for a in axes), mesh.devices.flat[0].platform
+        devices = Devices(axes=names, count=logical.size(axes), platform=platform) if names else None
+        return tuple(function.function(*parts, devices=devices))
     if is_opaque(eqn):
         shapes = [
             [n // logical.size(axes) for n, axes in zip(v.aval.shape, at.dims, strict=True)]

@@ -94,6 +94,7 @@ def _strategy(
     summed: tuple[int, ...] = ()
     combined: tuple[int, ...] = ()
     ring: tuple[int, ...] = ()
+    by_factor = _with_exchanged(rule, by_factor)
     for f, axes in by_factor.items():
         if rule.factors[f].kind is FactorKind.SUM and signature.sums_partially:
             summed += axes
@@ -124,8 +125,27 @@ def _strategy(
         results.append(layout)
     if signature.admits is not None and not _is_admitted(signature, operands, results, mesh):
         return None
-    split = mesh.size(a for axes in by_factor.values() for a in axes)
+    split = mesh.size({a for axes in by_factor.values() for a in axes})
     return Strategy(tuple(operands), tuple(results), split, tuple(sorted(combined)), ring)
+
+
+def _with_exchanged(rule: Rule, by_factor: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The axes of each factor, with those over which its parts are exchanged for those of another factor."""
+    found = by_factor
+    for f, axes in by_factor.items():
+        if (along := rule.factors[f].along) >= 0:
+            found = found | {along: tuple(sorted((*found.get(along, ()), *axes)))}
+    return found
+
+
+def _without_exchanged(rule: Rule, by_factor: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The inverse of `_with_exchanged`: each axis at one factor."""
+    found = dict(by_factor)
+    for f, axes in by_factor.items():
+        along = rule.factors[f].along
+        if along in found:
+            found[along] = tuple(a for a in found[along] if a not in axes)
+    return found
 
 
 def _is_admitted(
@@ -250,6 +270,7 @@ def strategy_of(
                     return None
             if rest:
                 return None
+    by_factor = _without_exchanged(rule, by_factor)
     reading: dict[int, list[int]] = {}
     for i, layout in enumerate(operands):
         for axis in layout.partial:
