@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from autopar.attention.work import KEYS_AND_VALUES, exchanged, order_of, travelling
 from autopar.common import jax_compat
 from autopar.hardware.cluster import DeviceKind
@@ -20,6 +22,8 @@ from autopar.ir.graph import Op
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
+from autopar.kernels.operation import is_kernel
+from autopar.kernels.row_exchange import sent_arrays
 from autopar.sharding.resharding import MeshLinks
 from autopar.sharding.strategies import Strategy
 
@@ -119,10 +123,12 @@ class IslandCollective:
     count: float
 
 
-def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh) -> tuple[IslandCollective, ...]:
-    """Those of an operation under a strategy; none of other operations. Parts that one device runs beside the others of
-    theirs are sent together.
+def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
+    """Those of an operation under a strategy, on a platform of JAX; none of other operations. Parts that one device
+    runs beside the others of theirs are sent together.
     """
+    if is_kernel(op.eqn):
+        return exchanges(op, strategy, mesh, platform)
     if not is_island(op.eqn):
         return ()
     island = island_of(op.eqn)
@@ -138,6 +144,32 @@ def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh) -> tuple[I
                 IslandCollective(
                     kind=_KINDS[eqn.primitive.name], axes=axes, result_bytes=nbytes, dtype=str(v.aval.dtype),
                     count=count,
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
+    """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows."""
+    function = op.eqn.params["function"]
+    if function.exchanged is None:
+        return ()
+    operand, dim = function.exchanged
+    axes = strategy.operands[operand].dims[dim]
+    if mesh.size(axes) == 1:
+        return ()
+    avals = [
+        jax.ShapeDtypeStruct(at.part(v.aval.shape, mesh), v.aval.dtype)
+        for v, at in zip(op.eqn.invars, strategy.operands, strict=True)
+    ]
+    found = []
+    program = function.exchanging_program(avals, mesh.size(axes), platform)
+    for eqn, count in _sending(jax_compat.open_jaxpr(program), 1.0):
+        for aval in sent_arrays(eqn):
+            found.append(
+                IslandCollective(
+                    kind=_KINDS[eqn.primitive.name], axes=axes, dtype=str(aval.dtype), count=count,
+                    result_bytes=float(aval.size * jax_compat.itemsize(aval)),
                 )
             )  # fmt: skip
     return tuple(found)

@@ -27,6 +27,7 @@ from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import is_inexact, multiplications
+from autopar.kernels.row_exchange import Devices
 
 # The rule
 
@@ -266,6 +267,7 @@ def _estimate(eqn: Any) -> Any | None:
 
 Shapes = tuple[tuple[int, ...], ...]
 NAME = "kernel"
+EXCHANGED = "exchanged"  # the mesh axis of the devices that share an exchanged factor, in a program for one of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -317,6 +319,15 @@ class LocalFunction:
                 self._programs[key] = error
         if isinstance(self._programs[key], Exception):
             raise self._programs[key]
+        return self._programs[key]
+
+    def exchanging_program(self, avals: Sequence[Any], count: int, platform: str) -> Any:
+        """The jaxpr on one device's parts, of `count` devices of a platform that share the exchanged factor."""
+        key = (tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
+        if key not in self._programs:
+            devices = Devices(axes=(EXCHANGED,), count=count, platform=platform)
+            run = functools.partial(self.function, devices=devices)
+            self._programs[key] = jax.make_jaxpr(run, axis_env=[(EXCHANGED, count)])(*avals)
         return self._programs[key]
 
     def work(self, avals: Sequence[Any]) -> KernelWork:

@@ -1,8 +1,9 @@
 """Mixtures of experts with ragged products as operations: written into a graph, and run on one device's own tokens.
 
-A pass of a region (`ragged_regions`) is a kernel with a rule: of tokens (`t`) each device has some, sorts their rows and
-multiplies them with matrices that are whole, or split over a dimension between two products; gradients of matrices are
-summands. It runs the region's own equations, on fewer rows.
+A pass of a region (`ragged_regions`) is a kernel with a rule. Of tokens (`t`) each device has some, sorts their rows
+and multiplies them with the matrices: whole, or split over a dimension between two products. Gradients of matrices are
+summands. Experts (`e`) may be split over axes that split tokens too: rows are then sent to the devices of their experts
+and back (`row_exchange`). In all cases the region's own equations run, on the rows that there are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,9 +74,9 @@ class Dims:
         for op in ops:
             self.read(op)
         for op in ops:  # what tells experts apart beside products needs all of them
-            if region.roles[op.id] is None and not is_grouped_product(op.eqn):
-                if any(self.sets[EXPERTS] in self.of(a) for a in (*op.inputs, *op.outputs)):
-                    self.whole.add(EXPERTS)
+            beside = region.roles[op.id] is None and not is_grouped_product(op.eqn)
+            if beside and any(self.sets[EXPERTS] in self.of(a) for a in (*op.inputs, *op.outputs)):
+                self.whole.add(EXPERTS)
 
     def of(self, atom: Atom) -> tuple[Any, ...]:
         """A name for each dimension."""
@@ -127,7 +129,7 @@ class Dims:
             names = [name for name, alone in at if alone]
             if rule.factors[f].kind in (FactorKind.FIXED, FactorKind.EXTREMUM) or len(names) < len(at):
                 self.whole.update(self.sets[name] for name, _ in at if name is not None)
-            for a, b in zip(names, names[1:], strict=False):
+            for a, b in itertools.pairwise(names):
                 self.join(a, b)
 
     def summed_over(self, op: Op, name: Any) -> bool:
@@ -451,7 +453,7 @@ class _Run:
 
 
 def work_of(program: Any) -> KernelWork:
-    """Arithmetic, and what products, gathers and scatters move: what is computed row by row is part of their kernels."""
+    """Arithmetic, and what products, gathers and scatters move; what is computed of single rows is part of these."""
     moved = 0.0
     for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
         if eqn.primitive.name in ("ragged_dot_general", "grouped_product", "gather", "scatter-add", "sort"):
@@ -502,7 +504,7 @@ def _rewritten_pair(
 
 
 class _Writer:
-    """Puts operations in the place of the passes of a block. `first`: the operations that stay apart from the others."""
+    """Puts operations in the place of the passes of a block. `first`: operations that stay apart from the others."""
 
     def __init__(self, block: Block, fresh: Fresh, first: frozenset[int], constants: Mapping[int, Known]) -> None:
         self.block, self.fresh, self.first, self.constants = block, fresh, first, constants

@@ -101,7 +101,7 @@ class RowExchange:
         return lax.ragged_all_to_all(rows, places, *numbers, axis_name=self.devices.axes)
 
 
-def sent_rows(eqn: Any) -> Sequence[Any]:
+def sent_arrays(eqn: Any) -> Sequence[Any]:
     """The arrays whose elements a collective sends: of a ragged all-to-all the one without room for more."""
     if eqn.primitive.name == "ragged_all_to_all":
         return [min((eqn.invars[0].aval, eqn.outvars[0].aval), key=lambda a: a.size)]
