@@ -259,7 +259,22 @@ def _clamped(start: Any, largest: int) -> jax.Array:
     return jax.lax.clamp(np.asarray(0, dtype), jax.numpy.asarray(start, dtype), np.asarray(largest, dtype))
 
 
-# Runs Fourier transforms on each device's part.
+# Runs what XLA's partitioner gathers along other dimensions on each device's part: Fourier transforms, the largest of
+# rows.
+
+
+def largest_of_rows(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Runs a `top_k` on each device's own rows; unequal parts are left to the partitioner."""
+    (place,), names, eqn = instruction.reads, mesh.axis_names, instruction.op.eqn
+    logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
+    if place is None or not place[0].fits(eqn.invars[0].aval.shape, logical):
+        return jax_compat.bind(eqn, operands)
+    out_specs = tuple(partition_spec(layout, names) for layout in instruction.results)
+    run = jax.shard_map(
+        lambda part: tuple(jax_compat.bind(eqn, [part])), mesh=mesh, in_specs=partition_spec(place[0], names),
+        out_specs=out_specs, check_vma=False,
+    )  # fmt: skip
+    return list(run(*operands))
 
 
 def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -480,6 +495,8 @@ class Emitter:
         partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
         if op.primitive == "fft":
             outs = fourier_transform(instruction, operands, self.mesh)
+        elif op.primitive == "top_k":
+            outs = largest_of_rows(instruction, operands, self.mesh)
         elif any(partial_in):
             axes = [0 if p else None for p in partial_in]
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)
