@@ -21,6 +21,7 @@ from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import Op
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.row_exchange import sent_arrays
@@ -50,7 +51,7 @@ class RingPermute:
 def ring_permutes(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks) -> Iterator[RingPermute]:
     """Those of an operation under a strategy; none where it makes no ring."""
     ring = links.mesh.size(strategy.ring)
-    if ring == 1:
+    if ring == 1 or op.primitive not in ATTENTION_PASSES:
         return
     order = order_of(op.eqn, ring)
     for number, (i, itemsize) in enumerate(travelling(op.eqn) if order.steps else ()):
@@ -151,12 +152,8 @@ def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: 
 
 def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
     """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows."""
-    function = op.eqn.params["function"]
-    if function.exchanged is None:
-        return ()
-    operand, dim = function.exchanged
-    axes = strategy.operands[operand].dims[dim]
-    if mesh.size(axes) == 1:
+    function, axes = op.eqn.params["function"], strategy.ring
+    if not axes:
         return ()
     avals = [
         jax.ShapeDtypeStruct(at.part(v.aval.shape, mesh), v.aval.dtype)

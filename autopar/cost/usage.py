@@ -19,6 +19,7 @@ from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.operation import is_kernel
 from autopar.lowering.instructions import (
     Compute,
@@ -163,7 +164,7 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, Colle
     op, strategy = compute.op, compute.strategy
     if strategy is None:
         return []
-    if not strategy.ring:
+    if op.primitive not in ATTENTION_PASSES:
         return [(Moment.BEFORE, use) for use in uses_of_island(op, strategy, model)]
     return [
         (

@@ -725,7 +725,7 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
         for i, atom in enumerate(op.inputs)
         if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }
-    wanted |= {atom for op in graph.ops() if op.role is role for atom, _ in _exchanged(op) if atom not in dependent}
+    wanted |= {atom for op in graph.ops() for atom, _ in _exchanged(op) if atom not in dependent}
     for op in reversed(list(graph.ops())):
         for outer, inner, _ in pairs(op):
             if not isinstance(outer, int) or not isinstance(inner, int):

@@ -27,7 +27,7 @@ class Strategy:
     `operands` are the layouts it reads, `results` those it leaves, partial over axes given to a summed factor.
     `split` is among how many devices the work is divided. `combined` are axes over which the partitioner itself
     combines the results (max, min, integer sums, gathers from a split table): an all-reduce that cannot be put off.
-    Round `ring` go parts of operands while the operation runs.
+    Over `ring` parts of operands go from device to device while the operation runs.
     """
 
     operands: tuple[Layout, ...]
@@ -100,7 +100,7 @@ def _strategy(
             summed += axes
         elif rule.factors[f].kind in (FactorKind.SUM, FactorKind.EXTREMUM):
             combined += axes
-        elif rule.factors[f].kind is FactorKind.RING:
+        elif rule.factors[f].kind in (FactorKind.RING, FactorKind.EXCHANGE):
             ring += axes
     passed = tuple(a for axes in by_operands.values() for a in axes)
     operands = []
