@@ -166,10 +166,22 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
             found.append(
                 IslandCollective(
                     kind=_KINDS[eqn.primitive.name], axes=axes, dtype=str(aval.dtype), count=count,
-                    result_bytes=float(aval.size * jax_compat.itemsize(aval)),
+                    result_bytes=_in_rows_of_tiles(aval, eqn.primitive.name, platform),
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+# TPUs send rows of whole tiles in a ragged all-to-all (seen in programs that libtpu 0.0.42.1 compiles for v5p).
+_ROW_BYTES = 512
+
+
+def _in_rows_of_tiles(aval: Any, primitive: str, platform: str) -> float:
+    nbytes = float(aval.size * jax_compat.itemsize(aval))
+    if platform != "tpu" or primitive != "ragged_all_to_all" or not nbytes:
+        return nbytes
+    row_bytes = nbytes / aval.shape[0]
+    return aval.shape[0] * math.ceil(row_bytes / _ROW_BYTES) * _ROW_BYTES
 
 
 def _sending(jaxpr: Any, count: float) -> Iterator[tuple[Any, float]]:

@@ -192,13 +192,9 @@ class Pass:
         self.tokens = region.num_tokens or self.order.num_rows
         self.choices = self.order.num_rows // self.tokens
         self.dims = Dims(ops, region, reader)
-        self.shape_of = {
-            v: reader.shape(v)
-            for op in ops
-            for a in (*op.inputs, *op.outputs)
-            if isinstance(a, int)
-            for v in (a, reader.front(a))
-        }
+        values = {v for op in ops for v in (*op.outputs, *(reader.front(a) for a in op.inputs if isinstance(a, int)))}
+        self.nbytes = {v: reader.fresh.values[v].nbytes for v in values}
+        self.for_tokens = self.read_for_tokens()
         self.arguments = self.read_arguments()
         self.results = [self.result(op) for op in exits]
         self.rule = self.written_rule()
@@ -226,6 +222,23 @@ class Pass:
                         if not self.reader.is_inside(self.region, a):
                             add(a, None)
         return list(found.values())
+
+    def read_for_tokens(self) -> set[int]:
+        """Rows that are only brought back, or of which only such are computed that are no fewer bytes."""
+        found: set[int] = set()
+        others: set[int] = set()
+        for op in reversed(self.ops):
+            role = self.region.roles[op.id]
+            rows = {
+                self.reader.front(a) for a in op.inputs if isinstance(a, int) and self.reader.rows_of(a) is not None
+            }
+            if isinstance(role, Exit) and not role.summed:
+                found.add(self.reader.front(role.rows))
+                continue
+            kept = role is None and not is_grouped_product(op.eqn) and op.outputs[0] in found - others
+            for v in rows:
+                (found if kept and self.nbytes[v] <= self.nbytes[op.outputs[0]] else others).add(v)
+        return found - others
 
     def argument(self, value: int, per_token: int | None) -> Argument:
         if per_token is None:
@@ -413,10 +426,16 @@ class _Run:
         elif op.outputs[0] not in self.region.spread:
             rows = [self.reader.front(a) for a in op.inputs if self.reader.rows_of(a) is not None]
             is_product = is_grouped_product(op.eqn)
-            there = self.devices is not None and (is_product or any(v in self.there for v in rows))
+            there = self.devices is not None and (is_product or self.stays_there(op, rows))
             made = self.product(op) if is_product else self.bound(op, there)
             is_rows = self.reader.rows_of(op.outputs[0]) is not None
             (self.there if there and is_rows else self.here).update(zip(op.outputs, made, strict=True))
+
+    def stays_there(self, op: Op, rows: Sequence[int]) -> bool:
+        """Whether rows are computed where experts are: not where only tokens need them, and they are as many bytes."""
+        there = [v for v in rows if v not in self.here]
+        nbytes = sum(self.made.nbytes[v] for v in there)
+        return bool(there) and not (op.outputs[0] in self.made.for_tokens and nbytes <= self.made.nbytes[op.outputs[0]])
 
     def brought_back(self, role: Exit) -> Any:
         rows = self.rows_here(self.reader.front(role.rows))
