@@ -433,9 +433,9 @@ class _Run:
 
     def stays_there(self, op: Op, rows: Sequence[int]) -> bool:
         """Whether rows are computed where experts are: not where only tokens need them, and they are as many bytes."""
-        there = [v for v in rows if v not in self.here]
-        nbytes = sum(self.made.nbytes[v] for v in there)
-        return bool(there) and not (op.outputs[0] in self.made.for_tokens and nbytes <= self.made.nbytes[op.outputs[0]])
+        nbytes, (first, *_) = sum(self.made.nbytes[v] for v in rows if v not in self.here), op.outputs
+        is_for_tokens = first in self.made.for_tokens and nbytes <= self.made.nbytes[first]
+        return any(v in self.there for v in rows) and not is_for_tokens
 
     def brought_back(self, role: Exit) -> Any:
         rows = self.rows_here(self.reader.front(role.rows))
