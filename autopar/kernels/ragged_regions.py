@@ -185,6 +185,8 @@ class RegionReader:
         if not orders:
             if len(op.outputs) == 1 and (found := known_of(op, known, self.shape(op.outputs[0]))) is not None:
                 self.known[op.outputs[0]] = found
+            elif op.primitive == "sub":
+                self.repeated(op)
             return
         if len(orders) > 1:
             for order in orders:
@@ -249,6 +251,14 @@ class RegionReader:
         else:
             self.other(order, op)
 
+    def repeated(self, op: Op) -> None:
+        """Enters the number of each sorted row's expert, as `jnp.repeat` computes it of the sizes of groups."""
+        for region in self.regions.values():
+            order, shape = region.order, self.shape(op.outputs[0])
+            if shape == (order.num_rows,) and repeats_experts(self, op, order):
+                self.enters(order, op, Entry(sources=(order.experts,), per_token=1))
+                return
+
     def enters(self, order: Order, op: Op, role: Entry, dim: int = 0) -> None:
         self.regions[order.experts].roles[op.id] = role
         self.rows[op.outputs[0]] = Rows(order=order, dim=dim)
@@ -270,6 +280,10 @@ class RegionReader:
             return
         if self.rows_of(source) is not None or len(of_index) != 1:
             raise NotUnderstood(op, "sorted rows in the order of others")
+        numbers_of = self.known_of(source)
+        if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and place.table.max() < shape[0]:
+            self.known[op.outputs[0]] = Known(source=order, table=numbers_of.table[place.table])
+            return
         self.enters(order, op, Entry(sources=(source,), per_token=self.per_token(order, op, place, shape[0])))
 
     def per_token(self, order: Order, op: Op, place: Known, count: int) -> int:
@@ -478,8 +492,9 @@ def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]
     if op is None or op.kind is not OpKind.EQUATION or depth > _DEEPEST:
         return _NO_BOUNDS
     name, params = op.primitive, op.eqn.params
-    if name == "top_k":
-        return (0, reader.shape(op.inputs[0])[params["axis"]] - 1) if value == op.outputs[1] else _NO_BOUNDS
+    if name in ("top_k", "approx_top_k"):
+        axis = params["axis" if name == "top_k" else "reduction_dimension"]
+        return (0, reader.shape(op.inputs[0])[axis] - 1) if value == op.outputs[1] else _NO_BOUNDS
     if name in ("argmax", "argmin"):
         return 0, reader.shape(op.inputs[0])[params["axes"][0]] - 1
     if name == "iota":
@@ -502,6 +517,45 @@ def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]
     if name == "rem" and of[0][0] >= 0 and of[1][0] > 0:
         return 0, min(of[0][1], of[1][1] - 1)
     return _NO_BOUNDS
+
+
+def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
+    """Whether numbers are those of experts, each as often as it is chosen: one less than the number of groups that
+    begin at a place or before it, a group beginning behind those in front of it.
+    """
+
+    def maker(atom: Atom, primitive: str) -> Op | None:
+        found = reader.maker.get(reader.front(atom)) if isinstance(atom, int) else None
+        return found if found is not None and found.primitive == primitive else None
+
+    def sums(atom: Atom) -> Op | None:
+        found = maker(atom, "cumsum")
+        return found if found is not None and not found.eqn.params["reverse"] else None
+
+    def is_number(atom: Atom, number: int) -> bool:
+        known = reader.known_of(atom)
+        return known is not None and known.source is None and bool((compressed(known.table) == number).all())
+
+    if not is_number(op.inputs[1], 1) or (begun := sums(op.inputs[0])) is None:
+        return False
+    marks = maker(begun.inputs[0], "scatter-add")
+    if marks is None or not is_number(marks.inputs[0], 0) or not is_number(marks.inputs[2], 1):
+        return False
+    index = marks.inputs[1]
+    while (moved := maker(index, "broadcast_in_dim") or maker(index, "select_n")) is not None:
+        index = moved.inputs[0 if moved.primitive == "broadcast_in_dim" else 1]  # where it is less than zero another
+    if (before := sums(index)) is None or (shifted := maker(before.inputs[0], "scatter")) is None:
+        return False
+    if not is_number(shifted.inputs[1], 0) or not is_number(shifted.inputs[2], 0):
+        return False
+    rolled = maker(shifted.inputs[0], "concatenate")
+    pieces = [maker(a, "slice") for a in rolled.inputs] if rolled is not None else []
+    if len(pieces) != 2 or any(piece is None or piece.inputs != pieces[0].inputs for piece in pieces):
+        return False
+    sizes = pieces[0].inputs[0]
+    (groups,) = reader.shape(sizes)
+    at = [tuple(int(piece.eqn.params[n][0]) for n in ("start_indices", "limit_indices")) for piece in pieces]
+    return at == [(groups - 1, groups), (0, groups - 1)] and counts_choices(reader, sizes, order)
 
 
 class _Counts:

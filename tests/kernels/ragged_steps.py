@@ -57,7 +57,23 @@ def keyed(x, p, chosen, weights):
     return jax.ops.segment_sum(out, tokens, num_segments=x.shape[0])
 
 
-LAYERS_AS_WRITTEN = {"scattered": scattered, "unsorted": unsorted, "repeated": repeated, "keyed": keyed}
+def scaled(x, p, chosen, weights):
+    """Tokens by a gather of repeated numbers; a scale for each expert, with numbers that `jnp.repeat` makes of sizes."""
+    order = chosen.ravel().argsort()
+    rows = x[jnp.repeat(jnp.arange(x.shape[0]), TOP_K)[order], :]
+    sizes = jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=(0, 1))
+    experts = jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=order.size)
+    out = gated(rows, p, sizes) * (1 + p["bias"][:, 0])[experts, None]
+    return jnp.einsum("tkd,tk->td", out[order.argsort()].reshape(*chosen.shape, -1), weights)
+
+
+LAYERS_AS_WRITTEN = {
+    "scattered": scattered,
+    "unsorted": unsorted,
+    "repeated": repeated,
+    "keyed": keyed,
+    "scaled": scaled,
+}
 
 
 def state(layers=LAYERS, dtype=jnp.float32):
