@@ -491,10 +491,26 @@ def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
         return graph
     fresh = Fresh(graph)
     block = _rewritten(graph.block, fresh, {})
-    if block is graph.block:
-        return graph
-    made = dataclasses.replace(graph, values=tuple(fresh.values), block=with_rules(remove_dead(block), rules))
-    return renumbered(made)
+    if block is not graph.block:
+        block = with_rules(remove_dead(block), rules)
+        graph = renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
+    return dataclasses.replace(graph, block=_noted(graph.block, Fresh(graph), {}))
+
+
+def _noted(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
+    """The block with a note at each product whose region is not understood: the operation that stands in the way."""
+    regions = RegionReader(block, fresh, around).run()
+    notes = {op.id: r.obstacle.text for r in regions if r.obstacle is not None for op in r.products}
+    constants = constants_of(block, fresh, around)
+    ops = []
+    for op in block.ops:
+        if op.blocks:
+            known = constants_inside(op, constants)
+            op = replaced(op, blocks=tuple(_noted(b, fresh, known) for b in op.blocks))
+        if op.id in notes and op.rule is not None:
+            op = replaced(op, rule=dataclasses.replace(op.rule, note=notes[op.id]))
+        ops.append(op)
+    return dataclasses.replace(block, ops=tuple(ops))
 
 
 def _rewritten(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpKind, read_by
 from autopar.ir.primitives import RAGGED_PRODUCT, is_inexact
 from autopar.ir.rewrite import Fresh, makers
@@ -44,6 +45,13 @@ class NotUnderstood(Exception):
     def __init__(self, op: Op, why: str = "") -> None:
         super().__init__(why)
         self.op, self.why = op, why
+
+    @property
+    def text(self) -> str:
+        return (
+            f"rows of all examples are sorted together: {self.op.primitive} at {jax_compat.source_line(self.op.eqn)} "
+            f"takes {self.why or 'rows in sorted order'}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -58,7 +58,7 @@ def keyed(x, p, chosen, weights):
 
 
 def scaled(x, p, chosen, weights):
-    """Tokens by a gather of repeated numbers; a scale for each expert, with numbers that `jnp.repeat` makes of sizes."""
+    """Tokens by a gather of repeated numbers; a scale for each expert, numbered by `jnp.repeat` of sizes."""
     order = chosen.ravel().argsort()
     rows = x[jnp.repeat(jnp.arange(x.shape[0]), TOP_K)[order], :]
     sizes = jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=(0, 1))
