@@ -559,7 +559,7 @@ class _Writer:
     def write(self, made: Pass) -> None:
         like = made.exits[-1]
         operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
-        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged)
+        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True)
         values = [self.fresh.values[v] for v in operands]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))
