@@ -47,8 +47,8 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, read_by, walk
-from autopar.ir.rewrite import Fresh, reading, remove_dead, renumbered
+from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, walk
+from autopar.ir.rewrite import Fresh, in_order, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
@@ -332,7 +332,7 @@ class PassWriter:
     def run(self) -> Block:
         for found in self.found():
             self.write(found)
-        return _in_order(self.block, self.added, self.replaced) if self.added else self.block
+        return in_order(self.block, self.added, self.replaced) if self.added else self.block
 
     def found(self) -> Iterator[_Found]:
         reader = self.reader
@@ -560,25 +560,6 @@ class PassWriter:
         self.added.append(op)
         self.like[op.id] = like.id
         return op
-
-
-def _in_order(block: Block, added: Sequence[Op], replaced: Mapping[int, int]) -> Block:
-    """The block with more operations, in an order in which everything is made before it is read, without dead ones."""
-    ops = [reading(op, replaced) for op in (*block.ops, *added)]
-    outputs = tuple(replaced.get(a, a) if isinstance(a, int) else a for a in block.outputs)
-    maker = {v: op for op in ops for v in op.outputs}
-    placed: dict[int, Op] = {}
-
-    def place(op: Op) -> None:
-        if op.id not in placed:
-            for v in read_by(op):
-                if v in maker:
-                    place(maker[v])
-            placed[op.id] = op
-
-    for op in ops:
-        place(op)
-    return remove_dead(dataclasses.replace(block, ops=tuple(placed.values()), outputs=outputs))
 
 
 def _sources(values: Sequence[int]) -> tuple[int, ...]:

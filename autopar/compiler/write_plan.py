@@ -40,7 +40,7 @@ from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
+from autopar.ir.primitives import ATTENTION_PASSES, GROUPED_PRODUCT, MATRIX_PRODUCTS, RAGGED_PRODUCT
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan.codec import decisions_of
@@ -432,8 +432,8 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
 
 
 def replicated_notes(graph: OpGraph, num_devices: int) -> tuple[str, ...]:
-    """The operations that no rule allows to split, one note for each primitive and reason. What makes fewer numbers
-    than there are devices could not be split anyway.
+    """The operations that no rule allows to split, and mixtures of experts that are not split by tokens, one note for
+    each primitive and reason. What makes fewer numbers than there are devices could not be split anyway.
     """
     counts: dict[tuple[str, str], int] = {}
     largest: dict[tuple[str, str], int] = {}
@@ -442,10 +442,13 @@ def replicated_notes(graph: OpGraph, num_devices: int) -> tuple[str, ...]:
             key = (op.primitive, op.rule.note)
             counts[key] = counts.get(key, 0) + 1
             largest[key] = max(largest.get(key, 0), *(graph.values[v].nbytes for v in op.outputs))
-    return tuple(
-        f"{primitive} is replicated ({n} of them, the largest makes {text_of_bytes(largest[primitive, note])}): {note}"
-        for (primitive, note), n in counts.items()
-    )
+    texts = []
+    for (primitive, note), n in counts.items():
+        made = text_of_bytes(largest[primitive, note])
+        is_whole = primitive not in (RAGGED_PRODUCT, GROUPED_PRODUCT)
+        whole = f" is replicated ({n} of them, the largest makes {made})" if is_whole else ""
+        texts.append(f"{primitive}{whole}: {note}")
+    return tuple(texts)
 
 
 def plan_of(

@@ -364,7 +364,7 @@ class NodeCosts:
                 widening = self.model.widening(self.graph.values[v].dtype)
                 nbytes = self.graph.values[v].nbytes / layout.shards(mesh) * widening
                 seconds += links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
-        for sent in island_collectives(op, strategy, mesh):
+        for sent in island_collectives(op, strategy, mesh, self.model.device.platform.value):
             nbytes = sent.result_bytes * self.model.widening(sent.dtype)
             seconds += sent.count * links.time_s(sent.kind, nbytes, sent.axes)
         if strategy.ring:

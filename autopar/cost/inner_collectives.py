@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from autopar.attention.work import KEYS_AND_VALUES, exchanged, order_of, travelling
 from autopar.common import jax_compat
 from autopar.hardware.cluster import DeviceKind
@@ -19,7 +21,10 @@ from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import Op
 from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
+from autopar.kernels.operation import is_kernel
+from autopar.kernels.row_exchange import sent_arrays
 from autopar.sharding.resharding import MeshLinks
 from autopar.sharding.strategies import Strategy
 
@@ -46,7 +51,7 @@ class RingPermute:
 def ring_permutes(op: Op, strategy: Strategy, device: DeviceKind, links: MeshLinks) -> Iterator[RingPermute]:
     """Those of an operation under a strategy; none where it makes no ring."""
     ring = links.mesh.size(strategy.ring)
-    if ring == 1:
+    if ring == 1 or op.primitive not in ATTENTION_PASSES:
         return
     order = order_of(op.eqn, ring)
     for number, (i, itemsize) in enumerate(travelling(op.eqn) if order.steps else ()):
@@ -119,10 +124,12 @@ class IslandCollective:
     count: float
 
 
-def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh) -> tuple[IslandCollective, ...]:
-    """Those of an operation under a strategy; none of other operations. Parts that one device runs beside the others of
-    theirs are sent together.
+def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
+    """Those of an operation under a strategy, on a platform of JAX; none of other operations. Parts that one device
+    runs beside the others of theirs are sent together.
     """
+    if is_kernel(op.eqn):
+        return exchanges(op, strategy, mesh, platform)
     if not is_island(op.eqn):
         return ()
     island = island_of(op.eqn)
@@ -141,6 +148,40 @@ def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh) -> tuple[I
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
+    """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows."""
+    function, axes = op.eqn.params["function"], strategy.ring
+    if not axes:
+        return ()
+    avals = [
+        jax.ShapeDtypeStruct(at.part(v.aval.shape, mesh), v.aval.dtype)
+        for v, at in zip(op.eqn.invars, strategy.operands, strict=True)
+    ]
+    found = []
+    program = function.exchanging_program(avals, mesh.size(axes), platform)
+    for eqn, count in _sending(jax_compat.open_jaxpr(program), 1.0):
+        for aval in sent_arrays(eqn):
+            found.append(
+                IslandCollective(
+                    kind=_KINDS[eqn.primitive.name], axes=axes, dtype=str(aval.dtype), count=count,
+                    result_bytes=_in_rows_of_tiles(aval, eqn.primitive.name, platform),
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+# TPUs send rows of whole tiles in a ragged all-to-all (seen in programs that libtpu 0.0.42.1 compiles for v5p).
+_ROW_BYTES = 512
+
+
+def _in_rows_of_tiles(aval: Any, primitive: str, platform: str) -> float:
+    nbytes = float(aval.size * jax_compat.itemsize(aval))
+    if platform != "tpu" or primitive != "ragged_all_to_all" or not nbytes:
+        return nbytes
+    row_bytes = nbytes / aval.shape[0]
+    return aval.shape[0] * math.ceil(row_bytes / _ROW_BYTES) * _ROW_BYTES
 
 
 def _sending(jaxpr: Any, count: float) -> Iterator[tuple[Any, float]]:

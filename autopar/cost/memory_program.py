@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from autopar.attention import ring
 from autopar.attention.form import KEY, sizes_of
 from autopar.attention.work import (
@@ -29,6 +31,7 @@ from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.kernels.operation import is_kernel
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,
@@ -356,6 +359,11 @@ class _MemoryWriter:
         order = self.model.order_cost(op)
         if order.rewritten_operand is not None:
             del inputs[order.rewritten_operand]
+        if is_kernel(op.eqn) and op.eqn.params["function"].is_program:
+            rows = self.new(self.rows_of_experts(compute))
+            key = "rows", op.key, compute.results
+            steps.append(MemoryStep(inputs=tuple(inputs), outputs=(rows,), kind=kind, fusible=False, key=key))
+            inputs.append(rows)
         steps.append(
             MemoryStep(
                 inputs=tuple(inputs),
@@ -374,6 +382,17 @@ class _MemoryWriter:
             if order.copied_itemsize:
                 env[key] = self.new(size * order.copied_itemsize)
                 steps.append(MemoryStep(inputs=(made,), outputs=(env[key],), kind="order_copy", fusible=False))
+
+    def rows_of_experts(self, compute: Compute) -> int:
+        """Bytes of the sorted rows of a pass of a mixture of experts, with room for those that other devices send."""
+        invars, strategy, mesh = compute.op.eqn.invars, compute.strategy, self.model.links.mesh
+        shapes = [tuple(v.aval.shape) for v in invars]
+        if strategy is not None:
+            shapes = [at.part(shape, mesh) for at, shape in zip(strategy.operands, shapes, strict=True)]
+        avals = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, invars, strict=True)]
+        count = 1 if strategy is None else mesh.size(strategy.ring)
+        held = compute.op.eqn.params["function"].held_bytes(avals, count, self.model.device.platform.value)
+        return int(held)
 
     def in_pieces(
         self, compute: Compute, pieces: Pieces, env: dict[tuple[int, Place], int], steps: list[MemoryStep]

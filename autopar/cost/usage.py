@@ -19,6 +19,8 @@ from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.primitives import ATTENTION_PASSES
+from autopar.kernels.operation import is_kernel
 from autopar.lowering.instructions import (
     Compute,
     HostCopy,
@@ -148,9 +150,9 @@ def uses_of_reduction(graph: OpGraph, compute: Compute, model: CostModel) -> lis
 def uses_of_island(op: Op, strategy: Strategy, model: CostModel) -> list[CollectiveUse]:
     """The collectives that an island is written with; none of other operations."""
     links, uses = model.links, []
-    for sent in island_collectives(op, strategy, links.mesh):
+    for sent in island_collectives(op, strategy, links.mesh, model.device.platform.value):
         nbytes, count = sent.result_bytes * model.widening(sent.dtype), op.count * sent.count
-        value = f"{sent.dtype} in shard_map"
+        value = f"{sent.dtype} {'rows of experts' if is_kernel(op.eqn) else 'in shard_map'}"
         uses.append(_runs_of(sent.kind, sent.axes, nbytes, count, links, module=op.place, value=value))
     return uses
 
@@ -162,7 +164,7 @@ def uses_of_ring(compute: Compute, model: CostModel) -> list[tuple[Moment, Colle
     op, strategy = compute.op, compute.strategy
     if strategy is None:
         return []
-    if not strategy.ring:
+    if op.primitive not in ATTENTION_PASSES:
         return [(Moment.BEFORE, use) for use in uses_of_island(op, strategy, model)]
     return [
         (

@@ -25,6 +25,7 @@ from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
 from autopar.kernels.islands import PLACEMENTS
 from autopar.kernels.local import local_rule
+from autopar.kernels.ragged_experts import ragged_experts
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -68,6 +69,7 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
         written=tuple(builder.written),
     )
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
+    graph = ragged_experts(graph, rules)
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
     return graph

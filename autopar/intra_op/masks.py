@@ -16,6 +16,7 @@ import numpy as np
 from autopar.intra_op.choice_graph import ChoiceGraph, Reshard
 from autopar.ir.graph import ALL, OpGraph, Purpose, Role, Value
 from autopar.ir.layout import Layout, replicated
+from autopar.kernels.operation import NAME as KERNEL
 from autopar.lowering.lower import Relaxation
 from autopar.sharding.constraints import Constraints
 
@@ -88,6 +89,8 @@ class Masks:
                 continue
             node, strategies = choices.of_op[op.id]
             allowed = np.ones(len(strategies), bool)
+            if op.primitive == KERNEL:
+                allowed &= np.array([bound.may_exchange(strategy.ring) for strategy in strategies])
             wishes = []
             meets = any(isinstance(a, int) and self.graph.values[a].purpose is Purpose.ACTIVATION for a in op.inputs)
             for i, atom in enumerate(op.inputs):

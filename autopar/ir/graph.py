@@ -119,16 +119,21 @@ class FactorKind(HashedById):
     SUM = "sum"  # results are partial sums
     EXTREMUM = "extremum"  # results are combined by max, min, and, or
     RING = "ring"  # operands and results are split alike, and parts of some operands go round all devices
+    # What has another factor (`Factor.along`) is split too, and its parts are exchanged for those of this one.
+    EXCHANGE = "exchange"
     FIXED = "fixed"  # may not be split
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
-    """`rounded`: of examples that are split unevenly, the size to which `size` is rounded up; 0: as it is."""
+    """`rounded`: of examples that are split unevenly, the size to which `size` is rounded up; 0: as it is. `along`: of
+    an exchanged factor the number of the one that its axes split too; experts and tokens.
+    """
 
     size: int
     kind: FactorKind
     rounded: int = 0
+    along: int = -1
 
     @property
     def split_size(self) -> int:

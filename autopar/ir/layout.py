@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
 from autopar.common.records import made_often
 from autopar.ir.mesh import LogicalMesh, axes_text
@@ -70,6 +71,10 @@ class Layout(_WithHash):
             for a in axes:
                 shards *= sizes[a]
         return shards
+
+    def part(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
+        """The shape of one device's part of a value, of unequal parts the largest."""
+        return tuple(-(-n // mesh.size(axes)) for n, axes in zip(shape, self.dims, strict=True))
 
     def fits(self, shape: tuple[int, ...], mesh: LogicalMesh) -> bool:
         """Whether every dimension divides evenly."""

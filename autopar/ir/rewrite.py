@@ -168,3 +168,46 @@ def _cloned_block(block: Block, names: Mapping[int, int], fresh: Fresh) -> Block
     inner.update(zip(block.inputs, inputs, strict=True))
     ops = tuple(clone(op, inner, fresh) for op in block.ops)
     return Block(inputs=inputs, outputs=named(block.outputs, inner), ops=ops)
+
+
+# Parameters that are the last sizes of the last result, and those that are sizes of slices of the first operand.
+_SIZES = ("shape", "new_sizes")
+_SLICES = ("slice_sizes", "limit_indices")
+
+
+def params_of_part(
+    eqn: Any, result: Sequence[int], whole: Sequence[Sequence[int]], part: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """The parameters of an equation that are other ones on parts of its operands.
+
+    `result`: the shape of the last result. `whole`, `part`: of the first operand, where it is an array.
+    """
+    params: dict[str, Any] = {}
+    for name in _SIZES:
+        if isinstance(sizes := eqn.params.get(name), Sequence):
+            params[name] = type(sizes)(result[len(result) - len(sizes) :])
+    for of_all, of_part in zip(whole, part, strict=True):
+        for name in _SLICES:
+            if isinstance(sizes := eqn.params.get(name), Sequence):
+                new = (m if n == size else size for size, n, m in zip(sizes, of_all, of_part, strict=True))
+                params[name] = type(sizes)(new)
+    return params
+
+
+def in_order(block: Block, added: Sequence[Op], replaced: Mapping[int, int]) -> Block:
+    """The block with more operations, in an order in which everything is made before it is read, without dead ones."""
+    ops = [reading(op, replaced) for op in (*block.ops, *added)]
+    outputs = tuple(replaced.get(a, a) if isinstance(a, int) else a for a in block.outputs)
+    maker = {v: op for op in ops for v in op.outputs}
+    placed: dict[int, Op] = {}
+
+    def place(op: Op) -> None:
+        if op.id not in placed:
+            for v in read_by(op):
+                if v in maker:
+                    place(maker[v])
+            placed[op.id] = op
+
+    for op in ops:
+        place(op)
+    return remove_dead(dataclasses.replace(block, ops=tuple(placed.values()), outputs=outputs))

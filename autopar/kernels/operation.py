@@ -26,7 +26,8 @@ from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.primitives import is_inexact, multiplications
+from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
+from autopar.kernels.row_exchange import Devices
 
 # The rule
 
@@ -39,12 +40,16 @@ _HINT = 'write it as "b h q [d], b h [k] [d] -> b h q [d]": one name for each di
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRule:
-    """The factor of each dimension of operands and results; `whole` may not be split, `summed` leave summands."""
+    """The factor of each dimension of operands and results; `whole` may not be split, `summed` leave summands.
+
+    `exchanged`: (a factor, another one whose parts devices exchange for those of the first).
+    """
 
     operands: tuple[Names, ...]
     results: tuple[Names, ...]
     whole: frozenset[str]
     summed: frozenset[str] = frozenset()
+    exchanged: tuple[tuple[str, str], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -141,6 +146,8 @@ def kind_of(rule: KernelRule, name: str, results: Sequence[Any]) -> FactorKind:
     """What becomes of the results, of these types, where a factor is split."""
     if name in rule.whole:
         return FactorKind.FIXED
+    if name in dict(rule.exchanged):
+        return FactorKind.EXCHANGE
     if name not in rule.summed or all(name in names for names in rule.results):
         return FactorKind.PASS  # a residual without it depends on nothing that has it
     # Sums in any order are of floating point only.
@@ -166,6 +173,9 @@ def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]
 
     read = tuple(dims(names, aval.shape) for names, aval in zip(rule.operands, operands, strict=True))
     made = tuple(dims(names, aval.shape) for names, aval in zip(rule.results, results, strict=True))
+    for name, other in rule.exchanged:
+        if name in number and other in number:
+            factors[number[name]] = dataclasses.replace(factors[number[name]], along=number[other])
     return Rule(tuple(factors), read, made)
 
 
@@ -248,6 +258,35 @@ def _flops(eqn: Any) -> float:
     return float(max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=0))
 
 
+# What compilers write for itself: other operations are part of the kernels that read them.
+_WRITTEN = frozenset(
+    {RAGGED_PRODUCT, GROUPED_PRODUCT, "dot_general", "sort", "all_to_all", "ragged_all_to_all", "all_gather"}
+)
+_WRITTEN_AFRESH = frozenset({"gather", "scatter-add", "cumsum"})
+
+
+def held_bytes(closed: Any) -> float:
+    """The most bytes that a program holds at once between its operands and its results.
+
+    What is computed element by element is held where a product, a sort or a collective reads it.
+    """
+    eqns = [e for e in jax_compat.equations_in(jax_compat.open_jaxpr(closed)) if not list(jax_compat.jaxprs_in(e))]
+    last = {v: i for i, e in enumerate(eqns) for v in e.invars if not isinstance(v, jax_compat.Literal)}
+    read = {v for e in eqns if e.primitive.name in _WRITTEN for v in e.invars if not isinstance(v, jax_compat.Literal)}
+    ends: dict[int, float] = {}
+    held, most = 0.0, 0.0
+    for i, eqn in enumerate(eqns):
+        is_written = eqn.primitive.name in _WRITTEN | _WRITTEN_AFRESH
+        for v in eqn.outvars:
+            if v in last and (is_written or v in read):
+                nbytes = float(v.aval.size * jax_compat.itemsize(v.aval))
+                held += nbytes
+                ends[last[v]] = ends.get(last[v], 0.0) + nbytes
+        most = max(most, held)
+        held -= ends.pop(i, 0.0)
+    return most
+
+
 def _estimate(eqn: Any) -> Any | None:
     return eqn.params.get("cost_estimate")
 
@@ -257,6 +296,7 @@ def _estimate(eqn: Any) -> Any | None:
 
 Shapes = tuple[tuple[int, ...], ...]
 NAME = "kernel"
+EXCHANGED = "exchanged"  # the mesh axis of the devices that share an exchanged factor, in a program for one of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -275,7 +315,9 @@ class LocalFunction:
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
-    pass, which has `gradient_of` instead.
+    pass, which has `gradient_of` instead. `exchanged`: (operand, dimension) of a factor of which each device has a part
+    while it has a part of another one too; the function is then told the devices (`devices=`). `is_program`: it is made
+    of operations of XLA, whose results in between take memory.
     """
 
     name: str
@@ -284,6 +326,8 @@ class LocalFunction:
     work_on: Callable[[Sequence[Any]], KernelWork] | None = dataclasses.field(default=None, compare=False)
     twin: Callable[..., tuple[Any, ...]] | None = dataclasses.field(default=None, compare=False)
     gradient_of: GradientOf | None = dataclasses.field(default=None, compare=False)
+    exchanged: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    is_program: bool = dataclasses.field(default=False, compare=False)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
@@ -307,6 +351,24 @@ class LocalFunction:
         if isinstance(self._programs[key], Exception):
             raise self._programs[key]
         return self._programs[key]
+
+    def exchanging_program(self, avals: Sequence[Any], count: int, platform: str) -> Any:
+        """The jaxpr on one device's parts, of `count` devices of a platform that share the exchanged factor."""
+        key = (tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
+        if key not in self._programs:
+            devices = Devices(axes=(EXCHANGED,), count=count, platform=platform)
+            run = functools.partial(self.function, devices=devices)
+            self._programs[key] = jax.make_jaxpr(run, axis_env=[(EXCHANGED, count)])(*avals)
+        return self._programs[key]
+
+    def held_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
+        """What one device holds beside operands and results, of `count` devices that share the exchanged factor."""
+        key = ("held", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
+        if key not in self._programs:
+            program = self.exchanging_program(avals, count, platform) if count > 1 else self.program(avals)
+            self._programs[key] = held_bytes(jax_compat.lowered_jaxpr(program))
+        held: float = self._programs[key]
+        return held
 
     def work(self, avals: Sequence[Any]) -> KernelWork:
         return self.work_on(avals) if self.work_on is not None else self.counted(avals)

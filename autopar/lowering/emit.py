@@ -45,6 +45,7 @@ from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes, run_p
 from autopar.kernels.known import is_opaque, run_opaque
 from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.operation import is_kernel
+from autopar.kernels.row_exchange import Devices
 from autopar.lowering.collective_matmul import gathered_product, scattered_product
 from autopar.lowering.instructions import (
     Accumulate,
@@ -144,8 +145,14 @@ def _on_part(
 ) -> Sequence[Any]:
     """What one device makes of its parts of the operands."""
     if is_kernel(eqn):
-        made: Sequence[Any] = eqn.params["function"](*parts)
-        return made
+        function = eqn.params["function"]
+        if function.exchanged is None:
+            return tuple(function(*parts))
+        operand, dim = function.exchanged
+        axes = reads[operand].dims[dim]
+        names, platform = tuple(mesh.axis_names[a] for a in axes), mesh.devices.flat[0].platform
+        devices = Devices(axes=names, count=logical.size(axes), platform=platform) if names else None
+        return tuple(function.function(*parts, devices=devices))
     if is_opaque(eqn):
         shapes = [
             [n // logical.size(axes) for n, axes in zip(v.aval.shape, at.dims, strict=True)]
@@ -253,7 +260,22 @@ def _clamped(start: Any, largest: int) -> jax.Array:
     return jax.lax.clamp(np.asarray(0, dtype), jax.numpy.asarray(start, dtype), np.asarray(largest, dtype))
 
 
-# Runs Fourier transforms on each device's part.
+# Runs what XLA's partitioner gathers along other dimensions on each device's part: Fourier transforms, the largest of
+# rows.
+
+
+def largest_of_rows(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Runs a `top_k` on each device's own rows; unequal parts are left to the partitioner."""
+    (place,), names, eqn = instruction.reads, mesh.axis_names, instruction.op.eqn
+    logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
+    if place is None or not place[0].fits(eqn.invars[0].aval.shape, logical):
+        return jax_compat.bind(eqn, operands)
+    out_specs = tuple(partition_spec(layout, names) for layout in instruction.results)
+    run = jax.shard_map(
+        lambda part: tuple(jax_compat.bind(eqn, [part])), mesh=mesh, in_specs=partition_spec(place[0], names),
+        out_specs=out_specs, check_vma=False,
+    )  # fmt: skip
+    return list(run(*operands))
 
 
 def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -485,6 +507,8 @@ class Emitter:
         partial_in = [place is not None and bool(place[0].partial) for place in instruction.reads]
         if op.primitive == "fft":
             outs = fourier_transform(instruction, operands, self.mesh)
+        elif op.primitive == "top_k":
+            outs = largest_of_rows(instruction, operands, self.mesh)
         elif any(partial_in):
             axes = [0 if p else None for p in partial_in]
             outs = jax.vmap(lambda *xs: jax_compat.bind(op.eqn, xs), in_axes=axes, out_axes=0)(*operands)

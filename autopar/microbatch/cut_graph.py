@@ -25,12 +25,9 @@ from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, read_by
+from autopar.ir.rewrite import params_of_part
 from autopar.kernels.local import runs_locally
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
-
-# Parameters that are the last sizes of the last result, and those that are sizes of slices of the first operand.
-_SIZES = ("shape", "new_sizes")
-_SLICES = ("slice_sizes", "limit_indices")
 
 
 def cut_graph(
@@ -230,16 +227,9 @@ class _Cutter:
         return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn), rule=rule)
 
     def _params(self, op: Op) -> dict[str, Any]:
-        params, shape = dict(op.eqn.params), self.shape(op.outputs[-1])
-        for name in _SIZES:
-            if isinstance(params.get(name), Sequence):
-                params[name] = type(params[name])(shape[len(shape) - len(params[name]) :])
-        source = op.inputs[0] if op.inputs else None
-        for name in _SLICES:
-            if isinstance(params.get(name), Sequence) and isinstance(source, int):
-                sizes = zip(params[name], self.whole.values[source].shape, self.shape(source), strict=True)
-                params[name] = type(params[name])(part if n == whole else n for n, whole, part in sizes)
-        return params
+        source = [a for a in op.inputs[:1] if isinstance(a, int)]
+        whole, part = [self.whole.values[a].shape for a in source], [self.shape(a) for a in source]
+        return {**op.eqn.params, **params_of_part(op.eqn, self.shape(op.outputs[-1]), whole, part)}
 
     def _refusal(self, op: Op | None, got: str) -> UnsupportedError:
         line = jax_compat.source_line(op.eqn) if op is not None else ""

@@ -218,12 +218,14 @@ def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None
             hint=f"choose a size that divides the number of {what.value}s",
         )
     grouped = _first(graph, _GROUPED) if what is Dimension.EXPERT else ""
+    products = (op for op in graph.ops() if op.primitive in _GROUPED and op.rule is not None)
+    note = next((op.rule.note for op in products if op.rule.note), "")
     if not sizes and grouped:
         raise InvalidArgumentError(
             where=f"recipe, {axis} axis of {parts} devices, {grouped}",
-            expected="experts in a batched product, (number, rows, width) by (number, width, width)",
-            got="experts in a ragged product: each part of its groups makes a summand of all rows, and no rows are "
-            "sent to the devices of their experts",
+            expected="experts in a batched product, (number, rows, width) by (number, width, width), or rows sorted by "
+            "their expert, multiplied by jax.lax.ragged_dot, and brought back",
+            got=f"experts in a ragged product; {note or 'its rows are not sorted by the number of an expert'}",
             hint=f"leave the {axis} axis out: the search without a recipe may split the groups, and autopar.constrain "
             "pins them",
         )

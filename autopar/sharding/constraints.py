@@ -149,6 +149,10 @@ class Constraints:
         num_bits = (len(value.shape) + 1) * len(self.axes)
         return np.array(bits, np.int64 if num_bits < 63 else object)
 
+    def may_exchange(self, axes: Iterable[int]) -> bool:
+        """Whether rows may be sent to their experts over mesh axes."""
+        return all(Dimension.EXPERT in self.axes[a].dimensions for a in axes)
+
     def may_split(self, use: AxisUse, value: Value, d: int) -> bool:
         """Whether an axis may split a dimension of a value."""
         if use.side is not None and any(value.sides):

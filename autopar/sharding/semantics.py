@@ -468,8 +468,9 @@ def _arrays_in_pieces(op: Op) -> list[int]:
 def _expert_dimensions(
     graph: OpGraph, followed: FollowedNames[Dimension], dependent: set[int]
 ) -> Iterator[tuple[int, int]]:
-    """Dimensions of weights that a product keeps apart and that are nothing else."""
+    """Dimensions of weights that a product keeps apart and that are nothing else, or that rows are exchanged for."""
     for op in graph.ops():
+        yield from ((atom, d) for atom, d in _exchanged(op) if atom not in dependent)
         if op.primitive != "dot_general" or op.rule is None:
             continue
         kept_apart = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.operands[1] for f in dim}
@@ -481,6 +482,14 @@ def _expert_dimensions(
                 unnamed = all(not names for _, names in followed.of(atom, d))
                 if unnamed and factors and kept_apart.issuperset(factors):
                     yield atom, d
+
+
+def _exchanged(op: Op) -> Iterator[tuple[int, int]]:
+    """The dimensions of an operation's operands that are experts: parts of them are exchanged for rows."""
+    if op.rule is not None and any(f.kind is FactorKind.EXCHANGE for f in op.rule.factors):
+        for atom, d, factors in op.rule.factored_dims((*op.inputs, *op.outputs)):
+            if isinstance(atom, int) and any(op.rule.factors[f].kind is FactorKind.EXCHANGE for f in factors):
+                yield atom, d
 
 
 def _heads(
@@ -716,6 +725,7 @@ def _feeding(graph: OpGraph, values: Sequence[Value], dependent: set[int]) -> se
         for i, atom in enumerate(op.inputs)
         if isinstance(atom, int) and atom not in dependent and _has_columns(op, i, values[atom])
     }
+    wanted |= {atom for op in graph.ops() for atom, _ in _exchanged(op) if atom not in dependent}
     for op in reversed(list(graph.ops())):
         for outer, inner, _ in pairs(op):
             if not isinstance(outer, int) or not isinstance(inner, int):

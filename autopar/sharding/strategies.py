@@ -27,7 +27,7 @@ class Strategy:
     `operands` are the layouts it reads, `results` those it leaves, partial over axes given to a summed factor.
     `split` is among how many devices the work is divided. `combined` are axes over which the partitioner itself
     combines the results (max, min, integer sums, gathers from a split table): an all-reduce that cannot be put off.
-    Round `ring` go parts of operands while the operation runs.
+    Over `ring` parts of operands go from device to device while the operation runs.
     """
 
     operands: tuple[Layout, ...]
@@ -94,12 +94,13 @@ def _strategy(
     summed: tuple[int, ...] = ()
     combined: tuple[int, ...] = ()
     ring: tuple[int, ...] = ()
+    by_factor = _with_exchanged(rule, by_factor)
     for f, axes in by_factor.items():
         if rule.factors[f].kind is FactorKind.SUM and signature.sums_partially:
             summed += axes
         elif rule.factors[f].kind in (FactorKind.SUM, FactorKind.EXTREMUM):
             combined += axes
-        elif rule.factors[f].kind is FactorKind.RING:
+        elif rule.factors[f].kind in (FactorKind.RING, FactorKind.EXCHANGE):
             ring += axes
     passed = tuple(a for axes in by_operands.values() for a in axes)
     operands = []
@@ -124,8 +125,27 @@ def _strategy(
         results.append(layout)
     if signature.admits is not None and not _is_admitted(signature, operands, results, mesh):
         return None
-    split = mesh.size(a for axes in by_factor.values() for a in axes)
+    split = mesh.size({a for axes in by_factor.values() for a in axes})
     return Strategy(tuple(operands), tuple(results), split, tuple(sorted(combined)), ring)
+
+
+def _with_exchanged(rule: Rule, by_factor: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The axes of each factor, with those over which its parts are exchanged for those of another factor."""
+    found = by_factor
+    for f, axes in by_factor.items():
+        if (along := rule.factors[f].along) >= 0:
+            found = found | {along: tuple(sorted((*found.get(along, ()), *axes)))}
+    return found
+
+
+def _without_exchanged(rule: Rule, by_factor: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """The inverse of `_with_exchanged`: each axis at one factor."""
+    found = dict(by_factor)
+    for f, axes in by_factor.items():
+        along = rule.factors[f].along
+        if along in found:
+            found[along] = tuple(a for a in found[along] if a not in axes)
+    return found
 
 
 def _is_admitted(
@@ -250,6 +270,7 @@ def strategy_of(
                     return None
             if rest:
                 return None
+    by_factor = _without_exchanged(rule, by_factor)
     reading: dict[int, list[int]] = {}
     for i, layout in enumerate(operands):
         for axis in layout.partial:

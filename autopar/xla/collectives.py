@@ -305,6 +305,8 @@ class _Reader:
 
     def _collective(self, instruction: parse.Instruction, kind: CollectiveKind, body: parse.Computation) -> Collective:
         arrays = parse.arrays_of(_result_text(instruction, kind))
+        if kind is CollectiveKind.RAGGED_ALL_TO_ALL:
+            arrays = _sent_rows(instruction, arrays, body)
         result_bytes = sum(a.nbytes for a in arrays)
         attributes = instruction.attributes
         groups: tuple[tuple[int, ...], ...] | None
@@ -337,6 +339,18 @@ def _result_text(instruction: parse.Instruction, kind: CollectiveKind) -> str:
     if kind is CollectiveKind.ALL_REDUCE and not elements[0].startswith("("):
         return instruction.shape_text
     return elements[1]
+
+
+def _sent_rows(
+    instruction: parse.Instruction, arrays: tuple[parse.Array, ...], body: parse.Computation
+) -> tuple[parse.Array, ...]:
+    """The smaller one of what a ragged all-to-all sends and makes: the other one has room for more rows."""
+    if instruction.opcode == str(CollectiveKind.RAGGED_ALL_TO_ALL):
+        operand = body.instructions.get(instruction.operands[0])
+        sent = operand.arrays[:1] if operand is not None else arrays
+    else:
+        sent = parse.arrays_of(instruction.tuple_elements[0])[:1]
+    return min(sent, arrays, key=lambda of: sum(a.nbytes for a in of))
 
 
 def _async_markers(body: parse.Computation) -> tuple[bool, bool]:

@@ -1,0 +1,596 @@
+"""Mixtures of experts with ragged products as operations: written into a graph, and run on one device's own tokens.
+
+A pass of a region (`ragged_regions`) is a kernel with a rule. Of tokens (`t`) each device has some, sorts their rows
+and multiplies them with the matrices: whole, or split over a dimension between two products. Gradients of matrices are
+summands. Experts (`e`) may be split over axes that split tokens too: rows are then sent to the devices of their experts
+and back (`row_exchange`). In all cases the region's own equations run, on the rows that there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy.cluster.hierarchy import DisjointSet
+
+from autopar.common import jax_compat
+from autopar.common.records import replaced
+from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
+from autopar.ir.primitives import linear_operands
+from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
+from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
+from autopar.kernels import operation
+from autopar.kernels.grouped import grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.index_functions import Known, compressed
+from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
+from autopar.kernels.ragged_regions import (
+    Entry,
+    Exit,
+    Region,
+    RegionReader,
+    constants_inside,
+    constants_of,
+    passes_of,
+    slice_of,
+)
+from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.sharding.rules import RuleBook, equation_key, with_rules
+
+TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
+EXPERT_FACTOR = "e"
+NAME = "ragged experts"
+
+
+# The dimensions of a pass, and which of them may be split
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """A value that a pass reads or makes: with `lead` dimensions of choices or tokens in front, as `(t, k, ...)` or
+    `(t, ...)`; without them where that is None.
+    """
+
+    value: int
+    lead: int | None
+    per_token: int
+
+
+class Dims:
+    """The dimensions of the values of a pass; those that stand for one factor of an operation are one."""
+
+    def __init__(self, ops: Sequence[Op], region: Region, reader: RegionReader) -> None:
+        self.ops, self.region, self.reader = ops, region, reader
+        self.sets: DisjointSet = DisjointSet([TOKENS, CHOICES, ROWS, EXPERTS])
+        self.whole: set[Any] = set()
+        for op in ops:
+            self.read(op)
+        for op in ops:  # what tells experts apart beside products needs all of them
+            beside = region.roles[op.id] is None and not is_grouped_product(op.eqn)
+            if beside and any(self.sets[EXPERTS] in self.of(a) for a in (*op.inputs, *op.outputs)):
+                self.whole.add(EXPERTS)
+
+    def of(self, atom: Atom) -> tuple[Any, ...]:
+        """A name for each dimension."""
+        if isinstance(atom, Constant):
+            return (None,) * len(atom.shape)
+        value = self.reader.front(atom)
+        names = [(value, d) for d in range(len(self.reader.shape(value)))]
+        for name in names:
+            self.sets.add(name)
+        return tuple(self.sets[name] for name in names)
+
+    def join(self, one: Any, other: Any) -> None:
+        if one is not None and other is not None:
+            is_whole = self.is_whole(one) or self.is_whole(other)
+            self.sets.merge(one, other)
+            if is_whole:
+                self.whole.add(self.sets[one])
+
+    def is_whole(self, name: Any) -> bool:
+        return name is not None and self.sets[name] in {self.sets[x] for x in self.whole}
+
+    def rule_of(self, op: Op) -> Rule:
+        rule = grouped_rule(op.eqn) if is_grouped_product(op.eqn) else op.rule
+        assert rule is not None, "equations have one"
+        return rule
+
+    def read(self, op: Op) -> None:
+        role = self.region.roles[op.id]
+        if isinstance(role, Entry):
+            for source, v in zip(role.sources, op.outputs, strict=True):
+                made = self.of(v)
+                self.join(ROWS, made[0])
+                for a, b in zip(self.of(source)[::-1], made[:0:-1], strict=False):
+                    self.join(a, b)
+        elif isinstance(role, Exit) and not role.summed:
+            for a, b in zip(self.of(role.rows)[:0:-1], self.of(op.outputs[0])[::-1], strict=False):
+                self.join(a, b)
+        else:
+            self.factors(op)
+            if is_grouped_product(op.eqn):
+                _, (array, dim) = grouped_places(op.eqn)
+                self.join(EXPERTS, self.of(op.outputs[0] if array == len(op.inputs) else op.inputs[array])[dim])
+
+    def factors(self, op: Op) -> None:
+        rule, places = self.rule_of(op), {}
+        for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs)):
+            for f in factors:
+                places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
+        for f, at in places.items():
+            names = [name for name, alone in at if alone]
+            if rule.factors[f].kind in (FactorKind.FIXED, FactorKind.EXTREMUM) or len(names) < len(at):
+                self.whole.update(self.sets[name] for name, _ in at if name is not None)
+            for a, b in itertools.pairwise(names):
+                self.join(a, b)
+
+    def summed_over(self, op: Op, name: Any) -> bool:
+        """Whether an operation sums over a dimension."""
+        rule, atoms = self.rule_of(op), (*op.inputs, *op.outputs)
+        at = {f for atom, d, factors in rule.factored_dims(atoms) for f in factors if self.of(atom)[d] == name}
+        return any(rule.factors[f].kind is FactorKind.SUM for f in at)
+
+    def summands(self, name: Any, exits: Sequence[Op]) -> bool | None:
+        """Whether results are sums of those that devices make with parts of a dimension; None where it must be whole.
+
+        A result either has the dimension, or is linear in what was summed over it.
+        """
+        name, partial, front = self.sets[name], set(), self.reader.front
+        left = []
+        for op in self.ops:
+            role = self.region.roles[op.id]
+            if isinstance(role, Entry):
+                continue
+            if isinstance(role, Exit) and not role.summed:
+                reads = {0} if front(role.rows) in partial else set()
+                if reads and role.base is not None:
+                    return None
+                is_partial = bool(reads)
+            else:
+                reads = {i for i, a in enumerate(op.inputs) if isinstance(a, int) and front(a) in partial}
+                sums = self.summed_over(op, name)
+                if (sums and reads) or (reads and reads not in linear_sets(op)):
+                    return None
+                is_partial = sums or bool(reads)
+            has = [name in map(self.sets.__getitem__, self.of(v)) for v in op.outputs]
+            if is_partial and any(has):
+                return None
+            if is_partial:
+                partial.update(op.outputs)
+            if op in exits:
+                left += [(is_partial, h) for h in has]
+        if not all(p or h for p, h in left):
+            return None
+        return any(p for p, _ in left)
+
+
+def linear_sets(op: Op) -> list[set[int]]:
+    if is_grouped_product(op.eqn):
+        return [{0}, {1}]
+    return [set(s) for s in linear_operands(op.primitive, op.eqn)]
+
+
+# A pass on one device's tokens
+
+
+class Pass:
+    """A pass of a region as a function of arrays."""
+
+    def __init__(
+        self, region: Region, reader: RegionReader, ops: Sequence[Op], exits: Sequence[Op], again: bool
+    ) -> None:
+        self.region, self.reader, self.ops, self.exits, self.again = region, reader, ops, exits, again
+        self.order = region.order
+        self.tokens = region.num_tokens or self.order.num_rows
+        self.choices = self.order.num_rows // self.tokens
+        self.dims = Dims(ops, region, reader)
+        values = {v for op in ops for v in (*op.outputs, *(reader.front(a) for a in op.inputs if isinstance(a, int)))}
+        self.nbytes = {v: reader.fresh.values[v].nbytes for v in values}
+        self.for_tokens = self.read_for_tokens()
+        self.arguments = self.read_arguments()
+        self.results = [self.result(op) for op in exits]
+        self.rule = self.written_rule()
+
+    def read_arguments(self) -> list[Argument]:
+        found: dict[tuple[int, bool], Argument] = {}
+
+        def add(atom: Atom, per_token: int | None) -> None:
+            if isinstance(atom, int) and (atom, per_token is not None) not in found:
+                found[atom, per_token is not None] = self.argument(atom, per_token)
+
+        add(self.order.experts, 1)
+        for op in self.ops:
+            match self.region.roles[op.id]:
+                case Entry(sources=sources, per_token=times):
+                    rows = [a for a, v in zip(sources, op.outputs, strict=True) if v in self.reader.rows]
+                    for a in rows:
+                        add(a, times)
+                case Exit(base=base, per_token=times, summed=False):
+                    if base is not None:
+                        add(base, times)
+                case _:
+                    of = op.inputs[:2] if is_grouped_product(op.eqn) else op.inputs
+                    for a in of:
+                        if not self.reader.is_inside(self.region, a):
+                            add(a, None)
+        return list(found.values())
+
+    def read_for_tokens(self) -> set[int]:
+        """Rows that are only brought back, or of which only such are computed that are no fewer bytes."""
+        found: set[int] = set()
+        others: set[int] = set()
+        for op in reversed(self.ops):
+            role = self.region.roles[op.id]
+            rows = {
+                self.reader.front(a) for a in op.inputs if isinstance(a, int) and self.reader.rows_of(a) is not None
+            }
+            if isinstance(role, Exit) and not role.summed:
+                found.add(self.reader.front(role.rows))
+                continue
+            kept = role is None and not is_grouped_product(op.eqn) and op.outputs[0] in found - others
+            for v in rows:
+                (found if kept and self.nbytes[v] <= self.nbytes[op.outputs[0]] else others).add(v)
+        return found - others
+
+    def argument(self, value: int, per_token: int | None) -> Argument:
+        if per_token is None:
+            return Argument(value=value, lead=None, per_token=1)
+        shape, rows, lead = self.reader.shape(value), self.order.num_rows // per_token, 0
+        while math.prod(shape[:lead]) < rows:
+            lead += 1
+        return Argument(value=value, lead=lead, per_token=per_token)
+
+    def result(self, op: Op) -> Argument:
+        role = self.region.roles[op.id]
+        assert isinstance(role, Exit), "a region is left by it"
+        return self.argument(op.outputs[0], None if role.summed else role.per_token)
+
+    # The rule
+
+    def shape(self, argument: Argument) -> tuple[int, ...]:
+        """The shape in which a pass has it: tokens are a dimension of their own."""
+        shape = self.reader.shape(argument.value)
+        if argument.lead is None:
+            return shape
+        own = (self.tokens,) if argument.per_token > 1 else (self.tokens, self.choices)
+        return (*own, *shape[argument.lead :])
+
+    def names(self, argument: Argument) -> tuple[Any, ...]:
+        names = tuple(self.dims.sets[x] for x in self.dims.of(argument.value))
+        if argument.lead is None:
+            return names
+        own = (TOKENS,) if argument.per_token > 1 else (TOKENS, CHOICES)
+        return (*own, *names[argument.lead :])
+
+    def written_rule(self) -> KernelRule:
+        arrays = [self.names(a) for a in (*self.arguments, *self.results)]
+        texts = {TOKENS: TOKENS, CHOICES: CHOICES}
+        whole, summed = {CHOICES}, set()
+        rows, experts = self.dims.sets[ROWS], self.dims.sets[EXPERTS]
+        for name in (x for names in arrays for x in names):
+            if name in texts:
+                continue
+            texts[name] = EXPERT_FACTOR if name == experts else f"d{len(texts) - 2}"
+            if name == experts and not self.dims.is_whole(name):
+                continue
+            repeated = any(names.count(name) > 1 for names in arrays)
+            if (
+                name == rows
+                or repeated
+                or self.dims.is_whole(name)
+                or (sums := self.dims.summands(name, self.exits)) is None
+            ):
+                whole.add(texts[name])
+            elif sums:
+                summed.add(texts[name])
+        if any(a.lead is None for a in self.results):
+            summed.add(TOKENS)
+        named = [tuple(texts[x] for x in names) for names in arrays]
+        named = [tuple(operation.UNNAMED if names.count(x) > 1 else x for x in names) for names in named]
+        taken = frozenset(x for names in named for x in names)
+        is_split = EXPERT_FACTOR in taken - whole
+        return KernelRule(
+            operands=tuple(named[: len(self.arguments)]), results=tuple(named[len(self.arguments) :]),
+            whole=frozenset(whole & taken), summed=frozenset(summed & taken),
+            exchanged=((EXPERT_FACTOR, TOKENS),) if is_split else (),
+        )  # fmt: skip
+
+    @property
+    def exchanged(self) -> tuple[int, int] | None:
+        """The operand and its dimension that tell which experts a device has; None where it must have all."""
+        if not self.rule.exchanged:
+            return None
+        places = (
+            (i, names.index(EXPERT_FACTOR)) for i, names in enumerate(self.rule.operands) if EXPERT_FACTOR in names
+        )
+        return next(places, None)
+
+    # On arrays
+
+    def __call__(self, *arrays: Any, devices: Devices | None = None) -> tuple[Any, ...]:
+        if self.again:  # what the forward pass computed is computed again, rather than being kept until now
+            arrays = lax.optimization_barrier(arrays)
+        return _Run(self, arrays, devices).results()
+
+
+class _Run:
+    """One run of a pass on arrays of any number of tokens. `devices`: those that share the experts.
+
+    Rows are on the devices of their tokens (`here`), or on those of their experts (`there`), or on both. They are sent
+    where an operation needs them.
+    """
+
+    def __init__(self, made: Pass, arrays: Sequence[Any], devices: Devices | None) -> None:
+        self.made, self.region, self.reader, self.dims, self.devices = (
+            made,
+            made.region,
+            made.reader,
+            made.dims,
+            devices,
+        )
+        self.here: dict[int, Any] = {}
+        self.there: dict[int, Any] = {}
+        self.outer: dict[tuple[int, bool], Any] = {}
+        self.sizes: dict[Any, int] = {}
+        for argument, array in zip(made.arguments, arrays, strict=True):
+            self.sizes.update(zip(made.names(argument), array.shape, strict=True))
+            if argument.lead is not None and argument.per_token == 1:
+                array = array.reshape((-1, *array.shape[2:]))
+            self.outer[argument.value, argument.lead is not None] = array
+        self.experts = self.outer[made.order.experts, True]
+
+    @functools.cached_property
+    def order(self) -> Any:
+        return jnp.argsort(self.experts, stable=True)
+
+    @functools.cached_property
+    def inverse(self) -> Any:
+        return jnp.argsort(self.order)
+
+    @functools.cached_property
+    def group_sizes(self) -> Any:
+        """How many rows of each expert there are here."""
+        groups = next(self.reader.shape(op.inputs[2])[0] for op in self.region.products)
+        return jnp.sum(self.experts[:, None] == jnp.arange(groups, dtype=self.experts.dtype), axis=0, dtype=jnp.int32)
+
+    @functools.cached_property
+    def exchange(self) -> RowExchange:
+        assert self.devices is not None, "rows are sent where devices share experts"
+        return RowExchange(self.devices, self.experts[self.order], self.group_sizes)
+
+    def results(self) -> tuple[Any, ...]:
+        for op in self.made.ops:
+            self.run(op)
+        made = []
+        for op, result in zip(self.made.exits, self.made.results, strict=True):
+            array = self.here[op.outputs[0]]
+            if result.lead is not None and result.per_token == 1:
+                array = array.reshape((-1, self.made.choices, *array.shape[1:]))
+            made.append(array)
+        return tuple(made)
+
+    # Rows here and there
+
+    def rows_here(self, value: int) -> Any:
+        if value not in self.here:
+            dim = self.reader.rows[value].dim
+            back = self.exchange.to_tokens(jnp.moveaxis(self.there[value], dim, 0))
+            self.here[value] = jnp.moveaxis(back, 0, dim)
+        return self.here[value]
+
+    def rows_there(self, value: int) -> Any:
+        if value not in self.there:
+            dim = self.reader.rows[value].dim
+            sent = self.exchange.to_experts(jnp.moveaxis(self.here[value], dim, 0))
+            self.there[value] = jnp.moveaxis(sent, 0, dim)
+        return self.there[value]
+
+    def read(self, atom: Atom, there: bool) -> Any:
+        """An operand, its rows where they are asked for."""
+        if isinstance(atom, Constant):
+            return np.asarray(atom.literal.val, atom.literal.aval.dtype)
+        front = self.reader.front(atom)
+        if front in self.here or front in self.there:
+            return self.rows_there(front) if there else self.rows_here(front)
+        if front in self.region.spread:
+            op = self.reader.maker.get(front)
+            if op is not None and op.id in self.region.roles:
+                return self.bound(op, there)[0]
+            return jnp.broadcast_to(compressed(self.reader.known[front].table), self.local_shape(front, there))
+        return self.outer[atom, False]
+
+    def local_shape(self, value: int, there: bool) -> tuple[int, ...]:
+        num_rows = self.exchange.num_places if there else self.experts.shape[0]
+        sizes, names = self.sizes | {self.dims.sets[ROWS]: num_rows}, self.dims.of(value)
+        return tuple(sizes.get(x, n) for x, n in zip(names, self.reader.shape(value), strict=True))
+
+    # Operations
+
+    def run(self, op: Op) -> None:
+        role = self.region.roles[op.id]
+        if isinstance(role, Entry):
+            index = self.order if role.per_token == 1 else self.order // role.per_token
+            for a, v in zip(role.sources, op.outputs, strict=False):
+                if v in self.reader.rows:
+                    self.here[v] = self.outer[a, True].at[index].get(mode="promise_in_bounds")
+        elif isinstance(role, Exit) and not role.summed:
+            self.here[op.outputs[0]] = self.brought_back(role)
+        elif op.outputs[0] not in self.region.spread:
+            rows = [self.reader.front(a) for a in op.inputs if self.reader.rows_of(a) is not None]
+            is_product = is_grouped_product(op.eqn)
+            there = self.devices is not None and (is_product or self.stays_there(op, rows))
+            made = self.product(op) if is_product else self.bound(op, there)
+            is_rows = self.reader.rows_of(op.outputs[0]) is not None
+            (self.there if there and is_rows else self.here).update(zip(op.outputs, made, strict=True))
+
+    def stays_there(self, op: Op, rows: Sequence[int]) -> bool:
+        """Whether rows are computed where experts are: not where only tokens need them, and they are as many bytes."""
+        nbytes, (first, *_) = sum(self.made.nbytes[v] for v in rows if v not in self.here), op.outputs
+        is_for_tokens = first in self.made.for_tokens and nbytes <= self.made.nbytes[first]
+        return any(v in self.there for v in rows) and not is_for_tokens
+
+    def brought_back(self, role: Exit) -> Any:
+        rows = self.rows_here(self.reader.front(role.rows))
+        if role.per_token == 1:
+            back = rows.at[self.inverse].get(mode="promise_in_bounds", unique_indices=True)
+            return back if role.base is None else back + self.outer[role.base, True]
+        shape = (rows.shape[0] // role.per_token, *rows.shape[1:])
+        base = jnp.zeros(shape, rows.dtype) if role.base is None else self.outer[role.base, True]
+        return base.at[self.order // role.per_token].add(rows, mode="promise_in_bounds")
+
+    def product(self, op: Op) -> list[Any]:
+        there = self.devices is not None
+        sizes = self.exchange.sizes if there else self.group_sizes
+        operands = [self.read(a, there) for a in op.inputs[:2]]
+        return jax_compat.bind(op.eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
+
+    def bound(self, op: Op, there: bool) -> list[Any]:
+        """An equation on the rows that there are. Sums over them leave out the filling behind those of experts."""
+        operands = [self.read(a, there) for a in op.inputs]
+        role = self.region.roles[op.id]
+        if there and isinstance(role, Exit):
+            operands = [
+                a if (rows := self.reader.rows_of(atom)) is None else self.without_filling(a, rows.dim)
+                for a, atom in zip(operands, op.inputs, strict=True)
+            ]
+        whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
+        part = [tuple(np.shape(a)) for a in operands[:1]]
+        sizes = self.local_shape(op.outputs[-1], there)
+        return jax_compat.bind(op.eqn, operands, **params_of_part(op.eqn, sizes, whole, part))
+
+    def without_filling(self, array: Any, dim: int) -> Any:
+        is_row = self.exchange.is_row().reshape([-1 if d == dim else 1 for d in range(array.ndim)])
+        return jnp.where(is_row, array, jnp.zeros_like(array))
+
+
+def work_of(program: Any) -> KernelWork:
+    """Arithmetic, and what products, gathers and scatters move; what is computed of single rows is part of these."""
+    moved = 0.0
+    for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
+        if eqn.primitive.name in ("ragged_dot_general", "grouped_product", "gather", "scatter-add", "sort"):
+            moved += sum(
+                v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "size")
+            )
+    return KernelWork(flops=flops_in(program), nbytes=moved)
+
+
+# In a graph
+
+
+def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
+    """The graph with an operation for each pass of each mixture of experts that is found."""
+    if not any(op.kind is OpKind.EQUATION and is_grouped_product(op.eqn) for op in walk(graph.block)):
+        return graph
+    fresh = Fresh(graph)
+    block = _rewritten(graph.block, fresh, {})
+    if block is not graph.block:
+        block = with_rules(remove_dead(block), rules)
+        graph = renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
+    return dataclasses.replace(graph, block=_noted(graph.block, Fresh(graph), {}))
+
+
+def _noted(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
+    """The block with a note at each product whose region is not understood: the operation that stands in the way."""
+    regions = RegionReader(block, fresh, around).run()
+    notes = {op.id: r.obstacle.text for r in regions if r.obstacle is not None for op in r.products}
+    constants = constants_of(block, fresh, around)
+    ops = []
+    for op in block.ops:
+        if op.blocks:
+            known = constants_inside(op, constants)
+            op = replaced(op, blocks=tuple(_noted(b, fresh, known) for b in op.blocks))
+        if op.id in notes and op.rule is not None:
+            op = replaced(op, rule=dataclasses.replace(op.rule, note=notes[op.id]))
+        ops.append(op)
+    return dataclasses.replace(block, ops=tuple(ops))
+
+
+def _rewritten(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
+    if any(op.blocks for op in block.ops):
+        constants = constants_of(block, fresh, around)
+        block = with_joined_scans(block, fresh, functools.partial(_rewritten_pair, fresh, constants))
+        ops = []
+        for op in block.ops:
+            known = constants_inside(op, constants) if op.blocks else {}
+            inner = tuple(_rewritten(b, fresh, known) for b in op.blocks)
+            ops.append(op if inner == op.blocks else replaced(op, blocks=inner))
+        if any(new is not old for new, old in zip(ops, block.ops, strict=True)):
+            block = dataclasses.replace(block, ops=tuple(ops))
+    return _Writer(block, fresh, frozenset(), around).run()
+
+
+def _rewritten_pair(
+    fresh: Fresh, constants: Mapping[int, Known], first: Op, second: Op, joined: JoinedBodies
+) -> JoinedBodies | None:
+    known = constants_inside(first, constants_inside(second, constants))
+    writer = _Writer(joined.block, fresh, joined.first, known)
+    block = writer.run()
+    if not writer.added:
+        return None
+    return dataclasses.replace(joined, block=block, first=joined.first | writer.of_first)
+
+
+class _Writer:
+    """Puts operations in the place of the passes of a block. `first`: operations that stay apart from the others."""
+
+    def __init__(self, block: Block, fresh: Fresh, first: frozenset[int], constants: Mapping[int, Known]) -> None:
+        self.block, self.fresh, self.first, self.constants = block, fresh, first, constants
+        self.added: list[Op] = []
+        self.of_first: set[int] = set()
+        self.replaced: dict[int, int] = {}
+
+    def run(self) -> Block:
+        reader = RegionReader(self.block, self.fresh, self.constants)
+        apart = {op.id: (op.id in self.first, op.role) for op in self.block.ops}
+        for region in reader.run():
+            if region.obstacle is None:
+                for number, exits in passes_of(self.block, region, apart):
+                    self.write(Pass(region, reader, slice_of(region, reader, exits), exits, number > 0))
+        return in_order(self.block, self.added, self.replaced) if self.added else self.block
+
+    def write(self, made: Pass) -> None:
+        like = made.exits[-1]
+        operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
+        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True)
+        values = [self.fresh.values[v] for v in operands]
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))
+        function = dataclasses.replace(function, work_on=lambda of: work(tuple((tuple(a.shape), a.dtype) for a in of)))
+        eqn = _equation(lambda *args: operation.bind(function, args), avals, like)
+        key = f"{equation_key(eqn)}#{hashlib.sha256(str(function.program(avals)).encode()).hexdigest()}"
+        op = self.operation(eqn, operands, like, rule=operation.rule_of(eqn), key=key)
+        for exit_op, argument, v in zip(made.exits, made.results, op.outputs, strict=True):
+            self.replaced[exit_op.outputs[0]] = self.reshaped(v, made.reader.shape(argument.value), like)
+
+    def operation(self, eqn: Any, operands: Sequence[int], like: Op, **fields: Any) -> Op:
+        outputs = tuple(
+            self.fresh.value(tuple(v.aval.shape), str(v.aval.dtype), jax_compat.itemsize(v.aval)) for v in eqn.outvars
+        )
+        op = dataclasses.replace(
+            like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands), outputs=outputs,
+            **fields,
+        )  # fmt: skip
+        self.added.append(op)
+        if like.id in self.first:
+            self.of_first.add(op.id)
+        return op
+
+    def reshaped(self, value: int, shape: tuple[int, ...], like: Op) -> int:
+        own = self.fresh.values[value]
+        if own.shape == shape:
+            return value
+        eqn = _equation(lambda a: a.reshape(shape), [jax.ShapeDtypeStruct(own.shape, own.dtype)], like)
+        return self.operation(eqn, [value], like, rule=None, key=equation_key(eqn)).outputs[0]
+
+
+def _equation(function: Any, avals: Sequence[Any], like: Op) -> Any:
+    (eqn,) = jax_compat.open_jaxpr(jax.make_jaxpr(function)(*avals)).eqns
+    return jax_compat.at_line_of(like.eqn, eqn)

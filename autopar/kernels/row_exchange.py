@@ -1,0 +1,108 @@
+"""Rows sent to the devices of their experts, and back: an all-to-all of rows that are sorted by their expert.
+
+Each device has rows of its own tokens, and some of the experts, neighbouring ones. What a device sends to another is
+known when it runs only. `jax.lax.ragged_all_to_all` sends just that; where the platform has none (CPUs), each pair of
+devices exchanges as many rows as a device has, most of which are filling. In both cases there is room for all rows of
+all devices on each of them, so that none is dropped however the router chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+# Platforms of JAX whose compilers have a ragged all-to-all.
+_RAGGED = frozenset({"tpu", "gpu", "cuda", "rocm"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The mesh axes over which experts are split, among how many devices, and the platform of JAX."""
+
+    axes: tuple[str, ...]
+    count: int
+    platform: str
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.platform in _RAGGED
+
+
+class RowExchange:
+    """The exchange of the rows of one order. `experts`: of each sorted row, of `groups` on all devices."""
+
+    def __init__(self, devices: Devices, experts: Any, sizes: Any) -> None:
+        self.devices, self.num_rows = devices, experts.shape[0]
+        count, own = devices.count, sizes.shape[0] // devices.count
+        by_device = sizes.reshape(count, own)
+        # From each device, and of each of this one's experts: the rows that come.
+        self.coming = lax.all_to_all(by_device, devices.axes, 0, 0, tiled=True)
+        self.sent, self.received = jnp.sum(by_device, 1), jnp.sum(self.coming, 1)
+        self.starts = jnp.cumsum(self.sent) - self.sent
+        self.target = experts // own  # the device of each sorted row
+        self.sizes = jnp.sum(self.coming, 0)
+        self.order = jnp.argsort(self.expert_of_places(), stable=True)
+        self.all_sent: Any = lax.all_gather(self.sent, devices.axes) if devices.is_ragged else None
+
+    @property
+    def num_places(self) -> int:
+        """The rows that there is room for."""
+        return self.devices.count * self.num_rows
+
+    def expert_of_places(self) -> Any:
+        """Of each place in which rows arrive, which of this device's experts it is; one more where there is no row."""
+        if self.devices.is_ragged:
+            places = jnp.arange(self.num_places, dtype=self.received.dtype)
+            ends = jnp.cumsum(self.received)
+            source = jnp.sum(places[:, None] >= ends, 1)
+            source = jnp.minimum(source, self.devices.count - 1)
+            within = places - (ends - self.received)[source]
+            return jnp.sum(within[:, None] >= jnp.cumsum(self.coming, 1)[source], 1)
+        within = jnp.arange(self.num_rows, dtype=self.received.dtype)
+        ends = jnp.cumsum(self.coming, 1)
+        return jnp.sum(within[None, :, None] >= ends[:, None, :], -1).reshape(-1)
+
+    def is_row(self) -> Any:
+        """Of each place at the experts whether there is a row."""
+        return jnp.arange(self.num_places) < jnp.sum(self.sizes)
+
+    def to_experts(self, rows: Any) -> Any:
+        """Rows in sorted order, sorted by expert on the devices of the experts; behind them is filling."""
+        if self.devices.is_ragged:
+            places = jnp.zeros((self.num_places, *rows.shape[1:]), rows.dtype)
+            me = lax.axis_index(self.devices.axes)
+            before = (jnp.cumsum(self.all_sent, 0) - self.all_sent)[me]
+            arrived = self._sent(rows, places, self.starts, self.sent, before, self.received)
+        else:
+            index = jnp.minimum(self.starts[:, None] + jnp.arange(self.num_rows), self.num_rows - 1)
+            arrived = lax.all_to_all(rows[index], self.devices.axes, 0, 0, tiled=True)
+            arrived = arrived.reshape(self.num_places, *rows.shape[1:])
+        return arrived.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
+
+    def to_tokens(self, rows: Any) -> Any:
+        """Rows on the devices of their experts, back in sorted order on those of their tokens."""
+        arrived = rows.at[jnp.argsort(self.order)].get(mode="promise_in_bounds", unique_indices=True)
+        if self.devices.is_ragged:
+            places = jnp.zeros((self.num_rows, *rows.shape[1:]), rows.dtype)
+            me = lax.axis_index(self.devices.axes)
+            before = (jnp.cumsum(self.all_sent, 1) - self.all_sent)[:, me]
+            starts = jnp.cumsum(self.received) - self.received
+            return self._sent(arrived, places, starts, self.received, before, self.sent)
+        parts = arrived.reshape(self.devices.count, self.num_rows, *rows.shape[1:])
+        back = lax.all_to_all(parts, self.devices.axes, 0, 0, tiled=True)
+        return back[self.target, jnp.arange(self.num_rows) - self.starts[self.target]]
+
+    def _sent(self, rows: Any, places: Any, starts: Any, sizes: Any, targets: Any, received: Any) -> Any:
+        numbers = (x.astype(jnp.int32) for x in (starts, sizes, targets, received))
+        return lax.ragged_all_to_all(rows, places, *numbers, axis_name=self.devices.axes)
+
+
+def sent_arrays(eqn: Any) -> Sequence[Any]:
+    """The arrays whose elements a collective sends: of a ragged all-to-all the one without room for more."""
+    if eqn.primitive.name == "ragged_all_to_all":
+        return [min((eqn.invars[0].aval, eqn.outvars[0].aval), key=lambda a: a.size)]
+    return [v.aval for v in eqn.outvars]

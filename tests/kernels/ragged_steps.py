@@ -1,0 +1,125 @@
+"""Training steps with mixtures of experts that sort their rows, as people write them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS = 8, 16, 8, 2, 2
+BATCH, LENGTH = 16, 4
+
+
+def route(x, router, skew=0.0):
+    """The probability of every expert, and the weights and numbers of those chosen. `skew` favours the first expert."""
+    probabilities = jax.nn.softmax(x @ router + skew * (jnp.arange(EXPERTS) == 0))
+    weights, chosen = jax.lax.top_k(probabilities, TOP_K)
+    return probabilities, weights / jnp.sum(weights, -1, keepdims=True), chosen
+
+
+def gated(rows, p, sizes):
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    return product(jax.nn.silu(product(rows, p["gate"])) * product(rows, p["up"]), p["down"])
+
+
+def scattered(x, p, chosen, weights):
+    """Weighted in sorted order and added up by `.at[].add`; sizes by `jnp.bincount`."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(jnp.take(x, order // TOP_K, axis=0), p, jnp.bincount(flat, length=EXPERTS))
+    return jnp.zeros_like(x).at[order // TOP_K].add(out * weights.reshape(-1)[order][:, None])
+
+
+def unsorted(x, p, chosen, weights):
+    """Brought back by the argsort of the order, and weighted there; sizes by one-hot sums."""
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=(0, 1))
+    out = gated(x[order // TOP_K], p, sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, x.shape[-1]), weights)
+
+
+def repeated(x, p, chosen, weights):
+    """Rows repeated for each choice before they are sorted; the inverse by a scatter, sizes from sorted experts."""
+    order = jnp.argsort(chosen.ravel(), stable=False)
+    rows = jnp.repeat(x, TOP_K, axis=0)[order]
+    sizes = jnp.bincount(chosen.ravel()[order], length=EXPERTS).astype(jnp.int32)
+    out = gated(rows, p, sizes) + p["bias"][chosen.ravel()[order]]
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    back = jnp.take(out, inverse, axis=0)
+    return jnp.sum(back.reshape(-1, TOP_K, x.shape[-1]) * weights[..., None], axis=1)
+
+
+def keyed(x, p, chosen, weights):
+    """`jax.lax.sort` of experts with tokens and weights beside them; added up by `jax.ops.segment_sum`."""
+    tokens = jnp.arange(chosen.size) // TOP_K
+    experts, tokens, weights = jax.lax.sort((chosen.reshape(-1), tokens, weights.reshape(-1)), num_keys=1)
+    sizes = jnp.zeros(EXPERTS, jnp.int32).at[experts].add(1)
+    out = gated(x[tokens], p, sizes) * weights[:, None]
+    return jax.ops.segment_sum(out, tokens, num_segments=x.shape[0])
+
+
+def scaled(x, p, chosen, weights):
+    """Tokens by a gather of repeated numbers; a scale for each expert, numbered by `jnp.repeat` of sizes."""
+    order = chosen.ravel().argsort()
+    rows = x[jnp.repeat(jnp.arange(x.shape[0]), TOP_K)[order], :]
+    sizes = jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=(0, 1))
+    experts = jnp.repeat(jnp.arange(EXPERTS), sizes, total_repeat_length=order.size)
+    out = gated(rows, p, sizes) * (1 + p["bias"][:, 0])[experts, None]
+    return jnp.einsum("tkd,tk->td", out[order.argsort()].reshape(*chosen.shape, -1), weights)
+
+
+LAYERS_AS_WRITTEN = {
+    "scattered": scattered,
+    "unsorted": unsorted,
+    "repeated": repeated,
+    "keyed": keyed,
+    "scaled": scaled,
+}
+
+
+def state(layers=LAYERS, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {
+        "router": (WIDTH, EXPERTS), "gate": (EXPERTS, WIDTH, HIDDEN), "up": (EXPERTS, WIDTH, HIDDEN),
+        "down": (EXPERTS, HIDDEN, WIDTH),
+    }  # fmt: skip
+    made = {n: 0.3 * jax.random.normal(k, (layers, *s), dtype) for (n, s), k in zip(shapes.items(), keys, strict=True)}
+    return made | {"bias": jnp.zeros((layers, EXPERTS, WIDTH), dtype)}
+
+
+def batch():
+    return jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+
+
+def step(layer, scanned=False, checkpoint=False, dtype=None, skew=0.0, balance=0.0, policy=None):
+    """Two layers with a residual each, and the loss of Switch that balances experts (`balance`)."""
+
+    def block(x, p):
+        if dtype is not None:
+            p = jax.tree.map(lambda a: a.astype(dtype), p)
+        rows = x.reshape(-1, x.shape[-1])
+        probabilities, weights, chosen = route(rows, p["router"], skew)
+        made = layer(rows.astype(p["gate"].dtype), p, chosen, weights.astype(p["gate"].dtype))
+        x = x + made.reshape(x.shape).astype(x.dtype)
+        if not balance:
+            return x, 0.0
+        part = jnp.mean(jax.nn.one_hot(chosen, EXPERTS), axis=(0, 1))
+        return x, balance * EXPERTS * jnp.sum(part * jnp.mean(probabilities, axis=0))
+
+    if checkpoint:
+        block = jax.checkpoint(block, policy=policy)
+
+    def loss(state, batch):
+        if scanned:
+            x, losses = jax.lax.scan(block, batch, state)
+            return jnp.mean(x**2) + jnp.sum(losses)
+        x, total = batch, 0.0
+        for i in range(len(state["router"])):
+            x, more = block(x, jax.tree.map(lambda a, i=i: a[i], state))
+            total += more
+        return jnp.mean(x**2) + total
+
+    def of(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, state, gradients), value
+
+    return of

@@ -1,0 +1,238 @@
+"""Mixtures of experts with sorted rows: found as people write them, and equal to plain jax however they are split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import recipes
+from autopar.errors import InvalidArgumentError
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.ir.graph import FactorKind
+from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.operation import is_kernel
+from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.sharding.rules import RuleBook
+from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
+from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, batch, gated, scattered, state, step
+from tests.small_steps import assert_close, slow_cluster
+
+WAYS = {
+    "unrolled": {}, "scanned": dict(scanned=True), "checkpoint": dict(checkpoint=True),
+    "scanned, checkpoint": dict(scanned=True, checkpoint=True), "casts": dict(dtype=jnp.bfloat16),
+    "products saved": dict(scanned=True, checkpoint=True, policy=jax.checkpoint_policies.dots_saveable),
+}  # fmt: skip
+
+
+def graph_of(function, layers=1):
+    args = jax.eval_shape(lambda: (state(layers), batch()))
+    return build_graph(trace(function, args, names=("state", "batch"), donate=(0,), batch=(1,)), RuleBook())
+
+
+def passes(graph):
+    return [op for op in graph.ops() if is_kernel(op.eqn)]
+
+
+def left(graph):
+    return [op for op in graph.ops() if op.primitive in ("ragged_dot_general", "sort")]
+
+
+def equals_jit(function, devices, layers=1, **options):
+    args = state(layers), batch()
+    made = autopar.parallelize(function, cluster=slow_cluster(devices), cache_dir=None, **options)
+    assert_close(made(*jax.tree.map(jnp.copy, args)), jax.jit(function)(*args))
+    return made
+
+
+# Found
+
+
+@pytest.mark.parametrize(
+    ("layer", "way"),
+    [
+        pytest.param(layer, way, marks=[] if "unrolled" in way or layer == "repeated" else pytest.mark.slow)
+        for layer in LAYERS_AS_WRITTEN
+        for way in WAYS
+    ],
+)
+def test_a_mixture_is_found_however_it_is_written(layer, way):
+    graph = graph_of(step(LAYERS_AS_WRITTEN[layer], **WAYS[way]))
+    assert not left(graph)
+    assert len(passes(graph)) in (2, 3)
+
+
+def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
+    forward, backward = passes(graph_of(step(scattered)))
+    rule = "t [k], t [d0], e [d0] d2, e [d0] d2, e d2 d3, t [k] -> t d3, summed over d2"
+    assert str(forward.eqn.params["rule"]) == rule
+    kinds = [f.kind for f in forward.rule.factors]
+    assert [kinds.count(kind) for kind in (FactorKind.EXCHANGE, FactorKind.SUM)] == [1, 1]  # experts, the inner width
+    assert {v.aval.shape for v in backward.eqn.outvars} >= {v.aval.shape for v in forward.eqn.invars[2:5]}
+
+
+def test_an_axis_of_experts_splits_tokens_too():
+    forward, backward = passes(graph_of(step(scattered)))
+    mesh = LogicalMesh(axis_sizes=(2, 4))
+    for op in (forward, backward):
+        signature = Signature(
+            rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
+            result_shapes=tuple(v.aval.shape for v in op.eqn.outvars), sums_partially=True,
+        )  # fmt: skip
+        strategies = [s for s in enumerate_strategies(signature, mesh) if s.ring == (1,)]
+        (both,) = [s for s in strategies if s.operands[0].dims[0] == (0, 1)]
+        assert both.operands[2].dims[0] == (1,)
+        assert both.split == 8
+        assert strategy_of(signature, both.operands, both.results, mesh) == both
+    gradients = [at for at in both.results if len(at.dims) == 3]
+    assert all(at.dims[0] == (1,) and at.partial == (0,) for at in gradients)  # summands of the copies only
+
+
+# What is in the way
+
+
+def dropped(x, p, chosen, weights):
+    """At most three rows of each expert."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(x[order // TOP_K], p, jnp.minimum(jnp.bincount(flat, length=EXPERTS), 3))
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def mixed(x, p, chosen, weights):
+    """Neighbours in the sorted order are added up."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = jnp.cumsum(gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS)), axis=0)
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def backwards(x, p, chosen, weights):
+    """Rows in the opposite order of the groups."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(-flat)
+    out = gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS))
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def elsewhere(x, p, chosen, weights):
+    """Brought back to other tokens than they came from."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS))
+    return jnp.zeros_like(x).at[order % x.shape[0]].add(out)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (dropped, "groups whose sizes are not how often each expert is chosen"),
+        (mixed, "cumsum"),
+        (backwards, "groups whose sizes are not"),
+        (elsewhere, "an index of 64 tokens other than choice // 2"),
+    ],
+)
+def test_other_mixtures_stay_as_they_are_and_say_why(layer, why):
+    graph = graph_of(step(layer))
+    assert not passes(graph)
+    notes = {op.rule.note for op in graph.ops() if op.primitive == "ragged_dot_general"} - {""}
+    assert [why in note for note in notes] == [True]
+
+
+def test_a_recipe_names_what_is_in_the_way():
+    made = autopar.parallelize(step(mixed), cluster="local:2", cache_dir=None, plan=recipes.expert_parallel())
+    with pytest.raises(InvalidArgumentError, match=r"cumsum at .*test_ragged_experts\.py"):
+        made.plan(state(1), batch())
+
+
+# Equal to plain jax
+
+
+@pytest.mark.parametrize(
+    ("layer", "way", "devices", "recipe"),
+    [
+        ("scattered", "unrolled", 8, recipes.data_parallel()),
+        ("unsorted", "scanned, checkpoint", 4, recipes.expert_parallel()),
+        pytest.param("scattered", "scanned", 1, None, marks=pytest.mark.slow),
+        pytest.param("unsorted", "scanned", 2, recipes.data_parallel(), marks=pytest.mark.slow),
+        pytest.param("keyed", "scanned", 4, recipes.zero(3), marks=pytest.mark.slow),
+        pytest.param("repeated", "checkpoint", 8, recipes.expert_parallel(4), marks=pytest.mark.slow),
+        pytest.param("scaled", "unrolled", 2, recipes.expert_parallel(), marks=pytest.mark.slow),
+        pytest.param("scattered", "unrolled", 4, recipes.combine(ep=2, tp=2), marks=pytest.mark.slow),
+        pytest.param("keyed", "checkpoint", 8, recipes.combine(ep=2, dp=4, zero=3), marks=pytest.mark.slow),
+        pytest.param("scattered", "scanned", 2, recipes.tensor_parallel(), marks=pytest.mark.slow),
+        pytest.param("scattered", "unrolled", 4, None, marks=pytest.mark.slow),
+        pytest.param(
+            "unsorted", "unrolled", 2, recipes.combine(dp=2, num_microbatches=2), marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "scattered", "scanned", 4, recipes.combine(pp=2, ep=2, num_microbatches=2), marks=pytest.mark.slow,
+        ),
+        pytest.param("keyed", "unrolled", 2, recipes.combine(pp=2, num_microbatches=2), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_step_equals_plain_jit(layer, way, devices, recipe):
+    layers = 2 if recipe is not None and recipe.request.num_stages else 1
+    equals_jit(step(LAYERS_AS_WRITTEN[layer], **WAYS[way]), devices, layers, plan=recipe)
+
+
+@pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.data_parallel()], ids=["experts", "data"])
+def test_a_router_that_prefers_one_expert_drops_no_rows(recipe):
+    equals_jit(step(scattered, skew=100.0), 4, plan=recipe)
+
+
+@pytest.mark.slow
+def test_losses_of_the_router_stay_as_they_are_written():
+    equals_jit(step(scattered, balance=0.1), 4, plan=recipes.expert_parallel())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.combine(ep=2, tp=2), recipes.zero(3)])
+def test_what_is_sent_is_what_was_predicted(recipe):
+    made = autopar.parallelize(step(scattered, scanned=True), cluster="local:4", cache_dir=None, plan=recipe)
+    compared = autopar.verify(made, state(2), batch())
+    for of in compared.collectives:
+        assert of.compiled == pytest.approx(of.predicted, rel=0.05), of.name
+    sends_rows = any(of.name == "all-to-all" and of.compiled for of in compared.collectives)
+    assert sends_rows == (recipe.request.binding.axes[0].name != "data" or len(recipe.request.binding.axes) > 1)
+
+
+# Rows sent to their experts
+
+
+def ragged_by_gathers(operand, output, starts, sizes, targets, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA's CPU compiler does not have."""
+    me = jax.lax.axis_index(axis_name)
+    arrays, begins, counts, places = (jax.lax.all_gather(a, axis_name) for a in (operand, starts, sizes, targets))
+    for source in range(arrays.shape[0]):
+        within = jnp.arange(output.shape[0]) - places[source, me]
+        comes = (within >= 0) & (within < counts[source, me])
+        rows = arrays[source][jnp.clip(begins[source, me] + within, 0, operand.shape[0] - 1)]
+        output = jnp.where(comes.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
+    return output
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("axes", [("a",), ("a", "b")])
+def test_rows_come_to_their_experts_and_back(platform, axes, monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_by_gathers)
+    mesh, count = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), 2 ** len(axes)
+
+    def local(experts, rows):
+        sizes = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32)
+        exchange = RowExchange(Devices(axes=axes, count=count, platform=platform), experts, sizes)
+        numbers = exchange.to_experts(experts)
+        first = jax.lax.axis_index(axes) * (EXPERTS // count)
+        here = jnp.repeat(jnp.arange(EXPERTS // count) + first, exchange.sizes, total_repeat_length=len(numbers))
+        right = jnp.where(exchange.is_row(), here == numbers, True).all()
+        return exchange.to_tokens(2 * exchange.to_experts(rows)), right[None]
+
+    chosen = np.random.default_rng(0).choice(EXPERTS, (4, 16), p=[0.6, 0.3, 0, 0, 0, 0.05, 0.05, 0])
+    rows, spec = jax.random.normal(jax.random.key(0), (64, 3)), P(("a", "b"))
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+    back, right = jax.jit(run)(jnp.asarray(np.sort(chosen).reshape(-1)), rows)
+    np.testing.assert_array_equal(back, 2 * rows)
+    assert right.all()
