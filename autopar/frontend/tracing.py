@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -131,13 +132,12 @@ def trace(
     donate: Sequence[int],
     batch: Sequence[int],
     example_dims: Mapping[int, int | None] | None = None,
-    layouts: Mapping[str, NamedSharding] | None = None,
+    layouts: Mapping[str, NamedSharding] = MappingProxyType({}),
 ) -> TracedStep:
     """Traces `function` on abstract arguments.
 
     `names`, `donate` and `batch` are over `args`, static arguments already bound; `example_dims` are over leaves;
-    `layouts` are those that the author gave to leaves, by their paths.
-    Raises: InvalidArgumentError, UnsupportedError.
+    `layouts` are those that the author gave to leaves, by their paths. Raises: InvalidArgumentError, UnsupportedError.
     """
     leaves, in_tree, in_paths, owner = flatten_arguments(args, names)
     in_avals = tuple(abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True))
@@ -147,35 +147,22 @@ def trace(
 
     def traced_on(avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # A fresh function object, so that jax does not answer from its cache of traces.
-        typed = map(_typed, avals, in_avals, types)
-        return jax_compat.plain_jaxpr(jax_compat.traced_as(flat, function, in_paths), *typed)
-
-    def as_planned(closed: Any) -> tuple[Any, Removed]:
-        """A traced step as it is planned and run, which computes the same numbers; what is said of placements."""
-        inner = jax_compat.open_jaxpr(closed)
-        known = _known_layouts((*inner.invars, *inner.outvars), (*in_paths, *results.paths), layouts or {})
-        cleaned, removed = without_placements(closed, known)
-        return with_batched_gathers(cleaned), removed
+        called = jax_compat.traced_as(flat, function, in_paths)
+        return jax_compat.plain_jaxpr(called, *map(_typed, avals, in_avals, types))
 
     try:
         original = traced_on(in_avals)
-    except AutoparError:
-        raise
     except Exception as error:  # the user's own code may raise anything
-        error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
+        if not isinstance(error, AutoparError):
+            error.add_note(f"autopar: raised while {name} was traced with {_told(names, owner, in_avals)}")
         raise
     check_effects(original, name)
-    closed, removed = as_planned(original)
-    fingerprint = jaxpr_fingerprint(closed)
-    jaxpr = jax_compat.open_jaxpr(closed)
-    result_avals = [v.aval for v in jax_compat.open_jaxpr(original).outvars]
-    out_avals = tuple(map(jax_compat.struct_of, result_avals))
-    trace_again = jax_compat.under_present_mesh(lambda avals: as_planned(traced_on(avals)))
-    donated = frozenset(i for i, o in enumerate(owner) if o in donate)
-    batch_leaves = frozenset(i for i, o in enumerate(owner) if o in batch)
+    paths, result_avals = (*in_paths, *results.paths), [v.aval for v in jax_compat.open_jaxpr(original).outvars]
+    (closed, removed), out_avals = _as_planned(original, paths, layouts), tuple(map(jax_compat.struct_of, result_avals))
+    trace_again = jax_compat.under_present_mesh(lambda avals: _as_planned(traced_on(avals), paths, layouts))
     return TracedStep(
         name=name,
-        jaxpr=jaxpr,
+        jaxpr=jax_compat.open_jaxpr(closed),
         constants=tuple(jax_compat.jaxpr_consts(closed)),
         in_tree=in_tree,
         out_tree=results.tree,
@@ -184,11 +171,11 @@ def trace(
         in_paths=tuple(in_paths),
         out_paths=results.paths,
         argument_of=tuple(owner),
-        donated=donated,
-        batch=batch_leaves,
+        donated=frozenset(i for i, o in enumerate(owner) if o in donate),
+        batch=frozenset(i for i, o in enumerate(owner) if o in batch),
         example_dims=dict(example_dims or {}),
         tied=tie_state(args, donate, results.tree, in_avals, out_avals),
-        fingerprint=fingerprint,
+        fingerprint=jaxpr_fingerprint(closed),
         retrace=lambda avals: trace_again(avals)[0],
         trace_again=trace_again,
         placements=removed.placements,
@@ -209,15 +196,16 @@ def _told(names: Sequence[str], owner: Sequence[int], avals: Sequence[jax.ShapeD
     return ", ".join(told)
 
 
-def _known_layouts(
-    atoms: Sequence[Any], paths: Sequence[str], layouts: Mapping[str, NamedSharding]
-) -> list[tuple[NamedSharding | None, Placement]]:
-    """What types, or else the author, say of the layouts of arguments and results, and where."""
-    known = []
-    for atom, path in zip(atoms, paths, strict=True):
+def _as_planned(closed: Any, paths: Sequence[str], layouts: Mapping[str, NamedSharding]) -> tuple[Any, Removed]:
+    """A traced step as it is planned and run, which computes the same numbers; what is said of placements, by types of
+    arguments and results too, or else by the author (`layouts`).
+    """
+    inner, known = jax_compat.open_jaxpr(closed), []
+    for atom, path in zip((*inner.invars, *inner.outvars), paths, strict=True):
         of_type = jax_compat.explicit_type(atom.aval)
         known.append((of_type or layouts.get(path), Placement(METADATA if of_type is None else TYPES, path)))
-    return known
+    cleaned, removed = without_placements(closed, known)
+    return with_batched_gathers(cleaned), removed
 
 
 def _typed(
