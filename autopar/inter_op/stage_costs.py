@@ -117,8 +117,8 @@ def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster) -> Lay
     forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
 
     def kept_bytes(kept: Mapping[int, Collection[str]]) -> float:
-        places = ((layer, forward[layer].places[place]) for layer, of in kept.items() for place in of)
-        return sum(folded.weight[layer] * folded.graph.values[v].nbytes for layer, v in places)
+        places = ((layer, forward[layer].places.get(place)) for layer, of in kept.items() for place in of)
+        return sum(folded.weight[layer] * folded.graph.values[v].nbytes for layer, v in places if v is not None)
 
     read = {layer: [p for p, v in at.places.items() if v in at.read] for layer, at in forward.items()}
     names, policies, sizes = [Recompute.NOTHING.value], [dict.fromkeys(folded.weight, "nothing")], [kept_bytes(read)]

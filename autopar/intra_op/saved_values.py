@@ -69,6 +69,8 @@ class SavingLayer:
         places: The values that may be saved, by their places.
         read: Those that the backward pass reads, or that something else reads.
         there: Results of its operations that are there anyway.
+        waits: Whether its values wait for the backward pass. Those of the last layer do not, as its backward pass follows
+            at once: no memory is saved by computing them again.
         times: The layers that it stands for, all of which are saved at once.
         turns: Of loops around the layers: in each of them all is written, read and sent once more.
     """
@@ -80,6 +82,7 @@ class SavingLayer:
     times: float
     turns: float = 1.0
     there: Collection[int] = ()
+    waits: bool = True
 
 
 def layer_of_scan(joined: JoinedBodies) -> SavingLayer:
@@ -107,23 +110,23 @@ class LayerValues:
     def of_written_out(
         cls, folded: FoldedGraph, forward: Mapping[int, LayerForward], layers: Layers, cluster: Cluster
     ) -> LayerValues:
-        """Those of layers that are written out, of which the forward passes are given by layer, but for the last one,
-        whose backward pass follows at once. Equal layers save the same.
+        """Those of layers that are written out, of which the forward passes are given by layer. Equal layers save the
+        same.
         """
-        graph, found = folded.graph, []
-        for layer, of_layer in forward.items():
-            if layer != len(layers) - 1:
-                found.append(
-                    SavingLayer(
-                        name=str(layers.kind_of[layer]),
-                        forward=of_layer.ops,
-                        places=of_layer.places,
-                        read=of_layer.read,
-                        there=of_layer.there,
-                        times=folded.weight[layer],
-                        turns=graph.num_microbatches,
-                    )
-                )
+        graph, last = folded.graph, len(layers) - 1
+        found = [
+            SavingLayer(
+                name=str(layers.kind_of[layer]),
+                forward=of_layer.ops,
+                places=of_layer.places,
+                read=of_layer.read,
+                there=of_layer.there,
+                times=folded.weight[layer],
+                turns=graph.num_microbatches,
+                waits=layer != last,
+            )
+            for layer, of_layer in forward.items()
+        ]
         return cls(found, graph, cluster)
 
     @classmethod
@@ -193,7 +196,7 @@ class SavingProgram:
             all_bytes = layer.times * nbytes
             moved_s = layer.turns * device.memory_s(2 * all_bytes) / num_devices
             sent_bytes = layer.turns * all_bytes
-            kept[v] = self._column(("kept", name, place), (moved_s, all_bytes, 0, 1))
+            kept[v] = self._column(("kept", name, place), (moved_s, all_bytes if layer.waits else 0.0, 0, 1))
             self.made_by[name, place] = "the input of layers"
             sent[v] = self._column(("host", name, place), (moved_s, 0, sent_bytes, nbytes >= SENT_FROM_BYTES))
         for i, op in enumerate(layer.forward):
@@ -225,15 +228,15 @@ class SavingProgram:
         return self.columns[key]
 
     def frontier(self, most_sent_bytes: float, most: int) -> list[np.ndarray]:
-        """The columns that are taken in choices that are best for some price of a byte, from the most bytes to the
-        least, with so many bytes sent at most: `most` of them, in about equal steps of bytes.
+        """The columns that are taken in choices that are best for some price of a byte, and in the bytes midway between
+        those that lie far apart; from the most bytes to the least, `most` of them, in about equal steps of bytes.
         """
         seconds, size, sent, _ = np.array(self.costs).T
         limits = ((sent, most_sent_bytes),)
         # The bytes of each operation that runs again, and the time of each byte, break ties.
         fastest = self._solution(seconds + 1e-6 * _unit(seconds) * size / _unit(size), limits)
         leanest = self._solution(size + 1e-6 * _unit(size) * seconds / _unit(seconds), limits)
-        found = [fastest, leanest]
+        found, step = [fastest, leanest], (size @ fastest - size @ leanest) / most
 
         def between(more: np.ndarray, less: np.ndarray) -> None:
             saved_bytes, added_s = size @ more - size @ less, seconds @ less - seconds @ more
@@ -241,14 +244,18 @@ class SavingProgram:
                 return
             priced = seconds + added_s / saved_bytes * size
             at = self._solution(priced, limits)
-            if priced @ at < (1 - 1e-3) * (priced @ more):
-                found.append(at)
-                between(more, at)
-                between(at, less)
+            if priced @ at >= (1 - 1e-3) * (priced @ more):
+                if saved_bytes <= 2 * step:
+                    return
+                at = self._solution(seconds, (*limits, (size, size @ less + saved_bytes / 2)))
+                if size @ at <= size @ less:
+                    return
+            found.append(at)
+            between(more, at)
+            between(at, less)
 
         between(fastest, leanest)
         found.sort(key=lambda taken: -(size @ taken))
-        step = (size @ fastest - size @ leanest) / most
         steps = {round((size @ taken) / step) if step else 0: taken for taken in found[::-1]}
         return list(steps.values())[::-1]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.common.records import replaced
 from autopar.errors import PlanMismatchError
@@ -144,9 +144,9 @@ def forward_of_layers(graph: OpGraph, layer_of: Mapping[int, int | None]) -> dic
     return found
 
 
-def text_of_kept(places: Iterable[str]) -> str:
+def text_of_kept(places: Sequence[str]) -> str:
     """The policy of a layer that keeps these values of its forward pass and computes the others again."""
-    return " ".join((BY_VALUE.strip(), *places))
+    return " ".join((BY_VALUE.strip(), *places)) if places else Recompute.ALL.value
 
 
 class _Readers:

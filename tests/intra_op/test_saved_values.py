@@ -96,8 +96,8 @@ def test_no_choice_costs_less_for_any_price_of_a_byte():
 def test_of_a_frontier_some_choices_are_taken_in_even_steps():
     program = SavingProgram(layers_of(FORMS[0]))
     size_of = np.array(program.costs)[:, 1]
-    every, some = ([size_of @ taken for taken in program.frontier(0.0, most)] for most in (1000, 2))
-    assert len(some) <= 3 < len(every)
+    every, some = ([size_of @ taken for taken in program.frontier(0.0, most)] for most in (1000, 1))
+    assert len(some) <= 2 < len(every)
     assert {every[-1]} <= {*some} <= {*every}
 
 
