@@ -361,8 +361,8 @@ class _MemoryWriter:
             del inputs[order.rewritten_operand]
         if is_kernel(op.eqn) and op.eqn.params["function"].is_program:
             rows = self.new(self.rows_of_experts(compute))
-            key = "rows", op.key, compute.results
-            steps.append(MemoryStep(inputs=tuple(inputs), outputs=(rows,), kind=kind, fusible=False, key=key))
+            same = "rows", op.key, compute.results
+            steps.append(MemoryStep(inputs=tuple(inputs), outputs=(rows,), kind=kind, fusible=False, key=same))
             inputs.append(rows)
         steps.append(
             MemoryStep(

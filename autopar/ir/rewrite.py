@@ -185,12 +185,12 @@ def params_of_part(
     params: dict[str, Any] = {}
     for name in _SIZES:
         if isinstance(sizes := eqn.params.get(name), Sequence):
-            params[name] = type(sizes)(result[len(result) - len(sizes) :])
+            params[name] = tuple(result[len(result) - len(sizes) :])
     for of_all, of_part in zip(whole, part, strict=True):
         for name in _SLICES:
             if isinstance(sizes := eqn.params.get(name), Sequence):
-                new = (m if n == size else size for size, n, m in zip(sizes, of_all, of_part, strict=True))
-                params[name] = type(sizes)(new)
+                kept = zip(sizes, of_all, of_part, strict=True)
+                params[name] = tuple(part if n == size else size for size, n, part in kept)
     return params
 
 

@@ -121,7 +121,8 @@ class Dims:
                 self.join(EXPERTS, self.of(op.outputs[0] if array == len(op.inputs) else op.inputs[array])[dim])
 
     def factors(self, op: Op) -> None:
-        rule, places = self.rule_of(op), {}
+        rule = self.rule_of(op)
+        places: dict[int, list[tuple[Any, bool]]] = {}
         for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs)):
             for f in factors:
                 places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
@@ -143,8 +144,9 @@ class Dims:
 
         A result either has the dimension, or is linear in what was summed over it.
         """
-        name, partial, front = self.sets[name], set(), self.reader.front
-        left = []
+        name, front = self.sets[name], self.reader.front
+        partial: set[int] = set()
+        left: list[tuple[bool, bool]] = []
         for op in self.ops:
             role = self.region.roles[op.id]
             if isinstance(role, Entry):
@@ -419,12 +421,13 @@ class _Run:
         if isinstance(role, Entry):
             index = self.order if role.per_token == 1 else self.order // role.per_token
             for a, v in zip(role.sources, op.outputs, strict=False):
-                if v in self.reader.rows:
+                if isinstance(a, int) and v in self.reader.rows:
                     self.here[v] = self.outer[a, True].at[index].get(mode="promise_in_bounds")
         elif isinstance(role, Exit) and not role.summed:
             self.here[op.outputs[0]] = self.brought_back(role)
         elif op.outputs[0] not in self.region.spread:
-            rows = [self.reader.front(a) for a in op.inputs if self.reader.rows_of(a) is not None]
+            values = (a for a in op.inputs if isinstance(a, int))
+            rows = [self.reader.front(a) for a in values if self.reader.rows_of(a) is not None]
             is_product = is_grouped_product(op.eqn)
             there = self.devices is not None and (is_product or self.stays_there(op, rows))
             made = self.product(op) if is_product else self.bound(op, there)

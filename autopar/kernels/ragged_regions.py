@@ -93,7 +93,7 @@ class Entry:
     """
 
     sources: tuple[Atom, ...]
-    per_token: int
+    per_token: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Exit:
 
     rows: int
     per_token: int
-    base: Atom | None = None
+    base: int | None = None
     summed: bool = False
 
 
@@ -286,7 +286,7 @@ class RegionReader:
             assert isinstance(source, int), "rows are a value"
             self.regions[order.experts].roles[op.id] = Exit(rows=source, per_token=1)
             return
-        if self.rows_of(source) is not None or len(of_index) != 1:
+        if self.rows_of(source) is not None or len(of_index) != 1 or not isinstance(source, int):
             raise NotUnderstood(op, "sorted rows in the order of others")
         numbers_of = self.known_of(source)
         if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and place.table.max() < shape[0]:
@@ -323,16 +323,17 @@ class RegionReader:
         if self.inverts(order, op, place):
             self.known[op.outputs[0]] = Known(source=Inverse(order=order), table=order.places)
             return
-        kept = base if is_sum and not self.is_zero(base) else None
+        kept = base if is_sum and isinstance(base, int) and not self.is_zero(base) else None
         if isinstance(place.source, Inverse):
             if not place.is_same(order.places) or shape[0] != order.num_rows or self.rows_of(updates) is not None:
                 raise NotUnderstood(op, "rows that are scattered by other places")
-            if kept is not None:
+            if kept is not None or not isinstance(updates, int):
                 raise NotUnderstood(op, "rows that are added to others")
             self.enters(order, op, Entry(sources=(updates,), per_token=1))
             return
         rows = self.rows_of(updates)
-        if rows is None or rows.dim != 0 or index_rank != 1 or self.rows_of(base) is not None:
+        on_rows = self.rows_of(base) is not None or isinstance(base, Constant)
+        if rows is None or rows.dim != 0 or index_rank != 1 or on_rows:
             raise NotUnderstood(op, "rows that are scattered among others")
         times = self.per_token(order, op, place, shape[0])
         if not is_sum and times > 1:
@@ -399,7 +400,10 @@ class RegionReader:
             row = next(a for a in op.inputs if isinstance(a, int) and self.rows_of(a) is not None)
             self.regions[order.experts].roles[op.id] = Exit(rows=row, per_token=1, summed=True)
             return
-        alone = all(len(at) == 1 and dims[at[0]] == (f,) for at, dims in zip(places, rule.results, strict=True))
+        alone = all(
+            len(at) == 1 and dims[at[0]] == (f,) and self.shape(v)[at[0]] == order.num_rows
+            for at, dims, v in zip(places, rule.results, op.outputs, strict=True)
+        )
         if rule.factors[f].kind is not FactorKind.PASS or not alone:
             raise NotUnderstood(op)
         self.regions[order.experts].roles[op.id] = None
@@ -479,7 +483,8 @@ def _root(reader: RegionReader, value: int) -> int:
     value = reader.front(value)
     op = reader.maker.get(value)
     while op is not None and op.primitive in _ONE_OPERAND and isinstance(op.inputs[0], int):
-        if np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "iu":
+        made, read = (np.dtype(of[0].aval.dtype) for of in (op.eqn.outvars, op.eqn.invars))
+        if made.kind not in "iu" or made.itemsize < read.itemsize:  # numbers may wrap around
             break
         value = reader.front(op.inputs[0])
         op = reader.maker.get(value)
@@ -511,7 +516,9 @@ def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]
         return _bounds(reader, op.inputs[op.outputs.index(value)], depth + 1)
     of = [_bounds(reader, a, depth + 1) for a in op.inputs]
     if name in _ONE_OPERAND or name in ("slice", "broadcast_in_dim", "dynamic_slice", "rev"):
-        return of[0]
+        dtype = np.dtype(op.eqn.outvars[0].aval.dtype)
+        fits = dtype.kind in "iu" and np.iinfo(dtype).min <= of[0][0] and of[0][1] <= np.iinfo(dtype).max
+        return of[0] if fits else _NO_BOUNDS
     if name in ("select_n", "concatenate"):
         joined = of[1:] if name == "select_n" else of
         return min(low for low, _ in joined), max(high for _, high in joined)
@@ -550,15 +557,20 @@ def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
     if marks is None or not is_number(marks.inputs[0], 0) or not is_number(marks.inputs[2], 1):
         return False
     index = marks.inputs[1]
-    while (moved := maker(index, "broadcast_in_dim") or maker(index, "select_n")) is not None:
-        index = moved.inputs[0 if moved.primitive == "broadcast_in_dim" else 1]  # where it is less than zero another
+    if (column := maker(index, "broadcast_in_dim")) is not None:
+        index = column.inputs[0]
+    if (wrapped := maker(index, "select_n")) is not None:  # another number where it is less than zero, which it is not
+        index, is_less = wrapped.inputs[1], maker(wrapped.inputs[0], "lt")
+        if is_less is None or is_less.inputs[0] != index or not is_number(is_less.inputs[1], 0):
+            return False
     if (before := sums(index)) is None or (shifted := maker(before.inputs[0], "scatter")) is None:
         return False
     if not is_number(shifted.inputs[1], 0) or not is_number(shifted.inputs[2], 0):
         return False
     rolled = maker(shifted.inputs[0], "concatenate")
-    pieces = [maker(a, "slice") for a in rolled.inputs] if rolled is not None else []
-    if len(pieces) != 2 or any(piece is None or piece.inputs != pieces[0].inputs for piece in pieces):
+    found = (maker(a, "slice") for a in rolled.inputs) if rolled is not None else ()
+    pieces = [piece for piece in found if piece is not None]
+    if len(pieces) != 2 or pieces[0].inputs != pieces[1].inputs or len(rolled.inputs if rolled else ()) != 2:
         return False
     sizes = pieces[0].inputs[0]
     (groups,) = reader.shape(sizes)
@@ -654,7 +666,7 @@ def passes_of(block: Block, region: Region, groups: Mapping[int, Any]) -> Iterat
     """
     read = collections.Counter(v for op in block.ops for v in read_by(op))
     read.update(a for a in block.outputs if isinstance(a, int))
-    read.subtract(op.inputs[2] for op in region.products)  # sizes of groups are counted anew
+    read.subtract(a for op in region.products if isinstance(a := op.inputs[2], int))  # sizes are counted anew
     level: dict[int, int] = {}
     exits: dict[Any, list[Op]] = {}
     for op in block.ops:

@@ -234,7 +234,8 @@ def expert_parallel(size: int | None = None) -> Recipe:
     """Sharded experts: `size` devices share the experts of each layer, all devices where it is None.
 
     Each of them has all other parameters and its own examples; tokens travel to their experts and back by all-to-alls,
-    two in the forward pass and two in the backward pass of each layer. The remaining devices are data parallel.
+    two in the forward pass and two in the backward pass of each layer, three in that of a layer that sorts its rows
+    (`jax.lax.ragged_dot`). The remaining devices are data parallel.
     Sources: Lepikhin et al., "GShard", 2020, section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5. Raises:
     InvalidArgumentError.
     """

@@ -218,8 +218,8 @@ def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None
             hint=f"choose a size that divides the number of {what.value}s",
         )
     grouped = _first(graph, _GROUPED) if what is Dimension.EXPERT else ""
-    products = (op for op in graph.ops() if op.primitive in _GROUPED and op.rule is not None)
-    note = next((op.rule.note for op in products if op.rule.note), "")
+    rules = (op.rule for op in graph.ops() if op.primitive in _GROUPED)
+    note = next((rule.note for rule in rules if rule is not None and rule.note), "")
     if not sizes and grouped:
         raise InvalidArgumentError(
             where=f"recipe, {axis} axis of {parts} devices, {grouped}",

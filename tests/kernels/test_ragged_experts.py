@@ -1,5 +1,7 @@
 """Mixtures of experts with sorted rows: found as people write them, and equal to plain jax however they are split."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,14 +192,29 @@ def test_losses_of_the_router_stay_as_they_are_written():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.combine(ep=2, tp=2), recipes.zero(3)])
-def test_what_is_sent_is_what_was_predicted(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "sends_rows"),
+    [(recipes.expert_parallel(), True), (recipes.combine(ep=2, tp=2), True), (recipes.zero(3), False)],
+)
+def test_what_is_sent_is_what_was_predicted(recipe, sends_rows):
     made = autopar.parallelize(step(scattered, scanned=True), cluster="local:4", cache_dir=None, plan=recipe)
     compared = autopar.verify(made, state(2), batch())
     for of in compared.collectives:
         assert of.compiled == pytest.approx(of.predicted, rel=0.05), of.name
-    sends_rows = any(of.name == "all-to-all" and of.compiled for of in compared.collectives)
-    assert sends_rows == (recipe.request.binding.axes[0].name != "data" or len(recipe.request.binding.axes) > 1)
+    assert any(of.name == "all-to-all" and of.compiled for of in compared.collectives) == sends_rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])")
+def test_rows_sent_on_tpus_are_those_predicted():
+    made = autopar.parallelize(
+        step(scattered, scanned=True), cluster="tpu-v5p:2x2x1", cache_dir=None, plan=recipes.expert_parallel()
+    )
+    shapes = jax.eval_shape(lambda: (state(2, jnp.bfloat16), batch().astype(jnp.bfloat16)))
+    compared = autopar.verify(made, *shapes, compile_for="tpu:v5p:2x2x1")
+    (rows,) = [of for of in compared.collectives if of.name == "ragged-all-to-all"]
+    assert rows.compiled == pytest.approx(rows.predicted, rel=0.05)
+    assert rows.compiled > 0
 
 
 # Rows sent to their experts
