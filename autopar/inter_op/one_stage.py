@@ -176,6 +176,7 @@ def _in_one_s(more: PipelineEstimate, fewer: PipelineEstimate) -> float:
 
 BY_ITSELF = "decided by itself"  # one stage, whose decisions are not those of the tables
 IN_SOME_LAYERS = "{} in {} layers"
+TRIED_MIXES = 3  # of policies of layers, in each number of micro-batches
 
 
 class Evaluated(Refined, Protocol):
@@ -295,41 +296,67 @@ def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, pol
 def _in_some_layers(
     evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
 ) -> None:
-    """In m micro-batches: the policy that keeps least beyond the limit in as few layers as fit, the next one in the
-    others, spread evenly. A peak is on a line over the bytes that are kept.
+    """In m micro-batches: a policy that keeps more than fits in as many layers as it may, the next one in the others,
+    spread evenly. Between mixes that were evaluated a peak is on a line over the bytes that are kept.
     """
-    limit_bytes, num_layers = evaluated.limit_bytes, len(plain.policies)
+    limit_bytes, mixes = evaluated.limit_bytes, _Mixes(policies, len(plain.policies))
+    peak_bytes: dict[int, int] = {}
 
-    def of(number: int) -> PipelineEstimate | PipelineCandidate | None:
-        choice = dataclasses.replace(plain, policies=policies.of_layers[number])
-        return evaluated.as_it_is(m, choice, binding) if not evaluated.deadline.passed else None
+    def of(mix: int) -> PipelineEstimate | PipelineCandidate | None:
+        choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
+        found = evaluated.as_it_is(m, choice, binding) if not evaluated.deadline.passed else None
+        if found is not None:
+            peak_bytes[mix] = found.peak_bytes
+        return found
 
     assert evaluated.best is not None, "one fits"
-    more = of(0)
-    if more is None or more.fits(limit_bytes) or more.step_time_s >= evaluated.best.step_time_s:
+    first = of(0)
+    if first is None or first.fits(limit_bytes) or first.step_time_s >= evaluated.best.step_time_s:
         return
-    # On a line between two that were evaluated; the bytes that are kept err where all is, as much of it is fused.
-    for known in (1, len(policies.names) - 1):
-        less = of(known)
-        if less is None or less.fits(limit_bytes):
-            break
-        more = less
-    if less is None or not less.fits(limit_bytes):
-        return
-    over, kept_bytes = (more.peak_bytes - limit_bytes) / (more.peak_bytes - less.peak_bytes), policies.kept_bytes
-    least_s = more.step_time_s + (over * (less.step_time_s - more.step_time_s) if known == 1 else 0.0)
-    if least_s >= evaluated.best.step_time_s:
-        return
-    number, share = known, over
-    if known > 1:
-        wanted_bytes = kept_bytes[1] - over * (kept_bytes[1] - kept_bytes[-1])
-        number = next(i for i, nbytes in enumerate(kept_bytes) if nbytes <= wanted_bytes)
-        share = (kept_bytes[number - 1] - wanted_bytes) / (kept_bytes[number - 1] - kept_bytes[number])
-    first = min(num_layers, math.ceil(share * num_layers))
-    for n in range(first, min(num_layers, first + 1) + 1):  # a line over bytes may promise too much
-        in_less = {round((i + 1) * num_layers / n) - 1 for i in range(n)}
-        mixed = tuple(policies.of_layers[number - (layer not in in_less)][layer] for layer in range(num_layers))
-        name = IN_SOME_LAYERS.format(policies.names[number], n)
-        found = evaluated.refined(m, dataclasses.replace(plain, policies=mixed), name, binding)
+    # The bytes that are kept err where all is: much of it is fused.
+    for mix in (mixes.num_layers, mixes.last):
+        found = of(mix)
         if found is None or found.fits(limit_bytes):
             break
+    if found is None or not found.fits(limit_bytes):
+        return
+    for _ in range(TRIED_MIXES):
+        over = max(mix for mix, nbytes in peak_bytes.items() if nbytes > limit_bytes)
+        under = min(mix for mix, nbytes in peak_bytes.items() if nbytes <= limit_bytes)
+        if under - over <= 1:
+            break
+        share = (peak_bytes[over] - limit_bytes) / (peak_bytes[over] - peak_bytes[under])
+        wanted_bytes = mixes.kept_bytes(over) - share * (mixes.kept_bytes(over) - mixes.kept_bytes(under))
+        mix = next((n for n in range(over + 1, under) if mixes.kept_bytes(n) <= wanted_bytes), under - 1)
+        choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
+        refined = evaluated.refined(m, choice, mixes.name_of(mix), binding)
+        if refined is None:
+            break
+        peak_bytes[mix] = refined.peak_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mixes:
+    """Policies of layers, each in none of the layers, in one, and so on up to all of them: numbered in this order."""
+
+    policies: LayerPolicies
+    num_layers: int
+
+    @property
+    def last(self) -> int:
+        return (len(self.policies.names) - 1) * self.num_layers
+
+    def policies_of(self, mix: int) -> tuple[str, ...]:
+        number, n = divmod(mix, self.num_layers)
+        next_in = {round((i + 1) * self.num_layers / n) - 1 for i in range(n)}
+        of_layers = self.policies.of_layers
+        return tuple(of_layers[number + (layer in next_in)][layer] for layer in range(self.num_layers))
+
+    def kept_bytes(self, mix: int) -> float:
+        number, n = divmod(mix, self.num_layers)
+        at = self.policies.kept_bytes[number]
+        return at + (n / self.num_layers * (self.policies.kept_bytes[number + 1] - at) if n else 0.0)
+
+    def name_of(self, mix: int) -> str:
+        number, n = divmod(mix, self.num_layers)
+        return IN_SOME_LAYERS.format(self.policies.names[number + (n > 0)], n or self.num_layers)

@@ -113,7 +113,9 @@ class LayerPolicies:
 
 
 def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster) -> LayerPolicies:
-    """All is kept, parts of it by value, or the inputs of layers alone."""
+    """All is kept, parts of it by value, or the inputs of layers alone. The last layer, whose backward pass follows at
+    once, keeps its products instead of parts by value: what is elementwise takes memory of no use there.
+    """
     forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
 
     def kept_bytes(kept: Mapping[int, Collection[str]]) -> float:
@@ -126,7 +128,8 @@ def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster) -> Lay
     for number, places in enumerate(choices):
         kept = {layer: places[str(kinds[layer])] for layer in forward if str(kinds[layer]) in places}
         names.append(f"by value ({number})")
-        policies.append(policies[0] | {layer: text_of_kept(of) for layer, of in kept.items()})
+        of_kept = {layer: text_of_kept(of) for layer, of in kept.items()}
+        policies.append(dict.fromkeys(folded.weight, Recompute.CHEAP.value) | of_kept)
         sizes.append(kept_bytes({**read, **kept}))
     names.append(Recompute.ALL.value)
     policies.append(dict.fromkeys(folded.weight, Recompute.ALL.value))

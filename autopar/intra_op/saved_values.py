@@ -18,6 +18,7 @@ from scipy import sparse
 from autopar.common import jax_compat
 from autopar.common.text import text_of_bytes
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
+from autopar.cost.roofline import is_fusible
 from autopar.frontend.recompute_in_scans import (
     is_never_again,
     name_of,
@@ -27,15 +28,15 @@ from autopar.frontend.recompute_in_scans import (
 )
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
-from autopar.ir.graph import Op, OpGraph, Value, read_by
+from autopar.ir.graph import Op, OpGraph, OpKind, Value, read_by
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.scan_pairs import JoinedBodies
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 from autopar.passes.remat import LayerForward
 
-# Of the choices that take least for some price of a byte, so many are tried at most, in about equal steps of bytes.
-CHOICES = 10
+# Of the bytes that layers of a scan save where memory is ample, those that are tried.
+SHARES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.22, 0.16, 0.1, 0.05, 0.0)
 # Of the bytes that cross the link to the host during the forward pass, those that are sent. In all of them a backward
 # pass waits: a 1.3-billion decoder on an H100, predicted, takes 1,410 ms with half of them and 1,616 with all (37 GiB).
 SENT_SHARE = 0.5
@@ -69,8 +70,6 @@ class SavingLayer:
         places: The values that may be saved, by their places.
         read: Those that the backward pass reads, or that something else reads.
         there: Results of its operations that are there anyway.
-        waits: Whether its values wait for the backward pass. Those of the last layer do not, as its backward pass follows
-            at once: no memory is saved by computing them again.
         times: The layers that it stands for, all of which are saved at once.
         turns: Of loops around the layers: in each of them all is written, read and sent once more.
     """
@@ -82,7 +81,6 @@ class SavingLayer:
     times: float
     turns: float = 1.0
     there: Collection[int] = ()
-    waits: bool = True
 
 
 def layer_of_scan(joined: JoinedBodies) -> SavingLayer:
@@ -100,20 +98,22 @@ def layer_of_scan(joined: JoinedBodies) -> SavingLayer:
 
 
 class LayerValues:
-    """The values that layers may save for their backward passes, on a cluster."""
+    """The values that layers may save for their backward passes, on a cluster. `fuses`: whether operations that may be
+    fused into those that read them take no time where they run again, as in layers that are written out.
+    """
 
-    def __init__(self, layers: Sequence[SavingLayer], graph: OpGraph, cluster: Cluster) -> None:
-        self.layers, self.cluster, self.values = layers, cluster, graph.values
+    def __init__(self, layers: Sequence[SavingLayer], graph: OpGraph, cluster: Cluster, *, fuses: bool) -> None:
+        self.layers, self.cluster, self.values, self.fuses = layers, cluster, graph.values, fuses
         self._costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
 
     @classmethod
     def of_written_out(
         cls, folded: FoldedGraph, forward: Mapping[int, LayerForward], layers: Layers, cluster: Cluster
     ) -> LayerValues:
-        """Those of layers that are written out, of which the forward passes are given by layer. Equal layers save the
-        same.
+        """Those of layers that are written out, of which the forward passes are given by layer, but for the last one,
+        whose backward pass follows at once. Equal layers save the same.
         """
-        graph, last = folded.graph, len(layers) - 1
+        graph = folded.graph
         found = [
             SavingLayer(
                 name=str(layers.kind_of[layer]),
@@ -123,11 +123,11 @@ class LayerValues:
                 there=of_layer.there,
                 times=folded.weight[layer],
                 turns=graph.num_microbatches,
-                waits=layer != last,
             )
             for layer, of_layer in forward.items()
+            if layer != len(layers) - 1
         ]
-        return cls(found, graph, cluster)
+        return cls(found, graph, cluster, fuses=True)
 
     @classmethod
     def of_scans(cls, graph: OpGraph, cluster: Cluster) -> LayerValues:
@@ -140,10 +140,12 @@ class LayerValues:
             values[:] = known
 
         recompute_in_scans(graph, record)
-        return cls(found, dataclasses.replace(graph, values=tuple(values)), cluster)
+        return cls(found, dataclasses.replace(graph, values=tuple(values)), cluster, fuses=False)
 
     def seconds(self, op: Op) -> float:
         """Of all runs of an operation of the forward pass, shared by all devices."""
+        if self.fuses and op.kind is OpKind.EQUATION and is_fusible(op.primitive):
+            return 0.0
         return in_turn_s([op], lambda inner: self._costs.compute_s(inner, None)) / self.cluster.num_devices
 
     def kept_places(self, most: int) -> Iterator[Mapping[str, Sequence[str]]]:
@@ -165,7 +167,7 @@ class LayerValues:
             forward_s = sum(self.seconds(op) for layer in self.layers for op in layer.forward)
             sent_bytes.append(SENT_SHARE * forward_s * device.host_link_bytes_per_s * self.cluster.num_devices)
         for most_sent_bytes in sent_bytes:
-            yield from map(program.choice, program.frontier(most_sent_bytes, CHOICES))
+            yield from map(program.choice, program.in_shares(most_sent_bytes, SHARES))
 
 
 class SavingProgram:
@@ -194,9 +196,10 @@ class SavingProgram:
         for v, place in places.items():
             nbytes = self.layers.values[v].nbytes
             all_bytes = layer.times * nbytes
-            moved_s = layer.turns * device.memory_s(2 * all_bytes) / num_devices
+            # What layers that are written out keep is not copied anywhere.
+            moved_s = 0.0 if self.layers.fuses else layer.turns * device.memory_s(2 * all_bytes) / num_devices
             sent_bytes = layer.turns * all_bytes
-            kept[v] = self._column(("kept", name, place), (moved_s, all_bytes if layer.waits else 0.0, 0, 1))
+            kept[v] = self._column(("kept", name, place), (moved_s, all_bytes, 0, 1))
             self.made_by[name, place] = "the input of layers"
             sent[v] = self._column(("host", name, place), (moved_s, 0, sent_bytes, nbytes >= SENT_FROM_BYTES))
         for i, op in enumerate(layer.forward):
@@ -227,6 +230,16 @@ class SavingProgram:
             self.costs.append(np.array(costs, float))
         return self.columns[key]
 
+    def in_shares(self, most_sent_bytes: float, shares: Sequence[float]) -> Iterator[np.ndarray]:
+        """The columns that are taken in the least time, in these shares of the bytes that are kept where memory is
+        ample, with so many bytes sent at most.
+        """
+        seconds, size, sent, _ = np.array(self.costs).T
+        least = float(size @ self._solution(size, ((sent, 0.0),)))
+        most = float(size @ self._solution(seconds, ((sent, 0.0),)))
+        for share in shares:
+            yield self._solution(seconds, ((size, least + share * (most - least)), (sent, most_sent_bytes)))
+
     def frontier(self, most_sent_bytes: float, most: int) -> list[np.ndarray]:
         """The columns that are taken in choices that are best for some price of a byte, and in the bytes midway between
         those that lie far apart; from the most bytes to the least, `most` of them, in about equal steps of bytes.
@@ -236,26 +249,25 @@ class SavingProgram:
         # The bytes of each operation that runs again, and the time of each byte, break ties.
         fastest = self._solution(seconds + 1e-6 * _unit(seconds) * size / _unit(size), limits)
         leanest = self._solution(size + 1e-6 * _unit(size) * seconds / _unit(seconds), limits)
-        found, step = [fastest, leanest], (size @ fastest - size @ leanest) / most
+        step = (size @ fastest - size @ leanest) / most
 
-        def between(more: np.ndarray, less: np.ndarray) -> None:
+        def priced(more: np.ndarray, less: np.ndarray) -> list[np.ndarray]:
+            """Those between two, with the latter."""
             saved_bytes, added_s = size @ more - size @ less, seconds @ less - seconds @ more
             if min(saved_bytes / _unit(size), added_s / _unit(seconds)) <= 1e-3:
-                return
-            priced = seconds + added_s / saved_bytes * size
-            at = self._solution(priced, limits)
-            if priced @ at >= (1 - 1e-3) * (priced @ more):
-                if saved_bytes <= 2 * step:
-                    return
-                at = self._solution(seconds, (*limits, (size, size @ less + saved_bytes / 2)))
-                if size @ at <= size @ less:
-                    return
-            found.append(at)
-            between(more, at)
-            between(at, less)
+                return [less]
+            costs = seconds + added_s / saved_bytes * size
+            at = self._solution(costs, limits)
+            better = costs @ at < (1 - 1e-3) * (costs @ more)
+            return [*priced(more, at), *priced(at, less)] if better else midway(more, less)
 
-        between(fastest, leanest)
-        found.sort(key=lambda taken: -(size @ taken))
+        def midway(more: np.ndarray, less: np.ndarray) -> list[np.ndarray]:
+            if size @ more - size @ less <= 2 * step:
+                return [less]
+            at = self._solution(seconds, (*limits, (size, (size @ more + size @ less) / 2)))
+            return [*midway(more, at), *midway(at, less)] if size @ less < size @ at < size @ more else [less]
+
+        found = [fastest, *priced(fastest, leanest)]
         steps = {round((size @ taken) / step) if step else 0: taken for taken in found[::-1]}
         return list(steps.values())[::-1]
 

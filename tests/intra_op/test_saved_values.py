@@ -101,6 +101,16 @@ def test_of_a_frontier_some_choices_are_taken_in_even_steps():
     assert {every[-1]} <= {*some} <= {*every}
 
 
+def test_in_fewer_bytes_no_choice_takes_less_time():
+    layers = layers_of(two_products)
+    program, choices = SavingProgram(layers), list(every_choice(layers))
+    seconds_of, bytes_of, _, _ = np.array(program.costs).T
+    for most_sent_bytes in (0, 2048, 1e9):
+        for taken in program.in_shares(most_sent_bytes, (1.0, 0.5, 0.2, 0.0)):
+            inside = [s for s, kept, sent in choices if kept <= bytes_of @ taken and sent <= most_sent_bytes]
+            assert seconds_of @ taken == pytest.approx(min(inside), rel=2e-3)
+
+
 def test_fewer_bytes_save_less():
     choices = list(layers_of(FORMS[0]).choices())
     assert [c.kept_bytes for c in choices] == sorted((c.kept_bytes for c in choices), reverse=True)
