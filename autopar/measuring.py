@@ -3,7 +3,7 @@
 The step runs as it is planned for one device. The clock says how long it takes, the profiler what share each kernel
 has: programs that are profiled bear the numbers of the graph's operations, so that each kernel is known to run these.
 What no kernel runs in is spread evenly over all runs of kernels, but for the time that the model has between the turns
-of loops. Of operations of one kind (`timed_kind`) the times by the device's constants and as they ran are kept beside
+of loops. Of operations of one kind (`timed_kinds`) the times by the device's constants and as they ran are kept beside
 one another, by size; the cost model reads the ones off the others for parts of any size.
 
 Not timed: what the step does not do on one device (collectives, which `Cluster.measure` times between several), and
@@ -29,7 +29,7 @@ from autopar.common.progress import Progress
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.compiler.materialize import make_function
 from autopar.compiler.planner import make_plan
-from autopar.cost.cost_model import NodeCosts, cost_model, timed_kind
+from autopar.cost.cost_model import NodeCosts, cost_model, timed_kinds
 from autopar.cost.kernel_traffic import is_in_kernels
 from autopar.cost.overlap import timed
 from autopar.cost.usage import compute_times_s
@@ -277,10 +277,10 @@ def _fit(program: RecordedProgram, measured_s: Mapping[int, float], corrected_s:
     worst = max(alone, key=lambda n: abs(math.log(alone[n])))
     return FitQuality(
         what=f"{OF_STEP}{program.name}",
-        constants=f"{len({timed_kind(program.ops[n]) for n in ratios})} kinds of operations",
+        constants=f"{len({timed_kinds(program.ops[n])[0] for n in ratios})} kinds of operations",
         points=len(alone),
         median_error=statistics.median(abs(ratio - 1) for ratio in alone.values()),
-        worst=f"{timed_kind(program.ops[worst])}: {alone[worst]:.2f} of its time",
+        worst=f"{timed_kinds(program.ops[worst])[-1]}: {alone[worst]:.2f} of its time",
     )
 
 
@@ -289,7 +289,7 @@ def _kinds(
 ) -> tuple[KindTime, ...]:
     numbers: dict[str, list[int]] = defaultdict(list)
     for n in predicted_s:
-        numbers[timed_kind(ops[n])].append(n)
+        numbers[timed_kinds(ops[n])[-1]].append(n)
     rows = [
         KindTime(
             kind=kind,
@@ -443,7 +443,8 @@ def operation_times(
     for number, seconds in predicted_s.items():
         op = ops[number]
         if seconds > 0:
-            sizes[timed_kind(op)][0.0 if is_in_kernels(op) else seconds / op.count].append(number)
+            for kind in timed_kinds(op):
+                sizes[kind][0.0 if is_in_kernels(op) else seconds / op.count].append(number)
     found = []
     for kind, of_kind in sizes.items():
         points = []

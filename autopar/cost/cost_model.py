@@ -106,14 +106,25 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     return model.device.memory_s(passes * nbytes)
 
 
-def timed_kind(op: Op) -> str:
-    """The operations with which one is timed together, where a step is (`OperationTimes.kind`): those that run the same
-    program on operands of one type; of those that are parts of kernels, all of a pass.
+# What of a product's parameters says how it runs, whatever its sizes: forward, and backward by each operand, the same
+# sizes take different times.
+_FORMS = {
+    "dot_general": ("dimension_numbers",),
+    "conv_general_dilated": ("dimension_numbers", "lhs_dilation", "rhs_dilation"),
+}
+
+
+def timed_kinds(op: Op) -> tuple[str, ...]:
+    """The kinds of operations with which one is timed together, where a step is (`OperationTimes.kind`), the narrowest
+    first: products of one form; what runs the same program on operands of one type; of those that are parts of kernels,
+    all of a pass.
     """
     if is_in_kernels(op):
-        return f"elementwise operations and reductions, {op.role.value}"
+        return (f"elementwise operations and reductions, {op.role.value}",)
     operand = next(iter((*op.eqn.invars, *op.eqn.outvars)), None)
-    return op.primitive if operand is None else f"{op.primitive} of {operand.aval.dtype}"
+    kind = op.primitive if operand is None else f"{op.primitive} of {operand.aval.dtype}"
+    form = " ".join(str(op.eqn.params[name]) for name in _FORMS.get(op.primitive, ()))
+    return (f"{kind}, {form}", kind) if form else (kind,)
 
 
 class NodeCosts:
@@ -231,8 +242,8 @@ class NodeCosts:
         return self._works[key]
 
     def _work_key(self, op: Op) -> tuple:
-        timed = timed_kind(op) if self.model.device.operation_times else None
-        return (op.key, op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op), timed)
+        role = op.role if self.model.device.operation_times else None  # of parts of kernels
+        return (op.key, op.kernel_bytes, op.order_cost, self._adds_up(op), *self._kernels(op), role)
 
     def _new_work(self, op: Op) -> Work:
         rate = ProductRate(self.graph.values[op.outputs[0]].dtype if op.outputs else "float32")
@@ -312,7 +323,7 @@ class NodeCosts:
     def _alone_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...]) -> np.ndarray:
         """Seconds of one run under each strategy, without what the operation sends itself."""
         seconds, device = self._by_constants_s(op, work, strategies), self.model.device
-        return device.corrected_s(timed_kind(op), seconds) if device.operation_times else seconds
+        return device.corrected_s(timed_kinds(op), seconds) if device.operation_times else seconds
 
     def _by_constants_s(self, op: Op, work: Work, strategies: tuple[Strategy, ...]) -> np.ndarray:
         """The same by the device's constants, whatever a step took that was timed."""
@@ -330,7 +341,7 @@ class NodeCosts:
     def _corrected_s(self, op: Op, seconds: float) -> float:
         """Seconds of one run as a step had them that was timed, given those by the device's constants."""
         device = self.model.device
-        return float(device.corrected_s(timed_kind(op), np.float64(seconds))) if device.operation_times else seconds
+        return float(device.corrected_s(timed_kinds(op), np.float64(seconds))) if device.operation_times else seconds
 
     def _with_sends_s(self, op: Op, strategies: tuple[Strategy, ...], alone_s: np.ndarray) -> np.ndarray:
         """Seconds of one run under each strategy, with those of what the operation sends itself."""

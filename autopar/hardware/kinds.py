@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ class OperationTimes:
     """Seconds of one run of the operations of a kind, as a step had them that was timed (`autopar.measure`).
 
     Attributes:
-        kind: As `autopar.cost.cost_model.timed_kind` names operations.
+        kind: As `autopar.cost.cost_model.timed_kinds` names operations.
         predicted_s: By the constants of the device alone; ascending.
         measured_s: Of the same operations as they ran; not descending, so that more work never takes less time.
     """
@@ -179,9 +179,9 @@ class DeviceKind:
         """Time of reading and writing so many bytes."""
         return moved_bytes / self.memory_bytes_per_s
 
-    def corrected_s(self, kind: str, predicted_s: _Times) -> _Times:
-        """Seconds of one run of operations of a kind, given those by all other constants."""
-        times = next((times for times in self.operation_times if times.kind == kind), None)
+    def corrected_s(self, kinds: Sequence[str], predicted_s: _Times) -> _Times:
+        """Seconds of one run of operations, given those by all other constants: by the first kind that was timed."""
+        times = next((times for kind in kinds for times in self.operation_times if times.kind == kind), None)
         return predicted_s if times is None else times.corrected_s(predicted_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.common import jax_compat
-from autopar.cost.cost_model import NodeCosts, cost_model, least_time_s
+from autopar.cost.cost_model import NodeCosts, cost_model, least_time_s, timed_kinds
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.executables.compiled_step import LoweredWhole
 from autopar.frontend.build_graph import build_graph
@@ -67,11 +67,11 @@ def events(*rows, program="jit_step"):
     return [DeviceEvent(device=0, program=program, run=0, operation=o, start_s=s, end_s=e) for o, s, e in rows]
 
 
-def op(primitive, *, inputs=(), outputs=(), role=Role.FORWARD, count=1.0):
+def op(primitive, *, inputs=(), outputs=(), role=Role.FORWARD, count=1.0, form=""):
     operand = SimpleNamespace(aval=SimpleNamespace(dtype=np.dtype("float32")))
     return SimpleNamespace(
         primitive=primitive, inputs=inputs, outputs=outputs or (99,), role=role, count=count, kind=OpKind.EQUATION,
-        eqn=SimpleNamespace(invars=[operand], outvars=[operand]),
+        eqn=SimpleNamespace(invars=[operand], outvars=[operand], params={"dimension_numbers": form}),
     )  # fmt: skip
 
 
@@ -165,6 +165,16 @@ def test_times_of_a_kind_by_size():
         OperationTimes(kind=FORWARD, predicted_s=(2.0,), measured_s=(3.0,)),
         OperationTimes(kind=UPDATE, predicted_s=(1.0,), measured_s=(1.0,)),
     )
+
+
+def test_products_of_another_form_have_times_of_their_own():
+    """Half of the slow one is not the fast one of that size; a form that was not timed goes as all together."""
+    ops = {1: op("dot_general", form="forward"), 2: op("dot_general", form="backward")}
+    times = operation_times(ops, {1: 1.0, 2: 2.0}, {1: 1.0, 2: 6.0})
+    device = timed_device(*times)
+    for form, predicted_s, corrected_s in (("forward", 1.0, 1.0), ("backward", 1.0, 3.0), ("other", 1.5, 3.5)):
+        kinds = timed_kinds(op("dot_general", form=form))
+        assert device.corrected_s(kinds, np.float64(predicted_s)) == pytest.approx(corrected_s)
 
 
 TIMES = OperationTimes(kind=PRODUCT, predicted_s=(1.0, 3.0), measured_s=(2.0, 4.0))
