@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
+from autopar.errors import BatchMismatchError, PlanMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.one_stage import least_bytes
@@ -293,7 +293,7 @@ class PipelineEvaluator:
         to_beat_s = self.longest_s if fits else math.inf
         try:
             candidate = self.evaluate(m, choice, binding, name, to_beat_s)
-        except SolverError:  # the best stays
+        except (SolverError, PlanMismatchError):  # the best stays
             return None
         trial = candidate.trial
         self.weighed.append(trial)
@@ -311,7 +311,7 @@ class PipelineEvaluator:
         """What a choice comes to without anything done to make it fit; None: no solution in time."""
         try:
             return self.evaluate(m, choice, binding, to_beat_s=0.0)
-        except SolverError:
+        except (SolverError, PlanMismatchError):  # in other micro-batches a layer may have other values
             return None
 
     def weigh(self, candidate: PipelineCandidate | PipelineEstimate) -> None:

@@ -7,7 +7,7 @@ of one ILP for each mesh. The cost of a stage follows from the costs of its laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from autopar.lowering.instructions import (
 )
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
-from autopar.passes.remat import forward_of_layers, recomputed_ops, text_of_kept
+from autopar.passes.remat import forward_of_layers, recomputations, text_of_kept
 from autopar.solver import StageOption
 from autopar.solver.stage_problem import weight_seconds
 
@@ -112,32 +112,27 @@ class LayerPolicies:
     ops: tuple[Mapping[int, frozenset[int]], ...]
 
 
-def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster) -> LayerPolicies:
-    """All is kept, parts of it by value, or the inputs of layers alone. The last layer, whose backward pass follows at
-    once, keeps its products instead of parts by value: what is elementwise takes memory of no use there.
+def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster, *, by_value: bool) -> LayerPolicies:
+    """All is kept, parts of it, or the inputs of layers alone. `by_value`: whether the parts are chosen by value, as
+    those of layers that are written out; else products are kept, or half of them.
+
+    The last layer, whose backward pass follows at once, keeps its products in place of parts by value: what is
+    elementwise takes memory of no use there.
     """
     forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
-
-    def kept_bytes(kept: Mapping[int, Collection[str]]) -> float:
-        places = ((layer, forward[layer].places.get(place)) for layer, of in kept.items() for place in of)
-        return sum(folded.weight[layer] * folded.graph.values[v].nbytes for layer, v in places if v is not None)
-
-    read = {layer: [p for p, v in at.places.items() if v in at.read] for layer, at in forward.items()}
-    names, policies, sizes = [Recompute.NOTHING.value], [dict.fromkeys(folded.weight, "nothing")], [kept_bytes(read)]
-    choices = LayerValues.of_written_out(folded, forward, layers, cluster).kept_places(CHOICES)
-    for number, places in enumerate(choices):
-        kept = {layer: places[str(kinds[layer])] for layer in forward if str(kinds[layer]) in places}
-        names.append(f"by value ({number})")
-        of_kept = {layer: text_of_kept(of) for layer, of in kept.items()}
-        policies.append(dict.fromkeys(folded.weight, Recompute.CHEAP.value) | of_kept)
-        sizes.append(kept_bytes({**read, **kept}))
-    names.append(Recompute.ALL.value)
-    policies.append(dict.fromkeys(folded.weight, Recompute.ALL.value))
+    whole = LayerValues.of_written_out(folded, forward, layers, cluster)
+    policies = {"nothing": dict.fromkeys(folded.weight, Recompute.NOTHING.value)}
+    for number, places in enumerate(whole.kept_places(CHOICES) if by_value else ()):
+        kept = {layer: text_of_kept(places[str(kinds[layer])]) for layer in forward if str(kinds[layer]) in places}
+        policies[f"by value ({number})"] = dict.fromkeys(folded.weight, Recompute.CHEAP.value) | kept
+    others = (Recompute.ALL,) if len(policies) > 1 else (Recompute.CHEAP, Recompute.HALF, Recompute.ALL)
+    policies |= {policy.value: dict.fromkeys(folded.weight, policy.value) for policy in others}
+    found = recomputations(folded.graph, folded.layer_of, list(policies.values()))
     return LayerPolicies(
-        names=tuple(names),
-        of_layers=tuple(tuple(policy[layer] for layer in folded.stands_for) for policy in policies),
-        kept_bytes=(*sizes, 0.0),
-        ops=tuple(recomputed_ops(folded.graph, folded.layer_of, policies)),
+        names=tuple(policies),
+        of_layers=tuple(tuple(policy[layer] for layer in folded.stands_for) for policy in policies.values()),
+        kept_bytes=tuple(sum(folded.weight[at] * each.kept_bytes for at, each in of.items()) for of in found),
+        ops=tuple({layer: each.ops for layer, each in of_layers.items()} for of_layers in found),
     )
 
 

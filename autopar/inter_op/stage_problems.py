@@ -117,7 +117,7 @@ class _Table:
         link = at.between_hosts if at.num_domains > 1 else at.inside_host
         layers = microbatched.layers
         if wiring not in decided.policies:
-            decided.policies[wiring] = layer_policies(folded, layers, cluster)
+            decided.policies[wiring] = layer_policies(folded, layers, cluster, by_value=microbatched.step.parts == 1)
         self.job = MeshOptions(folded, decided.policies[wiring], layers, link, limits.time_limit_s, meshes)
         self.work = len(meshes) * len(folded.graph.block.ops)
 

@@ -103,7 +103,8 @@ class LayerValues:
     """
 
     def __init__(self, layers: Sequence[SavingLayer], graph: OpGraph, cluster: Cluster, *, fuses: bool) -> None:
-        self.layers, self.cluster, self.values, self.fuses = layers, cluster, graph.values, fuses
+        self.layers = [layer for layer in layers if not {*layer.read}.isdisjoint(layer.places.values())]
+        self.cluster, self.values, self.fuses = cluster, graph.values, fuses
         self._costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
 
     @classmethod
@@ -249,7 +250,7 @@ class SavingProgram:
         # The bytes of each operation that runs again, and the time of each byte, break ties.
         fastest = self._solution(seconds + 1e-6 * _unit(seconds) * size / _unit(size), limits)
         leanest = self._solution(size + 1e-6 * _unit(size) * seconds / _unit(seconds), limits)
-        step = (size @ fastest - size @ leanest) / most
+        step = (size @ fastest - size @ leanest) / max(1, most - 1)
 
         def priced(more: np.ndarray, less: np.ndarray) -> list[np.ndarray]:
             """Those between two, with the latter."""

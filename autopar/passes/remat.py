@@ -93,22 +93,29 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
     return tuple(out)
 
 
-def recomputed_ops(
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The ids of the forward operations of a layer that run again, and the bytes of its results that are kept."""
+
+    ops: frozenset[int]
+    kept_bytes: int
+
+
+def recomputations(
     graph: OpGraph, layer_of: Mapping[int, int | None], policies: Sequence[Mapping[int, str]]
-) -> list[dict[int, frozenset[int]]]:
-    """For each of several policies of all layers: the ids of the forward operations that each computes again;
-    `layer_of[op.id]` as in `LayerAssignment`.
-    """
+) -> list[dict[int, Recomputation]]:
+    """For each of several policies of all layers, what comes of it; `layer_of[op.id]` as in `LayerAssignment`."""
     readers = _Readers(graph, layer_of)
-    return [
-        {
-            layer: frozenset(op.id for op in _recomputed(layer, policy, readers)[1])
-            if policy != Recompute.NOTHING
-            else frozenset()
-            for layer, policy in of_layers.items()
-        }
-        for of_layers in policies
-    ]
+
+    def of_layer(layer: int, policy: str) -> Recomputation:
+        _, again = _recomputed(layer, policy, readers) if policy != Recompute.NOTHING else ([], [])
+        results = {v for op in again for v in op.outputs}
+        starts = {v for op in again for v in read_by(op)}
+        own = {v for op in readers.forward(layer) if readers.layer[op.id] == layer for v in op.outputs}
+        kept = [v for v in own - results if v in starts or layer in readers.layers.get(v, ())]
+        return Recomputation(frozenset(op.id for op in again), sum(graph.values[v].nbytes for v in kept))
+
+    return [{layer: of_layer(layer, policy) for layer, policy in of_layers.items()} for of_layers in policies]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

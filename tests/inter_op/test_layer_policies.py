@@ -1,5 +1,7 @@
 """What layers that are written out compute again, value by value: the policies, and the steps that come of them."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import PlanMismatchError
+from autopar.errors import MemoryLimitError, PlanMismatchError
 from autopar.frontend.tracing import trace
 from autopar.inter_op.build_stages import cut_layers, recomputed
 from autopar.inter_op.stage_costs import layer_policies
@@ -70,7 +72,7 @@ def cut(step, num_microbatches=2):
 def policies_of(microbatched, devices=1):
     graph, layers = microbatched.graph, microbatched.layers
     folded = fold_layers(graph, assign_layers(graph, layers), len(layers))
-    return layer_policies(folded, layers, slow_cluster(devices))
+    return layer_policies(folded, layers, slow_cluster(devices), by_value=True)
 
 
 def test_policies_keep_less_and_less_and_equal_layers_the_same():
@@ -140,3 +142,29 @@ def test_a_value_that_a_layer_does_not_have_is_refused():
     with pytest.raises(PlanMismatchError) as raised:
         recomputed(microbatched, policies)
     assert (raised.value.where, raised.value.got) == ("$.plan.pipeline.recomputed[1]", "99.0")
+
+
+def test_parts_of_a_scan_recompute_their_products_half_of_them_or_everything():
+    """What their bodies save is chosen by value; stages of the parts take policies of whole parts."""
+
+    def step(state, batch):
+        def loss(state):
+            x, _ = jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None), batch["x"], state)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    layers, batch = numbers()
+    state = {name: jnp.stack([p[name] for p in layers[:4]]) for name in ("up", "down")}
+    options = {"cluster": slow_cluster(2), "cache_dir": None, "num_microbatches": 8}
+    peak_bytes = max(autopar.plan(step, state, batch, **grouped(**options)).predicted.peak_bytes)
+    recomputed_by = set()
+    for share in (0.9, 0.8, 0.7, 0.6):
+        limit_bytes = int(share * peak_bytes)
+        with contextlib.suppress(MemoryLimitError):
+            plan = autopar.plan(step, state, batch, **grouped(memory_limit_bytes=limit_bytes, **options))
+            assert max(plan.predicted.peak_bytes) <= limit_bytes
+            recomputed_by |= {name_of(policy) for policy in plan.record.pipeline.recomputed}
+    assert recomputed_by <= {"nothing", "matmuls", "half matmuls", "input"}
+    assert recomputed_by

@@ -284,7 +284,7 @@ def test_what_cannot_fit_or_win_is_not_decided_again(monkeypatch, zero, to_beat_
 
 
 def options_of(folded, step, model, decisions):
-    policies = layer_policies(folded, step.layers, cluster(inside=FAST))
+    policies = layer_policies(folded, step.layers, cluster(inside=FAST), by_value=True)
     return stage_options(folded, policies, step.layers, model, SLOW, decisions)
 
 
