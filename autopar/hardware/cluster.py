@@ -23,6 +23,8 @@ from autopar.hardware.measurement import FitQuality, Measurement
 __all__ = ["Cluster", "DeviceKind", "Fabric", "Link"]
 
 _FORMAT_VERSION = 2
+# A machine before the file of its devices, whose path may have an @ too.
+_MACHINE = re.compile(rf"({'|'.join(map(re.escape, ('local', *presets.GPU_HOSTS, *presets.TPUS)))})([x:].*)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +295,8 @@ class Cluster:
         """A cluster as the command line names it.
 
         `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts), `dgx-h100:4` (4 cards of
-        a host); `tpu-v5e:2x4`, `tpu-v5p:4x4x4:2` (2 slices); anything that ends in .json is a file made by `save`;
-        `dgx-h100x16@h100.json` is such a machine with the devices of a file (`of_devices_in`);
+        a host); `tpu-v5e:2x4`, `tpu-v5p:4x4x4:2` (2 slices); `dgx-h100x16@h100.json` is such a machine with the devices
+        of a file (`of_devices_in`); anything else that ends in .json is a file made by `save`;
         `dgx-a100-80g+p3.16xlarge` joins two.
 
         Raises:
@@ -302,8 +304,8 @@ class Cluster:
         """
         if "+" in text:
             return cls.joined([cls.parse(part) for part in text.split("+")])
-        if "@" in text:
-            name, _, path = text.partition("@")
+        name, at, path = text.partition("@")
+        if at and _MACHINE.fullmatch(name):
             return cls.parse(name).of_devices_in(path)
         if text.endswith(".json"):
             return cls.load(text)

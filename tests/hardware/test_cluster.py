@@ -105,6 +105,17 @@ def test_clusters_are_saved_and_loaded(tmp_path):
         assert Cluster.parse(str(tmp_path / "cluster.json")) == cluster
 
 
+@pytest.mark.parametrize("name", ["run@h100.json", "dgx@h100.json", "local-run@a@b.json"])
+def test_a_path_with_an_at_sign_is_a_file(tmp_path, monkeypatch, name):
+    """Absolute and relative; a known machine with the devices of such a file."""
+    monkeypatch.chdir(tmp_path)
+    cluster = Cluster.preset("dgx-h100")
+    cluster.save(tmp_path / name)
+    assert Cluster.parse(str(tmp_path / name)) == Cluster.parse(name) == cluster
+    for machine in ("dgx-h100x2", "dgx-h100:4"):
+        assert Cluster.parse(f"{machine}@{name}").num_devices == Cluster.parse(machine).num_devices
+
+
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"format_version": 1', b"\xff", b"[" * 100_000])
 def test_damaged_files_say_so(tmp_path, damage):
     path = tmp_path / "cluster.json"
