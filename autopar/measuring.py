@@ -232,11 +232,8 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
 
     ran, side_by_side = ran_instructions(events(), program.as_text(), steps)
     if not any(each.numbers for each in ran):
-        raise UnsupportedError(
-            where=f"autopar.measure({traced.name}, ...)",
-            expected="a profile of the step in which operations bear their names",
-            got=f"{len(ran)} instructions without" if ran else "none of the step's operations",
-            hint="look whether another program profiles this device, and whether step.profile shows the step",
+        raise _without_names(
+            traced.name, f"{len(ran)} instructions without" if ran else "none of the step's operations"
         )
     return RecordedProgram(
         name=traced.name,
@@ -248,11 +245,26 @@ def _recorded(problem: PlanningProblem, plan: Plan) -> RecordedProgram:
     )
 
 
+def _without_names(name: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        where=f"autopar.measure({name}, ...)",
+        expected="a profile of the step in which operations bear their names",
+        got=got,
+        hint="look whether another program profiles this device, and whether step.profile shows the step",
+    )
+
+
 def _measurement(cluster: Cluster, program: RecordedProgram, step_s: float) -> StepMeasurement:
-    """The times of operations that add up to the seconds of a step by the clock."""
+    """The times of operations that add up to the seconds of a step by the clock.
+
+    Raises: UnsupportedError where no time is of an operation that is predicted to take any.
+    """
     predicted_step_s, predicted_s = program.seconds_by(cluster.device)
     beside_s = max(0.0, predicted_step_s - sum(predicted_s.values()))
-    ran = on_the_clock(with_products(program.ran, program.ops), program.side_by_side, step_s, beside_s)
+    ran = with_products(program.ran, program.ops)
+    if not any(each.seconds and any(predicted_s.get(n) for n in each.numbers) for each in ran):
+        raise _without_names(program.name, "no time of one that is predicted to take any")
+    ran = on_the_clock(ran, program.side_by_side, step_s, beside_s)
     measured_s, of_none_s = seconds_of_operations(ran, predicted_s)
     kinds = _kinds(program.ops, predicted_s, measured_s, of_none_s)
     measured_s = with_shares_of(of_none_s, program.ops, predicted_s, measured_s)

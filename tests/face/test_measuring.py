@@ -333,11 +333,22 @@ def test_a_program_of_other_names_is_not_taken_from_jaxs_cache(monkeypatch):
     assert flags == [False, True]  # as it is timed, as it is recorded
 
 
-def test_a_profile_without_the_step_is_said(monkeypatch):
-    monkeypatch.setattr("autopar.measuring.ran_instructions", lambda events, text, steps: ([ran(seconds=1.0)], 1.0))
+@pytest.mark.parametrize(
+    ("instruction", "predicted_s", "got"),
+    [
+        (ran(seconds=1.0), 1.0, "1 instructions without"),
+        (ran(*range(99), seconds=1.0), 0.0, "no time of one that is predicted to take any"),
+        (ran(*range(99), seconds=0.0), 1.0, "no time of one that is predicted to take any"),
+    ],
+)
+def test_a_profile_without_the_step_is_said(monkeypatch, instruction, predicted_s, got):
+    """Without names; with those of operations of no predicted time alone; of a profile in which nothing takes time."""
+    monkeypatch.setattr("autopar.measuring.ran_instructions", lambda events, text, steps: ([instruction], 1.0))
+    of_operations = lambda graph, *rest: dict.fromkeys((op.id for op in graph.ops()), predicted_s)  # noqa: E731
+    monkeypatch.setattr("autopar.measuring.compute_times_s", of_operations)
     step, state, batch = layers("scanned")
     step = autopar.parallelize(step, cluster=autopar.Cluster.local(1, measured=False), cache_dir=None)
-    with pytest.raises(UnsupportedError, match="operations bear their names, got 1 instructions without"):
+    with pytest.raises(UnsupportedError, match=f"operations bear their names, got {got}"):
         autopar.measure(step, state, batch, seconds=0)
 
 
