@@ -154,9 +154,9 @@ def measure(step: Step, *args: Any, seconds: float = 10.0) -> StepMeasurement:
 
 def check_cluster(cluster: Cluster) -> None:
     """Raises: InvalidArgumentError for a cluster of other devices than those here, and where one stands for several."""
-    here, device = jax.devices()[0].platform, cluster.device
+    here, device = _name_here(), cluster.device
     is_shared = device.platform is Platform.CPU and cluster.num_devices > 1
-    if device.platform == here and not cluster.parts and not is_shared:
+    if here in (device.platform, device.name) and not cluster.parts and not is_shared:
         return
     raise InvalidArgumentError(
         where="autopar.measure",
@@ -164,6 +164,17 @@ def check_cluster(cluster: Cluster) -> None:
         got=f"{cluster.num_devices} x {device.name}" + (", which share the cores of one host" if is_shared else ""),
         hint="parallelize(..., cluster=Cluster.local(1)), or autopar measure --devices 1",
     )
+
+
+def _name_here() -> str:
+    """The first device's name in the tables; the platform alone of a CPU, and of a device that no table has."""
+    platform = jax.devices()[0].platform
+    if platform == Platform.CPU:
+        return platform
+    try:
+        return Cluster.local(1, measured=False).device.name
+    except InvalidArgumentError:
+        return platform
 
 
 def check_arguments(name: str, arguments: Any, cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,7 @@ from autopar.ir.graph import OpKind, Role
 from autopar.ir.mesh import LogicalMesh
 from autopar.measuring import (
     RanInstruction,
+    check_cluster,
     on_the_clock,
     operation_times,
     ran_instructions,
@@ -361,6 +363,23 @@ def test_only_devices_here_are_timed_and_of_a_cpu_one(cluster, got):
     step = autopar.parallelize(step, cluster=autopar.Cluster.parse(cluster), cache_dir=None)
     with pytest.raises(InvalidArgumentError, match=got):
         autopar.measure(step, state, batch)
+
+
+@pytest.mark.parametrize(
+    ("here", "refused"),
+    [("NVIDIA H100 80GB HBM3", ["dgx-h200:1", "dgx-a100-80g:1", "mi300x:1"]), ("a card of no table", ["tpu-v5e:2x4"])],
+)
+def test_only_the_accelerator_that_is_here_is_timed(monkeypatch, here, refused):
+    """By its name in the tables; one that no table has goes by its platform."""
+    card = SimpleNamespace(
+        platform="gpu", device_kind=here, process_index=0, memory_stats=lambda: None, compute_capability="1.0"
+    )
+    monkeypatch.setattr(jax, "devices", lambda *args: [card])
+    check_cluster(autopar.Cluster.parse("dgx-h100:2"))
+    for name in refused:
+        cluster = autopar.Cluster.parse(name)
+        with pytest.raises(InvalidArgumentError, match=f"x {re.escape(cluster.device.name)}"):
+            check_cluster(cluster)
 
 
 def test_a_step_that_does_not_fit_says_what_to_do():
