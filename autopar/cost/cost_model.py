@@ -40,8 +40,10 @@ from autopar.hardware.kinds import SECTOR_BYTES, Platform
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.primitives import MATRIX_PRODUCTS
+from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact
 from autopar.kernels.local import runs_locally
+from autopar.kernels.operation import NAME as KERNEL
+from autopar.kernels.operation import is_kernel
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Key, Pieces
 from autopar.lowering.lower import LoweredEquations
@@ -106,23 +108,28 @@ def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:
     return model.device.memory_s(passes * nbytes)
 
 
-# What of a product's parameters says how it runs, whatever its sizes: forward, and backward by each operand, the same
-# sizes take different times.
+# The parameters by which an operation runs differently at the same sizes: a product forward, and backward by each
+# operand; a kernel of one name forward, and computed again or differentiated in the backward pass.
 _FORMS = {
     "dot_general": ("dimension_numbers",),
     "conv_general_dilated": ("dimension_numbers", "lhs_dilation", "rhs_dilation"),
+    KERNEL: ("rule",),
 }
 
 
 def timed_kinds(op: Op) -> tuple[str, ...]:
     """The kinds of operations with which one is timed together, where a step is (`OperationTimes.kind`), the narrowest
-    first: products of one form; what runs the same program on operands of one type; of those that are parts of kernels,
-    all of a pass.
+    first: products of one form, kernels of one rule; operations of one primitive on operands of one type, kernels of
+    one name in one pass; of the parts of XLA's kernels, all of a pass.
     """
     if is_in_kernels(op):
         return (f"elementwise operations and reductions, {op.role.value}",)
-    operand = next(iter((*op.eqn.invars, *op.eqn.outvars)), None)
-    kind = op.primitive if operand is None else f"{op.primitive} of {operand.aval.dtype}"
+    dtypes = [v.aval.dtype for v in (*op.eqn.invars, *op.eqn.outvars)]
+    if is_kernel(op.eqn):
+        dtype = next(filter(is_inexact, dtypes), dtypes[0])
+        kind = f"{op.eqn.params['function'].name} of {dtype}, {op.role.value}"
+    else:
+        kind = f"{op.primitive} of {dtypes[0]}" if dtypes else op.primitive
     form = " ".join(str(op.eqn.params[name]) for name in _FORMS.get(op.primitive, ()))
     return (f"{kind}, {form}", kind) if form else (kind,)
 

@@ -1,9 +1,12 @@
 """The costs of a mesh over a cluster; those of a graph's operations are made once, for all its programs on the mesh."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from autopar.cost.cost_model import CostsOnMeshes, cost_model
+import autopar
+from autopar.cost.cost_model import CostsOnMeshes, cost_model, timed_kinds
+from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers, stage_graphs
@@ -11,8 +14,10 @@ from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.operation import is_kernel
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook
+from tests.kernels import ragged_steps
 from tests.small_steps import chain_step, slow_cluster
 
 
@@ -69,3 +74,34 @@ def test_a_program_takes_as_long_behind_others_as_alone(mesh):
     )  # fmt: skip
     graphs = stage_graphs(several, choice(several, mesh).policies, (0,), "1f1b", 1)
     assert {model.links.mesh for model in graphs.costs[0].known} == {GRID, mesh}
+
+
+def kernel_kinds(function, args):
+    graph = build_graph(trace(function, args, names=("state", "batch"), donate=(), batch=()), RuleBook())
+    return [timed_kinds(op) for op in graph.ops() if is_kernel(op.eqn)]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_are_timed_by_name_pass_and_the_type_of_their_numbers(scanned, dtype):
+    """A mixture, whose first operand is of integers, and whose backward pass has two kernels of other rules."""
+    step = ragged_steps.step(
+        ragged_steps.LAYERS_AS_WRITTEN["repeated"], scanned=scanned, checkpoint=True, dtype=jnp.dtype(dtype)
+    )
+    kinds = kernel_kinds(step, jax.eval_shape(lambda: (ragged_steps.state(1), ragged_steps.batch())))
+    assert {kind[-1] for kind in kinds} == {f"ragged experts of {dtype}, {role}" for role in ("forward", "backward")}
+    assert len({kind[0] for kind in kinds}) == len(kinds) == 3
+
+
+def test_two_kernels_of_one_rule_are_timed_apart():
+    """Without a gradient all is of the update."""
+    def scale(x, w):
+        return x * w
+
+    def shift(x, w):
+        return x + w
+
+    scale, shift = (autopar.kernel(function, "b [w], [w] -> b [w]") for function in (scale, shift))
+    arrays = jax.ShapeDtypeStruct((8,), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+    kinds = kernel_kinds(lambda w, x: shift(scale(x, w), w), arrays)
+    assert [kind[-1] for kind in kinds] == ["scale of float32, update", "shift of float32, update"]
