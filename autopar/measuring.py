@@ -1,13 +1,13 @@
 """`autopar.measure`: times a step on one device, kind of operations by kind, for predictions on any number of them.
 
-The step runs as it is planned for one device. The clock says how long it takes, the profiler what share each kernel
-has: programs that are profiled bear the numbers of the graph's operations, so that each kernel is known to run these.
-What no kernel runs in is spread evenly over all runs of kernels, but for the time that the model has between the turns
-of loops. Of operations of one kind (`timed_kinds`) the times by the device's constants and as they ran are kept beside
-one another, by size; the cost model reads the ones off the others for parts of any size.
+The step runs as it is planned for one device. The clock gives its time, the profiler the share of each kernel: programs
+that are profiled bear the numbers of the graph's operations, so that each kernel is known to run these. Idle time
+between kernels is spread evenly over all their runs, but for the time that the model has between the turns of loops.
+Of operations of one kind (`timed_kinds`) the times by the device's constants and as they ran are kept beside one
+another, by size; the cost model reads the ones off the others for parts of any size.
 
-Not timed: what the step does not do on one device (collectives, which `Cluster.measure` times between several), and
-operations in branches that are not the longest.
+Not timed: collectives, which `Cluster.measure` times between several devices, and operations in branches that are not
+the longest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from autopar.xla import parse
 
 COLUMNS = 120
 OF_STEP = "step "  # `FitQuality.what` of a step's operations, before its name
-RECORDED_TURNS = 3  # as `turn_of` has them: a few steps, one behind the other
+RECORDED_TURNS = 3  # as `turn_of` has them: a few steps in succession
 # In place of the kind of operations: kernels that bear the number of none, such as copies that XLA adds.
 NO_OPERATION = "no operation"
 
@@ -105,8 +105,8 @@ class StepMeasurement:
             rows.add_row(row.kind, f"{row.runs:g}", text_of_s(row.predicted_s), text_of_s(row.measured_s), ratio)
         rows.add_row("step", "", text_of_s(self.predicted_s), text_of_s(self.measured_s), self._ratio(self.predicted_s))
         console.table(rows)
-        told = f"with these times the step is predicted to take {text_of_s(self.corrected_s)}"
-        console.line(f"{told}, {self._ratio(self.corrected_s)} of the measured time")
+        sentence = f"with these times the step is predicted to take {text_of_s(self.corrected_s)}"
+        console.line(f"{sentence}, {self._ratio(self.corrected_s)} of the measured time")
         return console.text()
 
     def _ratio(self, predicted_s: float) -> str:
@@ -129,8 +129,8 @@ def measure(step: Step, *args: Any, seconds: float = 10.0) -> StepMeasurement:
         seconds: Approximate duration of the timed steps, without compilation.
 
     Raises: InvalidArgumentError where the step does not fit into one device, whole and in one micro-batch, for several
-    virtual devices of a CPU, and for a cluster of other devices; UnsupportedError in a program of several processes;
-    what planning, compiling and running raise.
+    virtual devices of a CPU, and for a cluster of other devices; UnsupportedError in a program of several processes
+    and for a profile without times of the step's operations; the errors of planning, compiling and running.
     """
     check_is_step("autopar.measure", step)
     check_one_process("autopar.measure")
@@ -209,8 +209,8 @@ def _too_large(name: str, got: str) -> InvalidArgumentError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProgram:
-    """What the profiler saw of a step's program: its instructions, and what part of their seconds is left where those
-    that ran side by side count once.
+    """A step's program in the profile: its instructions, and the part of their seconds that is left where those that
+    ran side by side count once.
 
     `seconds_by` predicts the program on a device: the seconds of a step, and of each operation in it.
     """
@@ -352,8 +352,8 @@ def on_the_clock(
 
 
 def ran_instructions(events: Sequence[DeviceEvent], text: str, steps: int) -> tuple[list[RanInstruction], float]:
-    """What the events of so many steps show of a program whose names bear the numbers of operations: its instructions,
-    and what part of their seconds is left where those that ran side by side count once.
+    """The instructions of a program whose names bear the numbers of operations, by the events of so many steps, and the
+    part of their seconds that is left where those that ran side by side count once.
     """
     module, operations = parse.parse(text), operations_of(text)
     by_name = {i.name: i for c in module.computations.values() for i in c.instructions.values()}
@@ -364,7 +364,7 @@ def ran_instructions(events: Sequence[DeviceEvent], text: str, steps: int) -> tu
     found = []
     for name, took in runs.items():
         of_step = len(took) / steps
-        seconds = of_step * statistics.median(took)  # what else the machine does falls on some of the runs
+        seconds = of_step * statistics.median(took)  # other work of the machine falls on some of the runs
         parts = list(_with_called(by_name[name], module))
         found.append(
             RanInstruction(
@@ -395,14 +395,14 @@ def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[
     """Instructions that multiply with the number of a product, and others without.
 
     XLA transposes the operands of a product in place of its result, and names it by the transpose: the product is the
-    nearest one that what it is named by was computed of. One that it cut into parts may have no name: it is one of the
-    products that nothing else is. What prepares operands, or adds up parts of results, bears the number of the product,
-    and has it where it is nothing else.
+    nearest one among the operations of which the named one was computed. One that it cut into parts may have no name:
+    it is one of the products that no other instruction is. An instruction that prepares operands, or adds up parts of
+    results, bears the number of the product, and has it where it has no other.
     """
     made_by = {v: number for number, op in ops.items() for v in op.outputs}
     products = frozenset(number for number, op in ops.items() if op.primitive in MATRIX_PRODUCTS)
 
-    def behind(numbers: frozenset[int]) -> frozenset[int]:
+    def producers(numbers: frozenset[int]) -> frozenset[int]:
         read = (made_by.get(atom) for n in numbers for atom in ops[n].inputs if isinstance(atom, int))
         return frozenset(n for n in read if n is not None and ops[n].kind is OpKind.EQUATION)
 
@@ -410,7 +410,7 @@ def with_products(ran: Iterable[RanInstruction], ops: Mapping[int, Op]) -> list[
     for each in ran:
         numbers = nearest = each.numbers.intersection(ops)
         while each.multiplies and nearest and not numbers & products:
-            nearest = behind(nearest)
+            nearest = producers(nearest)
             numbers |= nearest & products
         if not each.multiplies:
             numbers = numbers - products or numbers
@@ -446,8 +446,8 @@ def seconds_of_operations(
 def with_shares_of(
     of_none_s: float, ops: Mapping[int, Op], predicted_s: Mapping[int, float], measured_s: Mapping[int, float]
 ) -> dict[int, float]:
-    """Measured seconds with those of no operation among them: copies, which belong to what moves bytes. They go to the
-    parts of kernels as their predictions stand, and to all operations where there are none.
+    """Measured seconds with those of no operation among them: copies, which belong to operations that move bytes. They
+    go to the parts of kernels as their predictions stand, and to all operations where there are none.
     """
     moving = {n: s for n, s in predicted_s.items() if is_in_kernels(ops[n])}
     moving = moving if any(moving.values()) else dict(predicted_s)

@@ -95,6 +95,7 @@ def test_kernels_are_timed_by_name_pass_and_the_type_of_their_numbers(scanned, d
 
 def test_two_kernels_of_one_rule_are_timed_apart():
     """Without a gradient all is of the update."""
+
     def scale(x, w):
         return x * w
 

@@ -73,7 +73,9 @@ def op(primitive, *, inputs=(), outputs=(), role=Role.FORWARD, count=1.0, form="
     operand = SimpleNamespace(aval=SimpleNamespace(dtype=np.dtype("float32")))
     return SimpleNamespace(
         primitive=primitive, inputs=inputs, outputs=outputs or (99,), role=role, count=count, kind=OpKind.EQUATION,
-        eqn=SimpleNamespace(invars=[operand], outvars=[operand], params={"dimension_numbers": form}),
+        eqn=SimpleNamespace(
+            primitive=primitive, invars=[operand], outvars=[operand], params={"dimension_numbers": form}
+        ),
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def test_events_are_of_the_operations_whose_numbers_their_instructions_bear():
     assert ran_instructions(at_once, TEXT, steps=1)[1] == pytest.approx(4 / 6)
 
 
-def test_a_product_whose_transpose_xla_took_in_is_found_behind_it():
+def test_a_product_that_is_named_by_its_transpose_is_found():
     """12 transposes what product 11 made of what product 10 made: the nearest is meant. What does not multiply has a
     product's number, as a kernel that adds up its parts, only where it has no other.
     """
@@ -346,7 +348,7 @@ def test_a_program_of_other_names_is_not_taken_from_jaxs_cache(monkeypatch):
 def test_a_profile_without_the_step_is_said(monkeypatch, instruction, predicted_s, got):
     """Without names; with those of operations of no predicted time alone; of a profile in which nothing takes time."""
     monkeypatch.setattr("autopar.measuring.ran_instructions", lambda events, text, steps: ([instruction], 1.0))
-    of_operations = lambda graph, *rest: dict.fromkeys((op.id for op in graph.ops()), predicted_s)  # noqa: E731
+    of_operations = lambda graph, *rest: dict.fromkeys((op.id for op in graph.ops()), predicted_s)
     monkeypatch.setattr("autopar.measuring.compute_times_s", of_operations)
     step, state, batch = layers("scanned")
     step = autopar.parallelize(step, cluster=autopar.Cluster.local(1, measured=False), cache_dir=None)
