@@ -255,9 +255,10 @@ def layouts_in_metadata(args: Sequence[Any], names: Sequence[str]) -> dict[str, 
     nnx: Any = sys.modules.get("flax.nnx")
 
     def specs(x: Any) -> list[Any]:
-        leaves = jax.tree.leaves(x)
-        is_array = isinstance(x, nnx.Variable) and len(leaves) == 1 and hasattr(leaves[0], "shape")
-        if not is_array or jax.tree.structure(x).children() != [jax.tree.structure(leaves[0])]:
+        leaves: list[Any] = jax.tree.leaves(x)
+        tree: Any = jax.tree.structure(x)
+        is_one = isinstance(x, nnx.Variable) and len(leaves) == 1 and tree.num_nodes == 2
+        if not is_one or not hasattr(leaves[0], "shape"):
             return [None] * len(
                 leaves
             )  # a number or a text, or a tree of arrays, of which a specification says nothing
