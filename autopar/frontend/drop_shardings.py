@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
-from autopar.ir.traced_step import RESHARD, Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -33,10 +33,6 @@ _PLACING = {
     "mesh_cast": "auto_axes or explicit_axes",
     "device_put": "device_put",
 }
-
-
-# Shardings in the types of arguments and results, where the mesh of the code is explicit; and those of NNX variables.
-TYPES, METADATA = "types", "metadata of nnx"
 
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}

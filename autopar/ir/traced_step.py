@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-# The name of a placement that lays a value otherwise from there on.
-RESHARD = "reshard"
+# The names of placements: a value laid otherwise from there on; shardings in the types of arguments and results, where
+# the mesh of the code is explicit; those of NNX variables.
+RESHARD, TYPES, METADATA = "reshard", "types", "metadata of nnx"
 
 
 class ShardingsInCode(enum.StrEnum):

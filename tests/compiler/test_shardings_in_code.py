@@ -403,6 +403,28 @@ def test_metadata_that_name_no_axis_of_the_mesh_are_none():
     assert "net.up.kernel" not in str([pin.pattern for pin in plan.record.pinned.pins])
 
 
+def test_metadata_pin_the_state_and_code_may_gather_it():
+    """As where parameters are sharded over the data too: the code gathers them where they are used."""
+
+    def train(net, batch):
+        def loss(net):
+            kernel = laid(mesh(2, 2), None, "model")(net.kernel[...])
+            return jnp.mean((batch["x"] @ kernel - batch["y"]) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(net)
+        net.kernel[...] -= 0.1 * grads.kernel[...]
+        return value
+
+    with jax.set_mesh(mesh(2, 2)):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        net = nnx.Linear(WIDTH, WIDTH, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        expected = nnx.Linear(WIDTH, WIDTH, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        step, batch = parallel(train, 4, constraints="pins"), arguments()[1]
+        assert_close(step(net, batch), nnx.jit(train)(expected, batch))
+        assert_close(nnx.state(net), nnx.state(expected))
+    assert step.latest_plan.sharding("net.kernel").shard_shape((WIDTH, WIDTH)) == (WIDTH // 2, WIDTH // 2)
+
+
 def test_a_value_that_is_resharded_is_pinned_where_it_lay():
     def step(x, w):
         return jnp.matmul(jax.reshard(x, P("data", None)), w, out_sharding=P("data", None))
