@@ -64,20 +64,22 @@ def without_placements(closed: Any, known: Sequence[tuple[Any | None, Placement]
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
     """The note for the user on removed placements, by what is done with them."""
     written = dict.fromkeys(w.place for w in traced.layouts_in_code)
+    moved = ""
+    if constraints is not ShardingsInCode.PINS and any(place.name == TYPES for place in written):
+        moved = (
+            f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time and no memory "
+            "includes"
+        )
     if constraints is ShardingsInCode.IGNORE or not written:
-        return _dropped(traced.placements)
+        return _dropped(tuple(dict.fromkeys((*traced.placements, *written)))) + moved
     what = _told(tuple(written))
     if constraints is ShardingsInCode.PINS:
         text = f"{what} are pins: the values lie as they say"
     else:
         text = (
             f"{what} are advice: the plan decides where values lie; "
-            "Search(constraints='pins') or pins of autopar.constrain have them kept"
+            f"Search(constraints='pins') or pins of autopar.constrain have them kept{moved}"
         )
-        if any(place.name == TYPES for place in written):
-            text += (
-                f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time includes"
-            )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text
 

@@ -300,7 +300,7 @@ def test_arrays_of_an_explicit_mesh_come_back_in_it(constraints, way):
             jax.tree.map(jnp.add, state, others)  # code in explicit mode goes on
         plan = found.latest_plan
         moves = [note for note in plan.record.notes if "move between" in note]
-        assert len(moves) == (constraints == "advice")
+        assert len(moves) == (constraints != "pins")
         if constraints == "pins":  # they lie so, in the program too
             for name, sharding in plan.state_shardings.items():
                 assert sharding.is_equivalent_to(state[name].sharding, 2)
@@ -325,6 +325,19 @@ def test_a_state_outside_of_the_explicit_mesh_stays_in_the_layout_of_the_plan():
         layouts = step.latest_plan.state_shardings
         assert {k: v.sharding for k, v in new.items()} == layouts
         assert jax.typeof(metrics["double"]) == jax.typeof(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("constraints", "end"), [("advice", "are advice: the plan"), ("pins", "are pins"), ("ignore", "are dropped")]
+)
+def test_types_alone_are_told_of(constraints, end):
+    """Of a step whose code names no sharding."""
+    with jax.set_mesh(explicit_mesh()):
+        step = parallel(lambda x: x * 2, 4, constraints=constraints, donate_argnums=(), batch_argnums=())
+        notes = step.plan(jax.reshard(jnp.arange(8.0), P("data"))).record.notes
+    (found,) = [text for text in notes if text.startswith("shardings that the step's code names at 2 places (types;")]
+    assert end in found
+    assert ("no time and no memory includes" in found) == (constraints != "pins")
 
 
 def test_other_types_are_another_step():
@@ -392,6 +405,8 @@ def test_metadata_of_nnx_variables_are_advice_or_pins():
                 assert kernel.shard_shape((WIDTH, WIDTH)) == (WIDTH, WIDTH // 2)
             elif constraints == "advice":
                 assert "of 4 values as written" in note(step.latest_plan)
+            told = {"advice": "are advice", "pins": "are pins", "ignore": "are dropped"}[constraints]
+            assert f"{told}: the " in " ".join(record.notes)
 
 
 def test_metadata_that_name_no_axis_of_the_mesh_are_none():
