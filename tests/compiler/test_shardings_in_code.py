@@ -349,6 +349,21 @@ def test_other_types_are_another_step():
                 assert jax.typeof(step(x)) == jax.typeof(x)
 
 
+@pytest.mark.parametrize("abstract", [False, True])
+def test_results_lie_in_the_mesh_of_the_call(abstract):
+    """No mesh is set; the step was planned with shapes, and a second mesh has the devices in another order."""
+    meshes = [Mesh(devices, ("data",), EXPLICIT[:1]) for devices in (jax.devices()[:4], jax.devices()[3::-1])]
+    step = parallel(lambda x: x * 2, 4, constraints="pins", donate_argnums=(), batch_argnums=())
+    of_shape = NamedSharding(meshes[0].abstract_mesh if abstract else meshes[0], P("data"))
+    step.plan(jax.ShapeDtypeStruct((8,), np.float32, sharding=of_shape))
+    for on in (*meshes, *meshes):
+        x = jax.device_put(jnp.arange(8.0), NamedSharding(on, P("data")))
+        for _ in range(2):
+            assert step(x).sharding == x.sharding
+            assert jax.typeof(step(x)) == jax.typeof(x)
+            np.testing.assert_array_equal(step(x), 2 * np.arange(8))
+
+
 def test_logical_constraints_of_flax_are_pins_too():
     step, args = mlp(lambda x: nn.with_logical_constraint(x, ("batch", "hidden"))), arguments()
     with jax.set_mesh(mesh(2, 2)), nn.logical_axis_rules((("batch", "data"), ("hidden", "model"))):
