@@ -64,6 +64,9 @@ def in_an_explicit_mesh(devices):
                 assert jax.typeof(x) == jax.typeof(from_whole(value, aval_of(value), rows))
                 for shard in x.addressable_shards:
                     np.testing.assert_array_equal(shard.data, scale * value[shard.index])
+        weak = autopar.parallelize(lambda x: (2 * x, 3.0), search=search, batch_argnums=(), cache_dir=None)
+        with jax.set_mesh(mesh):
+            assert [result.weak_type for result in weak(x)] == [False, True]
 
 
 def transfers(devices):
