@@ -340,11 +340,10 @@ def _bits_of(dtype: Any) -> Any:
     """The type in which parts of an array are moved: compilers cut and join short floats as float32, where what is no
     number loses its bits, and XLA's CPU compiler then writes the whole array anew for each piece.
     """
-    is_short_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in _BITS
-    return _BITS[dtype.itemsize] if is_short_float else dtype
+    return _BITS.get(jnp.finfo(dtype).bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-_BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+_BITS = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}  # by bits: floats of 4 bits have bytes in numpy, not in XLA
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,6 +45,8 @@ def test_bits_stay_between_any_shardings(source, target, buffer_bytes):
     given = {
         "floats": words.view(np.float32),
         "short": words.astype(np.uint16).view(jnp.bfloat16),
+        "shorter": words.astype(np.uint8).view(jnp.float8_e4m3fn),
+        "shortest": (words % 16).astype(np.uint8).view(jnp.float4_e2m1fn),
         "truths": words > 2**31,
         "deep": words.reshape(24, 12, 2, 1).astype(np.int8),
     }
