@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import zlib
@@ -62,28 +63,52 @@ def transfer(tree: Any, to: Any, *, buffer_bytes: int | str | None = None) -> An
     process has; PlanMismatchError for the plan of another state; DonatedStateError; ProcessMismatchError,
     ProcessLostError. Each names the leaf.
     """
-    buffer_bytes = checked_bytes(f"{_AT}(buffer_bytes=...)", buffer_bytes)
-    leaves, structure = named_leaves(tree)
-    arrays = [leaf for leaf in leaves if not leaf.is_static]
-    numbers = {device: i for i, device in enumerate(jax.devices())}
-
-    def described() -> tuple[list[Any], list[Ends]]:
-        targets = _targets(tree, leaves, to)
-        return targets, [_ends(leaf, *target, numbers) for leaf, target in zip(arrays, targets, strict=True)]
-
-    def moved() -> list[Any]:
-        targets, own = described() if jax.process_count() == 1 else _agreed(described, arrays)
-        devices = list(numbers)
-        nbytes = (buffer_bytes or _default_buffer_bytes(own)) // (2 * ROUNDS_IN_FLIGHT)  # each way
-        try:
-            rounds = sends_in_rounds(own, [d.process_index for d in devices], max(nbytes, 1))
-        except NotHeldError as error:
-            raise _nobody_has(arrays[error.array], error.box) from None
-        return move_in_rounds([leaf.value for leaf in arrays], targets, rounds, devices, _AT)
-
     with turn:
-        made = iter(with_process_lost_errors(moved))
-    return tree_of(structure, [leaf.value if leaf.is_static else next(made) for leaf in leaves])
+        leaves, structure, made = with_process_lost_errors(lambda: _moved(tree, to, buffer_bytes))
+    rest = iter(made)
+    return tree_of(structure, [leaf.value if leaf.is_static else next(rest) for leaf in leaves])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Transfer:
+    """What a process is to transfer: the (shape and type, sharding) that each array is to have, its parts here and
+    there, and the number of each device in them.
+    """
+
+    leaves: list[NamedLeaf]
+    structure: Any
+    targets: list[tuple[jax.ShapeDtypeStruct, Sharding]]
+    ends: list[Ends]
+    numbers: dict[Any, int]
+    buffer_bytes: int | None
+
+    @property
+    def arrays(self) -> list[NamedLeaf]:
+        return [leaf for leaf in self.leaves if not leaf.is_static]
+
+
+def _described(tree: Any, to: Any, buffer_bytes: int | str | None) -> _Transfer:
+    """Raises: as `transfer`."""
+    nbytes = checked_bytes(f"{_AT}(buffer_bytes=...)", buffer_bytes)
+    leaves, structure = named_leaves(tree)
+    targets = _targets(tree, leaves, to)
+    found = _Transfer(leaves, structure, targets, [], {device: i for i, device in enumerate(jax.devices())}, nbytes)
+    found.ends.extend(_ends(leaf, *aim, found.numbers) for leaf, aim in zip(found.arrays, targets, strict=True))
+    return found
+
+
+def _moved(tree: Any, to: Any, buffer_bytes: int | str | None) -> tuple[list[NamedLeaf], Any, list[Any]]:
+    """(leaves, structure, the arrays among the leaves as they are to be)."""
+    describe = functools.partial(_described, tree, to, buffer_bytes)
+    found = describe() if jax.process_count() == 1 else _agreed(describe)
+    arrays, devices = found.arrays, list(found.numbers)
+    nbytes = (found.buffer_bytes or _default_buffer_bytes(found.ends)) // (2 * ROUNDS_IN_FLIGHT)  # each way
+    try:
+        rounds = sends_in_rounds(found.ends, [d.process_index for d in devices], max(nbytes, 1))
+    except NotHeldError as error:
+        raise _nobody_has(arrays[error.array], error.box) from None
+    made = move_in_rounds([leaf.value for leaf in arrays], found.targets, rounds, devices, _AT)
+    return found.leaves, found.structure, made
 
 
 def _targets(tree: Any, leaves: Sequence[NamedLeaf], to: Any) -> list[tuple[jax.ShapeDtypeStruct, Sharding]]:
@@ -190,19 +215,19 @@ def _is_of_program(device: Any) -> bool:
         return False
 
 
-def _agreed(
-    described: Callable[[], tuple[list[Any], list[Ends]]], arrays: Sequence[NamedLeaf]
-) -> tuple[list[Any], list[Ends]]:
-    """The targets, and the parts that all processes have and want.
+def _agreed(describe: Callable[[], _Transfer]) -> _Transfer:
+    """The transfer of this process, with the parts that all processes have and want.
 
     Raises: ProcessMismatchError where they do not mean the same transfer, in all of them.
     """
     failure, said = None, dict[str, Any]()
     try:
-        targets, own = described()
-        said = {"arrays": [_said(*of_one) for of_one in zip(arrays, targets, own, strict=True)]}
-    except AutoparError as error:  # the others must hear of it: they wait
-        failure, said = error, {"failed": str(error)}
+        own = describe()
+        arrays = [_said(*of_one) for of_one in zip(own.arrays, own.targets, own.ends, strict=True)]
+        said = {"arrays": arrays, "buffer_bytes": own.buffer_bytes}
+    except Exception as error:  # whatever it is, the others must hear of it: they wait
+        kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
+        failure, said = error, {"failed": f"{kind}{error}"}
     text = base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()
     together = "all processes to call autopar.transfer together"
     texts = exchange_in_turn(_AT, "autopar/transfer", text, together=together, hint="call it in all processes")
@@ -210,11 +235,13 @@ def _agreed(
     if failure is not None:
         raise failure
     _compare(heard)
-    ends = []
-    for i, end in enumerate(own):
-        held = [(int(d), tuple(map(tuple, box))) for of_process in heard for d, box in of_process["arrays"][i]["held"]]
+    ends, targets = [], []
+    for i, (end, (aval, sharding)) in enumerate(zip(own.ends, own.targets, strict=True)):
+        of_all = [of_process["arrays"][i] for of_process in heard]
+        held = [(int(d), tuple(map(tuple, box))) for of_process in of_all for d, box in of_process["held"]]
         ends.append(dataclasses.replace(end, held=tuple(held)))
-    return targets, ends
+        targets.append((aval.update(weak_type=all(of_process["is_weak"] for of_process in of_all)), sharding))
+    return dataclasses.replace(own, targets=targets, ends=ends)
 
 
 def _said(leaf: NamedLeaf, target: tuple[jax.ShapeDtypeStruct, Sharding], ends: Ends) -> dict[str, Any]:
@@ -224,6 +251,7 @@ def _said(leaf: NamedLeaf, target: tuple[jax.ShapeDtypeStruct, Sharding], ends: 
     return {
         "name": leaf.path or leaf.name,
         "is": f"{aval.dtype}{list(aval.shape)}",
+        "is_weak": bool(aval.weak_type),
         "wanted": wanted,
         "held": ends.held,
     }
@@ -257,6 +285,9 @@ def _compare(heard: Sequence[dict[str, Any]]) -> None:
                 differs(process, b["is"], where, f"{a['is']}, as in process 0")
             if a["wanted"] != b["wanted"]:
                 differs(process, "another one", where, "the same target sharding in all processes")
+        nbytes = [x["buffer_bytes"] for x in (heard[0], said)]
+        if nbytes[0] != nbytes[1]:
+            differs(process, f"buffer_bytes={nbytes[1]}", expected=f"buffer_bytes={nbytes[0]}, as in process 0")
 
 
 def _nobody_has(leaf: NamedLeaf, box: Box) -> InvalidArgumentError:

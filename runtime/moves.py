@@ -212,6 +212,9 @@ class _Mover:
             dict(boxes_of(sharding.addressable_devices_indices_map(aval.shape), aval.shape, number))
             for aval, sharding in targets
         ]
+        self._missing = {
+            (i, device): num_elements(box) for i, wanted in enumerate(self._wanted) for device, box in wanted.items()
+        }
         self._shards: dict[int, dict[int, tuple[Box, Any]]] = {}
 
     def crosses(self, send: Send) -> bool:
@@ -297,11 +300,14 @@ class _Mover:
         want, place = self._wanted[send.array][device], (send.array, device)
         if send.box == want:
             self._written[place] = piece
-            return
-        if place not in self._written:
-            shape = tuple(stop - start for start, stop in want)
-            self._written[place] = _zeros((*shape, *piece.shape[len(shape) :]), piece.dtype, self._devices[device])()
-        self._written[place] = _writer(self._written[place], piece, *_first(send.box, want, piece.ndim))
+        else:
+            if place not in self._written:
+                shape = (*(stop - start for start, stop in want), *piece.shape[len(want) :])
+                self._written[place] = _zeros(shape, piece.dtype, self._devices[device])()
+            self._written[place] = _writer(self._written[place], piece, *_first(send.box, want, piece.ndim))
+        self._missing[place] -= num_elements(send.box)
+        if not self._missing[place] and self._is_in_host(send.array):  # at once: the device has no room for all
+            self._written[place] = self._placed(send.array, device, self._written[place])
 
     def assembled(self, array: int) -> Any:
         """The result, of its parts on this process's devices."""
@@ -311,19 +317,31 @@ class _Mover:
         for device, box in self._wanted[array].items():
             shard = self._written.pop((array, device), None)
             if shard is None:  # without elements
-                shard = _zeros((*(stop - start for start, stop in box), *more), dtype, self._devices[device])()
-            if shard.dtype != dtype:
-                shard = jax.block_until_ready(_as_dtype(dtype)(shard))  # one after the other: on CPUs it is a copy
-            if jax_compat.is_key_dtype(aval.dtype):
-                shard = jax_compat.key_of(shard, aval.dtype)
-            if sharding.memory_kind not in (None, DEVICE_MEMORY):
-                at = SingleDeviceSharding(self._devices[device], memory_kind=sharding.memory_kind)
-                shard = jax.device_put(shard, at)
+                shape = (*(stop - start for start, stop in box), *more)
+                shard = self._placed(array, device, _zeros(shape, dtype, self._devices[device])())
+            elif not self._is_in_host(array):
+                shard = self._placed(array, device, shard)
             shards.append(shard)
         if not shards:
             return absent(aval.shape, aval.dtype, sharding)
         made = jax.make_array_from_single_device_arrays(tuple(aval.shape), sharding, shards)
         return jax_compat.with_weak_type(made, bool(aval.weak_type))
+
+    def _is_in_host(self, array: int) -> bool:
+        return self._targets[array][1].memory_kind not in (None, DEVICE_MEMORY)
+
+    def _placed(self, array: int, device: int, shard: Any) -> Any:
+        """A part that is there as a whole, in its type and its memory."""
+        aval, sharding = self._targets[array]
+        dtype, _ = _raw(aval.dtype)
+        if shard.dtype != dtype:
+            shard = jax.block_until_ready(_as_dtype(dtype)(shard))  # one after the other: on CPUs it is a copy
+        if jax_compat.is_key_dtype(aval.dtype):
+            shard = jax_compat.key_of(shard, aval.dtype)
+        if self._is_in_host(array):
+            at = SingleDeviceSharding(self._devices[device], memory_kind=sharding.memory_kind)
+            shard = jax.device_put(shard, at)
+        return shard
 
 
 def _first(box: Box, inside: Box, ndim: int) -> tuple[int, ...]:
@@ -340,11 +358,10 @@ def _bits_of(dtype: Any) -> Any:
     """The type in which parts of an array are moved: compilers cut and join short floats as float32, where what is no
     number loses its bits, and XLA's CPU compiler then writes the whole array anew for each piece.
     """
-    is_short_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in _BITS
-    return _BITS[dtype.itemsize] if is_short_float else dtype
+    return _BITS.get(jnp.finfo(dtype).bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-_BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
+_BITS = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16)}  # by bits: floats of 4 bits have bytes in numpy, not in XLA
 
 
 @functools.lru_cache(maxsize=4096)

@@ -195,7 +195,7 @@ class FastPath:
         self.compiled, self.raw = compiled, raw
         self._context = jax_compat.trace_context()
         self._weak = _weak_types(leaves)
-        self._types = list(map(jax_compat.explicit_type, leaves)) if traced.result_types else None
+        self._types = _explicit(leaves) if traced.result_types else None
         donated, donates = sorted(compiled.donated), compiled.donated
         self._donated = _picker(donated)
         self._others = [i for i in range(len(leaves)) if i not in donates]
@@ -221,7 +221,7 @@ class FastPath:
         """Whether a call with these leaves may run the program at once; the program may still refuse it."""
         if jax_compat.trace_context() != self._context or not _hold_data(leaves):
             return False
-        if self._types is not None and list(map(jax_compat.explicit_type, leaves)) != self._types:
+        if self._types is not None and _explicit(leaves) != self._types:
             return False
         donated = self._donated(leaves)
         is_new = bool(self._new) and all(map(operator.is_, map(operator.call, self._new), donated))
@@ -279,6 +279,11 @@ def _hold_data(leaves: Sequence[Any]) -> bool:
     if any(issubclass(kind, jax_compat.Tracer) for kind in kinds):
         return False
     return not any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
+
+
+def _explicit(leaves: Sequence[Any]) -> list[Any]:
+    """The explicit mesh of the leaves, and the sharding in the type of each."""
+    return [jax_compat.explicit_mesh(leaves), *map(jax_compat.explicit_type, leaves)]
 
 
 def _weak_types(leaves: Sequence[Any]) -> list[bool]:

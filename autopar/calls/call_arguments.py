@@ -327,7 +327,8 @@ class CallArguments:
         return tuple(dynamic.index(i) for i in argnums if i in dynamic)
 
     def key(self, args: Sequence[Any]) -> Any:
-        """The inputs of a trace: tree, shapes and types of the arguments, static values, JAX's configuration.
+        """The inputs of a trace: tree, shapes, types and explicit mesh of the arguments, static values, JAX's
+        configuration.
 
         Raises: InvalidArgumentError for leaves that are not arrays, and for a static argument without a hash.
         """
@@ -339,7 +340,7 @@ class CallArguments:
             (a.shape, str(a.dtype), a.weak_type, jax_compat.explicit_type(leaf))
             for a, leaf in zip(avals, leaves, strict=True)
         )
-        return tree, types, static, jax_compat.trace_context()
+        return tree, types, jax_compat.explicit_mesh(leaves), static, jax_compat.trace_context()
 
     def check_argnums(self, num_args: int) -> None:
         """Raises: InvalidArgumentError for numbers that no argument has."""

@@ -252,14 +252,24 @@ def layouts_in_metadata(args: Sequence[Any], names: Sequence[str]) -> dict[str, 
     rules, are none.
     """
 
-    def specs(x: Any) -> Any:
-        return sys.modules["flax.nnx"].get_partition_spec(x.state) if isinstance(x, ObjectState) else x
+    nnx: Any = sys.modules.get("flax.nnx")
+
+    def specs(x: Any) -> list[Any]:
+        leaves: list[Any] = jax.tree.leaves(x)
+        tree: Any = jax.tree.structure(x)
+        is_one = isinstance(x, nnx.Variable) and len(leaves) == 1 and tree.num_nodes == 2
+        if not is_one or not hasattr(leaves[0], "shape"):
+            return [None] * len(
+                leaves
+            )  # a number or a text, or a tree of arrays, of which a specification says nothing
+        return jax.tree.leaves(nnx.get_partition_spec(x))
 
     layouts = {}
     for arg, name in zip(args, names, strict=True):
         if not is_split(arg):
             continue
-        of_leaves = jax.tree.leaves(jax.tree.map(specs, arg, is_leaf=lambda x: isinstance(x, ObjectState)))
+        variables = jax.tree.leaves(_with_states(arg), is_leaf=lambda x: isinstance(x, nnx.Variable))
+        of_leaves = [spec for x in variables for spec in specs(x)]
         for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(arg)[0], of_leaves, strict=True):
             if not isinstance(spec, PartitionSpec) or not any(spec):
                 continue
@@ -289,12 +299,14 @@ def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str
 
 def public_tree(arg: Any) -> Any:
     """The structure in which an argument's shardings are shown: an `nnx.State` for each object."""
-    if not is_split(arg):
-        return jax.tree.structure(arg)
-    with_states = jax.tree.map(
+    return jax.tree.structure(_with_states(arg))
+
+
+def _with_states(arg: Any) -> Any:
+    """An argument with an `nnx.State` for each object."""
+    return jax.tree.map(
         lambda x: x.state if isinstance(x, ObjectState) else x, arg, is_leaf=lambda x: isinstance(x, ObjectState)
     )
-    return jax.tree.structure(with_states)
 
 
 def unwrapped(function: Any) -> Any:

@@ -330,7 +330,7 @@ class StepPlans:
                 if any(fewer_examples(before, traced) is not None for before in earlier):
                     self._shorter.add(key)
                 plan = self._sources.plan(traced, trees, progress, is_shorter=key in self._shorter)
-            if traced.placements:
+            if traced.placements or traced.written:
                 note = placement_note(traced, self._sources.constraints)
                 if not self._by_key:
                     logger.warning("%s: %s", self._name, note)

@@ -370,8 +370,11 @@ def explicit_type(value: Any) -> Any | None:
 
 
 def explicit_mesh(values: Sequence[Any]) -> Any | None:
-    """The mesh with explicit axes of the first array that lies in one, else the one that is set; None without."""
-    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in values if isinstance(x, jax.Array))
+    """The mesh with explicit axes of the first array, or its shape, that lies in one, else the one that is set; None
+    without.
+    """
+    arrays = (x for x in values if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in arrays)
     return next(
         (m for m in (*meshes, jax.sharding.get_mesh()) if isinstance(m, jax.sharding.Mesh) and _is_explicit(m)), None
     )

@@ -191,8 +191,7 @@ def results_in_tree(traced: TracedStep, results: Sequence[Any]) -> Any:
     first, where they wait for the step's end.
     """
     results = call_with_results(traced, results) if traced.callbacks else results
-    if traced.result_types:
-        types = map(traced.result_type, range(len(results)))
+    if types := traced.types_of_results:
         results = [x if to is None else _in_type(x, to) for x, to in zip(results, types, strict=True)]
     return jax.tree.unflatten(traced.out_tree, results)
 
@@ -203,9 +202,11 @@ def _in_type(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(array, sharding)
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
-        return move(array, sharding)
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+        typed = move(array, sharding)
+    else:
+        shards = [shard.data for shard in array.addressable_shards]
+        typed = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    return jax_compat.with_weak_type(typed, bool(array.weak_type))
 
 
 class LeafwiseStep:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
-from autopar.ir.traced_step import RESHARD, Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -33,10 +33,6 @@ _PLACING = {
     "mesh_cast": "auto_axes or explicit_axes",
     "device_put": "device_put",
 }
-
-
-# Shardings in the types of arguments and results, where the mesh of the code is explicit; and those of NNX variables.
-TYPES, METADATA = "types", "metadata of nnx"
 
 # The parameter of these that says how the value lies.
 _LAYING = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
@@ -68,20 +64,22 @@ def without_placements(closed: Any, known: Sequence[tuple[Any | None, Placement]
 def placement_note(traced: TracedStep, constraints: ShardingsInCode) -> str:
     """The note for the user on removed placements, by what is done with them."""
     written = dict.fromkeys(w.place for w in traced.layouts_in_code)
+    moved = ""
+    if constraints is not ShardingsInCode.PINS and any(place.name == TYPES for place in written):
+        moved = (
+            f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time and no memory "
+            "includes"
+        )
     if constraints is ShardingsInCode.IGNORE or not written:
-        return _dropped(traced.placements)
+        return _dropped(tuple(dict.fromkeys((*traced.placements, *written)))) + moved
     what = _told(tuple(written))
     if constraints is ShardingsInCode.PINS:
         text = f"{what} are pins: the values lie as they say"
     else:
         text = (
             f"{what} are advice: the plan decides where values lie; "
-            "Search(constraints='pins') or pins of autopar.constrain have them kept"
+            f"Search(constraints='pins') or pins of autopar.constrain have them kept{moved}"
         )
-        if any(place.name == TYPES for place in written):
-            text += (
-                f". Arrays move between the plan's layouts and those of {TYPES} at each call, which no time includes"
-            )
     others = [p for p in traced.placements if p not in written]
     return f"{text}; {_dropped(others)}" if others else text
 

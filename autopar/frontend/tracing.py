@@ -16,10 +16,10 @@ from autopar.common.jax_compat import variables_of
 from autopar.errors import AutoparError, InvalidArgumentError
 from autopar.frontend.batched_gathers import with_batched_gathers
 from autopar.frontend.callbacks import check_effects
-from autopar.frontend.drop_shardings import METADATA, TYPES, Removed, without_placements
+from autopar.frontend.drop_shardings import Removed, without_placements
 from autopar.frontend.fingerprints import first_difference, jaxpr_fingerprint
 from autopar.frontend.static_leaves import is_of_another_library, set_apart
-from autopar.ir.traced_step import Placement, TracedStep
+from autopar.ir.traced_step import METADATA, TYPES, Placement, TracedStep
 
 STATIC = "close over it, or make a tuple or a frozen dataclass of it: a leaf that has a hash is static"
 CONVERT = (

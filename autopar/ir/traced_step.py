@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-# The name of a placement that lays a value otherwise from there on.
-RESHARD = "reshard"
+# The names of placements: a value laid otherwise from there on; shardings in the types of arguments and results, where
+# the mesh of the code is explicit; those of NNX variables.
+RESHARD, TYPES, METADATA = "reshard", "types", "metadata of nnx"
 
 
 class ShardingsInCode(enum.StrEnum):
@@ -61,7 +62,8 @@ class TracedStep:
     beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
     (`autopar.frontend.saved_names`); None: as written.
     `result_types` are the shardings of the results in the explicit mesh of the user's; empty where there is none.
-    `untyped` are the leaves of the arguments that lie in no such mesh.
+    `untyped` are the leaves of the arguments that lie in no such mesh. `types_of_results` are the `result_types`, but
+    None for what replaces one of these: it stays where the plan has it.
     `example_dims[i]` is the dimension of a batch leaf that counts examples, where that is not the first one; None where
     the leaf holds none.
     `stacked_over`: in its graph as one program equal matrices of the update are stacked for so many devices
@@ -100,18 +102,17 @@ class TracedStep:
     stacked_over: int = 0
     uneven_over: int = 0
     example_dims: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    types_of_results: tuple[NamedSharding | None, ...] = dataclasses.field(init=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        staying = {self.tied.get(leaf) for leaf in self.untyped} if self.result_types else ()
+        types = (None if i in staying else of_result for i, of_result in enumerate(self.result_types))
+        object.__setattr__(self, "types_of_results", tuple(types))  # once: it is read at each call
 
     def example_dim(self, leaf: int) -> int | None:
         """The dimension of a leaf that counts examples; None where it has none."""
         dim = self.example_dims.get(leaf, 0) if leaf in self.batch else None
         return dim if dim is not None and dim < len(self.in_avals[leaf].shape) else None
-
-    def result_type(self, result: int) -> NamedSharding | None:
-        """The sharding of a result in the explicit mesh; None where there is none, and for what replaces an argument
-        that lies in no such mesh, and stays where the plan has it.
-        """
-        stays = any(self.tied.get(leaf) == result for leaf in self.untyped)
-        return self.result_types[result] if self.result_types and not stays else None
 
     @property
     def layouts_in_code(self) -> tuple[WrittenLayout, ...]:

@@ -21,7 +21,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, Value, read_by, values_of, walk
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, factorisations
-from autopar.ir.traced_step import RESHARD, TracedStep, WrittenLayout
+from autopar.ir.traced_step import METADATA, RESHARD, TYPES, TracedStep, WrittenLayout
 from autopar.sharding.binding import Binding
 
 CLOSEST_SHOWN = 3
@@ -396,12 +396,16 @@ def _does_not_divide(pin: Pin, path: str, shape: tuple[int, ...], d: int, parts:
     )
 
 
+# Layouts of a value at one place, which another of the same value does not contradict.
+_LAID_ANEW = frozenset({RESHARD, TYPES, METADATA})
+
+
 def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | None:
     """The layouts that the code gives to values of the graph; None where it gives none.
 
-    Of several of one value a wish takes the first one, and so does a pin where one is that of a reshard: from there on
-    the value may lie otherwise. Raises: InvalidArgumentError, with the line, for a mesh that the devices cannot have,
-    for axes of two sizes, and, unless it is a wish, for two layouts of one value.
+    Of several of one value a wish takes the first one, and so does a pin where one is of a reshard, a type or
+    metadata: code may lay the value otherwise from there on. Raises: InvalidArgumentError, with the line, for a mesh
+    that the devices cannot have, for axes of two sizes, and, unless it is a wish, for two layouts of one value.
     """
     alive = {*graph.block.inputs, *(v for op in walk(graph.block) for v in op.outputs)}
     alive |= {v for op in walk(graph.block) for block in op.blocks for v in block.inputs}
@@ -415,7 +419,7 @@ def pins_in_code(graph: OpGraph, num_devices: int, *, is_wish: bool) -> Pins | N
         pin = Pin(pattern=_where(written), dims=written.dims)
         pin = pins.setdefault(pin, pin)
         other, before = of_value.setdefault(value, (pin, written))
-        is_laid_anew = RESHARD in (before.place.name, written.place.name)
+        is_laid_anew = not _LAID_ANEW.isdisjoint((before.place.name, written.place.name))
         if other.dims != pin.dims and not is_wish and not is_laid_anew:
             raise InvalidArgumentError(
                 where=_where(written),

@@ -279,3 +279,27 @@ def test_an_optimizer_that_the_step_leaves_as_it_is_is_named(caplog):
     with caplog.at_level(logging.WARNING, "autopar"):
         made(jax.jit(train)).plan(*new_objects(), mlp_batch())
     assert "changes nothing of the optimizer 'optimizer'" in caplog.text
+
+
+def test_variables_hold_numbers_texts_and_trees_beside_arrays():
+    class Counted(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(32, 16, rngs=rngs)
+            self.size, self.name = nnx.Variable(3), nnx.Variable("x")
+            self.seen = nnx.BatchStat({"a": jnp.zeros(()), "b": jnp.ones(2)})
+            self.pair = nnx.Variable((jnp.zeros(()),))
+
+        def __call__(self, x):
+            self.seen["a"] = self.seen["a"] + 1
+            return self.linear(x) * self.seen["b"][0]
+
+    def step(model, batch):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        kernel = model.linear.kernel
+        kernel[...] = kernel[...] - 0.1 * grads["linear"]["kernel"][...]
+        return loss
+
+    model = Counted(nnx.Rngs(0))
+    made(step)(model, mlp_batch())
+    assert float(model.seen["a"]) == 1
+    assert (model.size.get_value(), model.name.get_value()) == (3, "x")

@@ -300,7 +300,7 @@ def test_arrays_of_an_explicit_mesh_come_back_in_it(constraints, way):
             jax.tree.map(jnp.add, state, others)  # code in explicit mode goes on
         plan = found.latest_plan
         moves = [note for note in plan.record.notes if "move between" in note]
-        assert len(moves) == (constraints == "advice")
+        assert len(moves) == (constraints != "pins")
         if constraints == "pins":  # they lie so, in the program too
             for name, sharding in plan.state_shardings.items():
                 assert sharding.is_equivalent_to(state[name].sharding, 2)
@@ -327,6 +327,19 @@ def test_a_state_outside_of_the_explicit_mesh_stays_in_the_layout_of_the_plan():
         assert jax.typeof(metrics["double"]) == jax.typeof(batch["x"])
 
 
+@pytest.mark.parametrize(
+    ("constraints", "end"), [("advice", "are advice: the plan"), ("pins", "are pins"), ("ignore", "are dropped")]
+)
+def test_types_alone_are_told_of(constraints, end):
+    """Of a step whose code names no sharding."""
+    with jax.set_mesh(explicit_mesh()):
+        step = parallel(lambda x: x * 2, 4, constraints=constraints, donate_argnums=(), batch_argnums=())
+        notes = step.plan(jax.reshard(jnp.arange(8.0), P("data"))).record.notes
+    (found,) = [text for text in notes if text.startswith("shardings that the step's code names at 2 places (types;")]
+    assert end in found
+    assert ("no time and no memory includes" in found) == (constraints != "pins")
+
+
 def test_other_types_are_another_step():
     with jax.set_mesh(explicit_mesh()):
         step = parallel(lambda x: x * 2, 4, constraints="pins", donate_argnums=(), batch_argnums=())
@@ -334,6 +347,21 @@ def test_other_types_are_another_step():
             x = jax.reshard(jnp.arange(8.0), spec)
             for _ in range(2):
                 assert jax.typeof(step(x)) == jax.typeof(x)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_results_lie_in_the_mesh_of_the_call(abstract):
+    """No mesh is set; the step was planned with shapes, and a second mesh has the devices in another order."""
+    meshes = [Mesh(devices, ("data",), EXPLICIT[:1]) for devices in (jax.devices()[:4], jax.devices()[3::-1])]
+    step = parallel(lambda x: x * 2, 4, constraints="pins", donate_argnums=(), batch_argnums=())
+    of_shape = NamedSharding(meshes[0].abstract_mesh if abstract else meshes[0], P("data"))
+    step.plan(jax.ShapeDtypeStruct((8,), np.float32, sharding=of_shape))
+    for on in (*meshes, *meshes):
+        x = jax.device_put(jnp.arange(8.0), NamedSharding(on, P("data")))
+        for _ in range(2):
+            assert step(x).sharding == x.sharding
+            assert jax.typeof(step(x)) == jax.typeof(x)
+            np.testing.assert_array_equal(step(x), 2 * np.arange(8))
 
 
 def test_logical_constraints_of_flax_are_pins_too():
@@ -392,6 +420,8 @@ def test_metadata_of_nnx_variables_are_advice_or_pins():
                 assert kernel.shard_shape((WIDTH, WIDTH)) == (WIDTH, WIDTH // 2)
             elif constraints == "advice":
                 assert "of 4 values as written" in note(step.latest_plan)
+            told = {"advice": "are advice", "pins": "are pins", "ignore": "are dropped"}[constraints]
+            assert f"{told}: the " in " ".join(record.notes)
 
 
 def test_metadata_that_name_no_axis_of_the_mesh_are_none():
@@ -401,6 +431,28 @@ def test_metadata_that_name_no_axis_of_the_mesh_are_none():
     with jax.set_mesh(mesh(2, 2)):
         plan = parallel(train_net, 4, constraints="pins").plan(*objects, arguments()[1])
     assert "net.up.kernel" not in str([pin.pattern for pin in plan.record.pinned.pins])
+
+
+def test_metadata_pin_the_state_and_code_may_gather_it():
+    """As where parameters are sharded over the data too: the code gathers them where they are used."""
+
+    def train(net, batch):
+        def loss(net):
+            kernel = laid(mesh(2, 2), None, "model")(net.kernel[...])
+            return jnp.mean((batch["x"] @ kernel - batch["y"]) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(net)
+        net.kernel[...] -= 0.1 * grads.kernel[...]
+        return value
+
+    with jax.set_mesh(mesh(2, 2)):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
+        net = nnx.Linear(WIDTH, WIDTH, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        expected = nnx.Linear(WIDTH, WIDTH, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        step, batch = parallel(train, 4, constraints="pins"), arguments()[1]
+        assert_close(step(net, batch), nnx.jit(train)(expected, batch))
+        assert_close(nnx.state(net), nnx.state(expected))
+    assert step.latest_plan.sharding("net.kernel").shard_shape((WIDTH, WIDTH)) == (WIDTH // 2, WIDTH // 2)
 
 
 def test_a_value_that_is_resharded_is_pinned_where_it_lay():

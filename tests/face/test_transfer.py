@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.common.jax_compat import buffer_addresses
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, PlanMismatchError
+from autopar.runtime import moves
 
 
 def on(devices, spec, sizes=(), names=("x", "y"), **how):
@@ -45,6 +46,8 @@ def test_bits_stay_between_any_shardings(source, target, buffer_bytes):
     given = {
         "floats": words.view(np.float32),
         "short": words.astype(np.uint16).view(jnp.bfloat16),
+        "shorter": words.astype(np.uint8).view(jnp.float8_e4m3fn),
+        "shortest": (words % 16).astype(np.uint8).view(jnp.float4_e2m1fn),
         "truths": words > 2**31,
         "deep": words.reshape(24, 12, 2, 1).astype(np.int8),
     }
@@ -76,6 +79,22 @@ def test_scalars_empty_arrays_keys_and_what_lies_in_the_memory_of_the_host():
     assert float(moved["scale"]) == 0.5
     assert moved["empty"].shape == (0, 4)
     np.testing.assert_array_equal(moved["rows"], np.arange(8))
+
+
+def test_parts_go_into_the_memory_of_the_host_with_their_last_piece(monkeypatch):
+    on_devices, land = [], moves._Mover.land
+
+    def counted(mover, *sent):
+        land(mover, *sent)
+        on_devices.append(sum(part.sharding.memory_kind != "pinned_host" for part in mover._written.values()))
+
+    monkeypatch.setattr(moves._Mover, "land", counted)
+    rows = on(range(2), P("x"))
+    given = jax.device_put([np.arange(64.0, dtype=np.float32).reshape(8, 8) + i for i in range(4)], rows)
+    moved = autopar.transfer(given, on(range(2, 4), P(None, "x"), memory_kind="pinned_host"), buffer_bytes=128)
+    for array, source in zip(moved, given, strict=True):
+        np.testing.assert_array_equal(array, source)
+    assert on_devices == [2, 2, 2, 0] * 4  # the two parts of one array
 
 
 def test_the_result_outlives_a_donated_source_that_lay_there_already():

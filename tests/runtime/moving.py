@@ -64,6 +64,9 @@ def in_an_explicit_mesh(devices):
                 assert jax.typeof(x) == jax.typeof(from_whole(value, aval_of(value), rows))
                 for shard in x.addressable_shards:
                     np.testing.assert_array_equal(shard.data, scale * value[shard.index])
+        weak = autopar.parallelize(lambda x: (2 * x, 3.0), search=search, batch_argnums=(), cache_dir=None)
+        with jax.set_mesh(mesh):
+            assert [result.weak_type for result in weak(x)] == [False, True]
 
 
 def transfers(devices):
@@ -78,6 +81,13 @@ def transfers(devices):
     import autopar
     from autopar.errors import InvalidArgumentError, ProcessMismatchError
 
+    class Unreadable:
+        """A node that raises no error of autopar."""
+
+    def no_children(node):
+        raise ValueError("a tree of another library")
+
+    jax.tree_util.register_pytree_node(Unreadable, no_children, lambda aux, children: Unreadable())
     process = jax.process_index()
     others = [devices[:2], devices[2:]]
     value = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -121,7 +131,15 @@ def transfers(devices):
         autopar.transfer(value, rows[process])
     with pytest.raises(ProcessMismatchError, match=r"process 1 .*'b'.*, in process 0 .*'a'"):
         autopar.transfer({"ab"[process]: value}, everywhere)
+    with pytest.raises(ProcessMismatchError, match=r"buffer_bytes=268435456.*process 1 buffer_bytes=None"):
+        autopar.transfer(value, everywhere, buffer_bytes="256MiB" if process == 0 else None)
     error = ProcessMismatchError if process == 0 else InvalidArgumentError
+    with pytest.raises(error, match=r"a size, such as 80GB"):
+        autopar.transfer(value, everywhere, buffer_bytes=None if process == 0 else "much")
+    with pytest.raises(ProcessMismatchError if process == 0 else ValueError, match="a tree of another library"):
+        autopar.transfer(value if process == 0 else {"a": Unreadable()}, everywhere)
+    weak = autopar.transfer([3, 4], everywhere) + autopar.transfer([(3, np.int32(3))[process]], everywhere)
+    assert [x.weak_type for x in weak] == [True, True, False]
     with pytest.raises(error, match=r"\['a'\].*expected a shape that its sharding divides"):
         autopar.transfer({"a": value[: 16 - process]}, rows[0])
 
