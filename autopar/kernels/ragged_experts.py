@@ -25,7 +25,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
-from autopar.ir.primitives import linear_operands
+from autopar.ir.primitives import LOCALLY_SUMMING, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
@@ -128,7 +128,9 @@ class Dims:
                 places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
         for f, at in places.items():
             names = [name for name, alone in at if alone]
-            if rule.factors[f].kind in (FactorKind.FIXED, FactorKind.EXTREMUM) or len(names) < len(at):
+            kind = rule.factors[f].kind
+            in_parts = kind is FactorKind.PASS or (kind is FactorKind.SUM and sums_parts(op))
+            if not in_parts or len(names) < len(at):
                 self.whole.update(self.sets[name] for name, _ in at if name is not None)
             for a, b in itertools.pairwise(names):
                 self.join(a, b)
@@ -172,6 +174,11 @@ class Dims:
         if not all(p or h for p, h in left):
             return None
         return any(p for p, _ in left)
+
+
+def sums_parts(op: Op) -> bool:
+    """Whether an operation on parts of what it sums over makes summands; a gather reads its table by global numbers."""
+    return is_grouped_product(op.eqn) or op.primitive in LOCALLY_SUMMING
 
 
 def linear_sets(op: Op) -> list[set[int]]:

@@ -17,6 +17,7 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.operation import is_kernel
+from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
@@ -74,6 +75,29 @@ def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
     kinds = [f.kind for f in forward.rule.factors]
     assert [kinds.count(kind) for kind in (FactorKind.EXCHANGE, FactorKind.SUM)] == [1, 1]  # experts, the inner width
     assert {v.aval.shape for v in backward.eqn.outvars} >= {v.aval.shape for v in forward.eqn.invars[2:5]}
+
+
+@pytest.mark.parametrize("layer", LAYERS_AS_WRITTEN)
+def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
+    for op in passes(graph_of(step(LAYERS_AS_WRITTEN[layer]))):
+        function, numbers = op.eqn.params["function"], np.random.default_rng(0)
+        arrays = [
+            jnp.asarray(numbers.integers(0, EXPERTS, a.shape) if a.dtype.kind == "i" else numbers.normal(size=a.shape))
+            for a in (v.aval for v in op.eqn.invars)
+        ]
+        made = function.function
+        are_zeros = (made.reader.is_zero(a.value) for a in made.arguments)  # to which rows are added
+        arrays = [jnp.zeros_like(a) if zero else a for a, zero in zip(arrays, are_zeros, strict=True)]
+        whole = function(*arrays)
+        for name in sorted(function.rule.split - {EXPERT_FACTOR}):
+            split = [
+                jnp.split(a, 2, names.index(name)) if name in names else [a, a]
+                for a, names in zip(arrays, function.rule.operands, strict=True)
+            ]
+            parts = zip(*(function(*(half[i] for half in split)) for i in range(2)), strict=True)
+            for made, (first, second), names in zip(whole, parts, function.rule.results, strict=True):
+                joined = np.concatenate([first, second], names.index(name)) if name in names else first + second
+                np.testing.assert_allclose(joined, made, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_an_axis_of_experts_splits_tokens_too():
