@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
@@ -364,6 +365,8 @@ class RegionReader:
         region.products.append(op)
         if lhs is None or lhs.dim != dims.rows or sizes is not None:
             raise NotUnderstood(op, "a ragged product of other rows")
+        if self.shape(op.inputs[2]) != self.shape(region.products[0].inputs[2]):
+            raise NotUnderstood(op, "another number of groups than the products before it")
         if not counts_choices(self, op.inputs[2], order):
             raise NotUnderstood(op, "groups whose sizes are not how often each expert is chosen")
         if not dims.sums_rows:
@@ -477,14 +480,14 @@ def counts_choices(reader: RegionReader, sizes: Atom, order: Order) -> bool:
     if lowest < 0 or highest >= groups:
         return False
     found = _Counts(reader, root, groups).of(sizes)
-    return found is not None and found.source == "counts"
+    return found is not None and found.source == _COUNTS
 
 
-def _root(reader: RegionReader, value: int) -> int:
-    """The value of which another is the same numbers, in another order or type."""
+def _root(reader: RegionReader, value: int, through: frozenset[str] = _ONE_OPERAND) -> int:
+    """The value of which another is the same numbers, in another shape or type, and in another order too by default."""
     value = reader.front(value)
     op = reader.maker.get(value)
-    while op is not None and op.primitive in _ONE_OPERAND and isinstance(op.inputs[0], int):
+    while op is not None and op.primitive in through and isinstance(op.inputs[0], int):
         made, read = (np.dtype(of[0].aval.dtype) for of in (op.eqn.outvars, op.eqn.invars))
         if made.kind not in "iu" or made.itemsize < read.itemsize:  # numbers may wrap around
             break
@@ -580,6 +583,23 @@ def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
     return at == [(groups - 1, groups), (0, groups - 1)] and counts_choices(reader, sizes, order)
 
 
+_COUNTS, _PARTIAL = "counts", "partial"  # sources: sums over all choices, and over some of them
+_IN_ORDER = _ONE_OPERAND - {"transpose"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Experts:
+    """Source: the experts of all choices, in the order of their elements in one value."""
+
+
+def _counts_to(dtype: Any, number: int) -> bool:
+    """Whether a type has every whole number up to this one."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in "iu":
+        return bool(np.iinfo(dtype).max >= number)
+    return is_inexact(dtype) and number <= 2 ** (jnp.finfo(dtype).nmant + 1)
+
+
 class _Counts:
     """Reads what is computed of the experts of all choices, back from what is asked for."""
 
@@ -587,6 +607,7 @@ class _Counts:
         self.reader, self.root, self.groups = reader, root, groups
         self.choices = int(np.prod(reader.shape(root)))
         self.found: dict[int, Known | None] = {}
+        self.orders: dict[int, _Experts] = {}
 
     def of(self, atom: Atom) -> Known | None:
         if isinstance(atom, Constant):
@@ -600,7 +621,8 @@ class _Counts:
     def read(self, value: int) -> Known | None:
         reader = self.reader
         if _root(reader, value) == self.root or self.sorted_experts(value):
-            return Known(source="experts", table=np.arange(self.groups))
+            source = self.orders.setdefault(_root(reader, value, _IN_ORDER), _Experts())
+            return Known(source=source, table=np.arange(self.groups))
         op = reader.maker.get(value)
         if op is None and (known := reader.known.get(value)) is not None and known.source is None:
             return known
@@ -611,9 +633,11 @@ class _Counts:
             return self.scattered(op, reads)
         if op.primitive == "reduce_sum":
             return self.summed(op, reads[0])
-        if any(r is not None and r.source == "counts" for r in reads):
-            same = op.primitive in _ONE_OPERAND and np.dtype(op.eqn.outvars[0].aval.dtype).kind in "iu"
-            return reads[0] if same else None
+        sums = {r.source for r in reads if r is not None and r.source in (_COUNTS, _PARTIAL)}
+        if sums and (op.primitive not in _IN_ORDER or not _counts_to(op.eqn.outvars[0].aval.dtype, self.choices)):
+            return None
+        if _COUNTS in sums:
+            return reads[0]
         return known_of(op, reads, reader.shape(value))
 
     def sorted_experts(self, value: int) -> bool:
@@ -637,13 +661,17 @@ class _Counts:
         is_count = (
             base.source is None and not base.table.any() and ones.source is None and bool((ones.table == 1).all())
         )
-        same = index.source == "experts" and index.is_same(np.arange(self.groups))
+        same = isinstance(index.source, _Experts) and index.is_same(np.arange(self.groups))
         once = int(np.prod(self.reader.shape(op.inputs[2]))) == self.choices
-        return Known(source="counts", table=np.zeros(0)) if is_count and same and once else None
+        return Known(source=_COUNTS, table=np.zeros(0)) if is_count and same and once else None
 
     def summed(self, op: Op, read: Known | None) -> Known | None:
         """A one for each expert and its own number, added up over all choices."""
-        if read is None or read.source != "experts" or read.wide is None or read.spread:
+        if read is None or read.wide is None or read.spread:
+            return None
+        if not (isinstance(read.source, _Experts) or read.source == _PARTIAL):
+            return None
+        if not _counts_to(op.eqn.outvars[0].aval.dtype, self.choices):
             return None
         shape = self.reader.shape(op.inputs[0])
         axes, wide = set(op.eqn.params["axes"]), read.wide
@@ -651,10 +679,9 @@ class _Counts:
         if wide in axes:
             return None
         if left:  # more sums follow
-            return Known(source="experts", table=read.table, wide=wide - sum(d < wide for d in axes))
+            return Known(source=_PARTIAL, table=read.table, wide=wide - sum(d < wide for d in axes))
         is_one = np.array_equal(read.table.astype(np.float64), np.eye(self.groups))
-        exact = np.dtype(op.eqn.outvars[0].aval.dtype).kind in "iu" or self.choices <= 1 << 24
-        return Known(source="counts", table=np.zeros(0)) if is_one and exact else None
+        return Known(source=_COUNTS, table=np.zeros(0)) if is_one else None
 
 
 # Passes: what is computed of what reaches a region from outside, one after another

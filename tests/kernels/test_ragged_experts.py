@@ -144,6 +144,23 @@ def backwards(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order // TOP_K].add(out)
 
 
+def padded(x, p, chosen, weights):
+    """Two more experts than there are in the second product."""
+    flat = chosen.reshape(-1)
+    order, down = jnp.argsort(flat), jnp.pad(p["down"], ((0, 2), (0, 0), (0, 0)))
+    hidden = jax.lax.ragged_dot(x[order // TOP_K], p["up"], jnp.bincount(flat, length=EXPERTS))
+    out = jax.lax.ragged_dot(hidden, down, jnp.bincount(flat, length=EXPERTS + 2))
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def added(x, p, chosen, weights):
+    """Sums over the rows of each expert, onto numbers that are no zeros."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS))
+    return x + p["bias"].at[flat[order]].add(out).sum()
+
+
 def elsewhere(x, p, chosen, weights):
     """Brought back to other tokens than they came from."""
     flat = chosen.reshape(-1)
@@ -152,12 +169,49 @@ def elsewhere(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order % x.shape[0]].add(out)
 
 
+def by_token(chosen):
+    """How often each token chose each expert."""
+    return jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=1)
+
+
+OTHER_SIZES = {
+    "at most": lambda chosen: jnp.sum(jnp.minimum(by_token(chosen), 1), axis=0),
+    "at all": lambda chosen: jnp.sum(by_token(chosen) > 0, axis=0, dtype=jnp.int32),
+    "of some": lambda chosen: jnp.sum(jnp.minimum(jnp.sum(by_token(chosen).reshape(8, 8, -1), 1), 5), axis=0),
+    "in another order": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).reshape(2, -1).T.ravel(),
+    "of few bits": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int8).astype(jnp.int32),
+    "of two orders": lambda chosen: jnp.zeros(EXPERTS, jnp.int32).at[
+        jnp.maximum(chosen.ravel(), chosen.T.ravel())].add(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", OTHER_SIZES)
+def test_numbers_that_only_look_like_counts_are_not_taken_for_them(sizes):
+    def layer(x, p, chosen, weights):
+        order = jnp.argsort(chosen.ravel())
+        out = gated(x[order // TOP_K], p, OTHER_SIZES[sizes](chosen))
+        return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+    assert not passes(graph_of(step(layer)))
+
+
+def test_counts_may_be_summed_in_turns_and_in_another_type():
+    def layer(x, p, chosen, weights):
+        order, by_pairs = jnp.argsort(chosen.ravel()), jnp.sum(by_token(chosen).reshape(8, 8, -1), 1)
+        out = gated(x[order // TOP_K], p, jnp.sum(by_pairs.astype(jnp.float32), axis=0).astype(jnp.int32))
+        return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+    assert passes(graph_of(step(layer)))
+
+
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
         (dropped, "groups whose sizes are not how often each expert is chosen"),
         (mixed, "cumsum"),
         (backwards, "groups whose sizes are not"),
+        (padded, "another number of groups than the products before it"),
+        (added, "rows that are added to others"),
         (elsewhere, "an index of 64 tokens other than choice // 2"),
     ],
 )
