@@ -29,7 +29,7 @@ from autopar.ir.primitives import LOCALLY_SUMMING, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
-from autopar.kernels.grouped import grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed
 from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
 from autopar.kernels.ragged_regions import (
@@ -569,7 +569,10 @@ class _Writer:
     def write(self, made: Pass) -> None:
         like = made.exits[-1]
         operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
-        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True)
+        function = LocalFunction(
+            name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True,
+            takes_any_part=all(grouped_admits(op.eqn) is None for op in made.region.products),
+        )  # fmt: skip
         values = [self.fresh.values[v] for v in operands]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import megablox
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +17,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange
@@ -115,6 +117,29 @@ def test_an_axis_of_experts_splits_tokens_too():
         assert strategy_of(signature, both.operands, both.results, mesh) == both
     gradients = [at for at in both.results if len(at.dims) == 3]
     assert all(at.dims[0] == (1,) and at.partial == (0,) for at in gradients)  # summands of the copies only
+
+
+def tiled(x, p, chosen, weights):
+    """By megablox, in tiles of 64 rows."""
+    order = jnp.argsort(chosen.ravel())
+    sizes = jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int32)
+    options = {"tiling": (64, 8, 16), "interpret": True}
+    out = megablox.gmm(megablox.gmm(x[order // TOP_K], p["up"], sizes, **options), p["down"], sizes, **options)
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def test_tiles_of_rows_are_whole_on_each_device():
+    forward, _ = passes(graph_of(step(tiled)))
+    shapes = [tuple(v.aval.shape for v in of) for of in (forward.eqn.invars, forward.eqn.outvars)]
+    signature = Signature(
+        rule=forward.rule, operand_shapes=shapes[0], result_shapes=shapes[1], sums_partially=True,
+        admits=admits(forward.eqn),
+    )  # fmt: skip
+    assert forward.eqn.invars[0].aval.shape == (64, TOP_K)
+    for devices, ways in ((2, {(2, ()), (2, (0,))}), (4, {(4, (0,))})):  # rows of a device: 64, or 32 of its own
+        strategies = enumerate_strategies(signature, LogicalMesh(axis_sizes=(devices,)))
+        found = {(devices, s.ring) for s in strategies if s.operands[0].dims[0]}
+        assert found == ways
 
 
 # What is in the way
