@@ -137,6 +137,7 @@ class RegionReader:
         self.known: dict[int, Known] = dict(constants)
         self.rows: dict[int, Rows] = {}
         self.regions: dict[int, Region] = {}  # by the sorted values
+        self.bounds: dict[int, tuple[float, float]] = {}  # the least and the largest number of a value
         self.same: dict[int, int] = {}  # what a barrier hands on: the value in front of it
 
     def run(self) -> list[Region]:
@@ -290,7 +291,8 @@ class RegionReader:
         if self.rows_of(source) is not None or len(of_index) != 1 or not isinstance(source, int):
             raise NotUnderstood(op, "sorted rows in the order of others")
         numbers_of = self.known_of(source)
-        if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and place.table.max() < shape[0]:
+        is_inside = bool(place.table.size) and place.table.min() >= 0 and place.table.max() < shape[0]
+        if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and is_inside:
             self.known[op.outputs[0]] = Known(source=order, table=numbers_of.table[place.table])
             return
         self.enters(order, op, Entry(sources=(source,), per_token=self.per_token(order, op, place, shape[0])))
@@ -345,6 +347,8 @@ class RegionReader:
     def inverts(self, order: Order, op: Op, place: Known) -> bool:
         """Whether numbers from 0 on are written at the places of a sorted order."""
         if place.source is not order or not place.is_same(order.places) or op.primitive != "scatter":
+            return False
+        if self.shape(op.inputs[0]) != (order.num_rows,):
             return False
         numbers = self.known_of(op.inputs[2])
         return numbers is not None and numbers.source is None and np.array_equal(numbers.table, order.places)
@@ -496,19 +500,27 @@ def _root(reader: RegionReader, value: int, through: frozenset[str] = _ONE_OPERA
     return value
 
 
-_NO_BOUNDS = (-np.inf, np.inf)
+Bounds = tuple[float, float]
+_NO_BOUNDS: Bounds = (-np.inf, np.inf)
 _DEEPEST = 32
+_OF_FIRST = _ONE_OPERAND | {"slice", "broadcast_in_dim", "dynamic_slice", "rev"}
+_OF_ALL = frozenset({"concatenate", "max", "min", "clamp", "rem"})
 
 
-def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]:
+def _bounds(reader: RegionReader, atom: Atom, depth: int) -> Bounds:
     """The least and the largest number that an array of integers may have."""
     if isinstance(atom, Constant):
         values = np.asarray(atom.literal.val)
         return (float(values.min()), float(values.max())) if values.size and values.dtype.kind in "iu" else _NO_BOUNDS
     value = reader.front(atom)
-    op = reader.maker.get(value)
-    if op is None or op.kind is not OpKind.EQUATION or depth > _DEEPEST:
-        return _NO_BOUNDS
+    if value not in reader.bounds:
+        op = reader.maker.get(value)
+        known = op is not None and op.kind is OpKind.EQUATION and depth <= _DEEPEST
+        reader.bounds[value] = _bounds_of(reader, op, value, depth) if known and op is not None else _NO_BOUNDS
+    return reader.bounds[value]
+
+
+def _bounds_of(reader: RegionReader, op: Op, value: int, depth: int) -> Bounds:
     name, params = op.primitive, op.eqn.params
     if name in ("top_k", "approx_top_k"):
         axis = params["axis" if name == "top_k" else "reduction_dimension"]
@@ -519,24 +531,24 @@ def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]
         return 0, reader.shape(value)[params["dimension"]] - 1
     if name == "sort":
         return _bounds(reader, op.inputs[op.outputs.index(value)], depth + 1)
-    of = [_bounds(reader, a, depth + 1) for a in op.inputs]
-    if name in _ONE_OPERAND or name in ("slice", "broadcast_in_dim", "dynamic_slice", "rev"):
+    read = op.inputs[:1] if name in _OF_FIRST else op.inputs[1:] if name == "select_n" else op.inputs
+    if name not in _OF_FIRST | _OF_ALL | {"select_n"}:
+        return _NO_BOUNDS
+    of = [_bounds(reader, a, depth + 1) for a in read]
+    least, largest = ([ends[i] for ends in of] for i in range(2))
+    if name in _OF_FIRST:
         dtype = np.dtype(op.eqn.outvars[0].aval.dtype)
-        fits = dtype.kind in "iu" and np.iinfo(dtype).min <= of[0][0] and of[0][1] <= np.iinfo(dtype).max
+        fits = dtype.kind in "iu" and np.iinfo(dtype).min <= least[0] and largest[0] <= np.iinfo(dtype).max
         return of[0] if fits else _NO_BOUNDS
     if name in ("select_n", "concatenate"):
-        joined = of[1:] if name == "select_n" else of
-        return min(low for low, _ in joined), max(high for _, high in joined)
+        return min(least), max(largest)
     if name == "max":
-        return max(low for low, _ in of), max(high for _, high in of)
+        return max(least), max(largest)
     if name == "min":
-        return min(low for low, _ in of), min(high for _, high in of)
-    if name == "clamp":
-        (low, _), (_, high) = of[0], of[2]
-        return max(low, min(of[1][0], high)), min(high, max(of[1][1], low))
-    if name == "rem" and of[0][0] >= 0 and of[1][0] > 0:
-        return 0, min(of[0][1], of[1][1] - 1)
-    return _NO_BOUNDS
+        return min(least), min(largest)
+    if name == "clamp":  # of the lower limit, the number and the upper limit
+        return min(max(least[:2]), least[2]), min(max(largest[:2]), largest[2])
+    return (0, min(largest[0], largest[1] - 1)) if least[0] >= 0 and least[1] > 0 else _NO_BOUNDS
 
 
 def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
