@@ -315,9 +315,10 @@ class LocalFunction:
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
-    pass, which has `gradient_of` instead. `exchanged`: (operand, dimension) of a factor of which each device has a part
-    while it has a part of another one too; the function is then told the devices (`devices=`). `is_program`: it is made
-    of operations of XLA, whose results in between take memory. `takes_any_part`: it can be traced on parts of any size.
+    pass, which has `gradient_of` instead. `exchanged`: (array, dimension), of operands and then results, of a factor of
+    which each device has a part while it has a part of another one too; the function is then told the devices
+    (`devices=`). `is_program`: it is made of operations of XLA, whose results in between take memory. `takes_any_part`:
+    it can be traced on parts of any size.
     """
 
     name: str
@@ -457,8 +458,8 @@ class Admits:
 
     def __call__(self, operands: Shapes, results: Shapes, layouts: tuple[Layout, ...], mesh: LogicalMesh) -> bool:
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(operands, self.dtypes, strict=True)]
-        operand, dim = self.function.exchanged or (0, 0)
-        count = mesh.size(layouts[operand].dims[dim]) if self.function.exchanged else 1
+        array, dim = self.function.exchanged or (0, 0)
+        count = mesh.size(layouts[array].dims[dim]) if self.function.exchanged else 1
         try:
             if count > 1:
                 made = self.function.exchanging_program(structs, count, "cpu").out_avals  # alike on all platforms

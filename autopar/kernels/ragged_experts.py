@@ -314,11 +314,13 @@ class Pass:
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
-        """The operand and its dimension that tell which experts a device has; None where it must have all."""
+        """The array (operands, then results) and its dimension that tell which experts a device has; None: all."""
         if not self.rule.exchanged:
             return None
         places = (
-            (i, names.index(EXPERT_FACTOR)) for i, names in enumerate(self.rule.operands) if EXPERT_FACTOR in names
+            (i, names.index(EXPERT_FACTOR))
+            for i, names in enumerate((*self.rule.operands, *self.rule.results))
+            if EXPERT_FACTOR in names
         )
         return next(places, None)
 
@@ -463,7 +465,7 @@ class _Run:
         return jax_compat.bind(op.eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
 
     def bound(self, op: Op, there: bool) -> list[Any]:
-        """An equation on the rows that there are. Sums over them leave out the filling behind those of experts."""
+        """An equation on the rows that there are. Sums over them leave out the filling after those of experts."""
         operands = [self.read(a, there) for a in op.inputs]
         role = self.region.roles[op.id]
         if there and isinstance(role, Exit):

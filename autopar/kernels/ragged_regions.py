@@ -1,7 +1,7 @@
 """Finds mixtures of experts with ragged products in a graph: rows sorted by their expert, multiplied, and sent back.
 
 A layer sorts the rows of all tokens by the number of their expert, so that the rows of one expert lie side by side, and
-undoes it behind the products. The order of all rows depends on all tokens, what comes out for a token on its own rows
+undoes it after the products. The order of all rows depends on all tokens, what comes out for a token on its own rows
 alone. So any part of the tokens, sorted by itself, gives that part of the result: devices and micro-batches sort their
 own tokens, and nothing is gathered.
 
@@ -138,7 +138,7 @@ class RegionReader:
         self.rows: dict[int, Rows] = {}
         self.regions: dict[int, Region] = {}  # by the sorted values
         self.bounds: dict[int, tuple[float, float]] = {}  # the least and the largest number of a value
-        self.same: dict[int, int] = {}  # what a barrier hands on: the value in front of it
+        self.same: dict[int, int] = {}  # what a barrier hands on: the value before it
 
     def run(self) -> list[Region]:
         for op in self.block.ops:
@@ -553,7 +553,7 @@ def _bounds_of(reader: RegionReader, op: Op, value: int, depth: int) -> Bounds:
 
 def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
     """Whether numbers are those of experts, each as often as it is chosen: one less than the number of groups that
-    begin at a place or before it, a group beginning behind those in front of it.
+    begin at a place or before it, a group beginning after those before it.
     """
 
     def maker(atom: Atom, primitive: str) -> Op | None:

@@ -21,6 +21,7 @@ from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
 from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, batch, gated, scattered, state, step
@@ -44,6 +45,24 @@ def passes(graph):
 
 def left(graph):
     return [op for op in graph.ops() if op.primitive in ("ragged_dot_general", "sort")]
+
+
+def arrays_of(op):
+    """Operands of a pass; zeros to which rows are added stay zeros."""
+    numbers, made = np.random.default_rng(0), op.eqn.params["function"].function
+    arrays = [
+        jnp.asarray(numbers.integers(0, EXPERTS, a.shape) if a.dtype.kind == "i" else numbers.normal(size=a.shape))
+        for a in (v.aval for v in op.eqn.invars)
+    ]
+    are_zeros = [made.reader.is_zero(a.value) for a in made.arguments]
+    return [jnp.zeros_like(a) if zero else a for a, zero in zip(arrays, are_zeros, strict=True)]
+
+
+def signature_of(op):
+    return Signature(
+        rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
+        result_shapes=tuple(v.aval.shape for v in op.eqn.outvars), sums_partially=True, admits=admits(op.eqn),
+    )  # fmt: skip
 
 
 def equals_jit(function, devices, layers=1, **options):
@@ -82,14 +101,7 @@ def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
 @pytest.mark.parametrize("layer", LAYERS_AS_WRITTEN)
 def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
     for op in passes(graph_of(step(LAYERS_AS_WRITTEN[layer]))):
-        function, numbers = op.eqn.params["function"], np.random.default_rng(0)
-        arrays = [
-            jnp.asarray(numbers.integers(0, EXPERTS, a.shape) if a.dtype.kind == "i" else numbers.normal(size=a.shape))
-            for a in (v.aval for v in op.eqn.invars)
-        ]
-        made = function.function
-        are_zeros = (made.reader.is_zero(a.value) for a in made.arguments)  # to which rows are added
-        arrays = [jnp.zeros_like(a) if zero else a for a, zero in zip(arrays, are_zeros, strict=True)]
+        function, arrays = op.eqn.params["function"], arrays_of(op)
         whole = function(*arrays)
         for name in sorted(function.rule.split - {EXPERT_FACTOR}):
             split = [
@@ -106,10 +118,7 @@ def test_an_axis_of_experts_splits_tokens_too():
     forward, backward = passes(graph_of(step(scattered)))
     mesh = LogicalMesh(axis_sizes=(2, 4))
     for op in (forward, backward):
-        signature = Signature(
-            rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
-            result_shapes=tuple(v.aval.shape for v in op.eqn.outvars), sums_partially=True,
-        )  # fmt: skip
+        signature = signature_of(op)
         strategies = [s for s in enumerate_strategies(signature, mesh) if s.ring == (1,)]
         (both,) = [s for s in strategies if s.operands[0].dims[0] == (0, 1)]
         assert both.operands[2].dims[0] == (1,)
@@ -130,14 +139,9 @@ def tiled(x, p, chosen, weights):
 
 def test_tiles_of_rows_are_whole_on_each_device():
     forward, _ = passes(graph_of(step(tiled)))
-    shapes = [tuple(v.aval.shape for v in of) for of in (forward.eqn.invars, forward.eqn.outvars)]
-    signature = Signature(
-        rule=forward.rule, operand_shapes=shapes[0], result_shapes=shapes[1], sums_partially=True,
-        admits=admits(forward.eqn),
-    )  # fmt: skip
     assert forward.eqn.invars[0].aval.shape == (64, TOP_K)
     for devices, ways in ((2, {(2, ()), (2, (0,))}), (4, {(4, (0,))})):  # rows of a device: 64, or 32 of its own
-        strategies = enumerate_strategies(signature, LogicalMesh(axis_sizes=(devices,)))
+        strategies = enumerate_strategies(signature_of(forward), LogicalMesh(axis_sizes=(devices,)))
         found = {(devices, s.ring) for s in strategies if s.operands[0].dims[0]}
         assert found == ways
 
@@ -253,7 +257,35 @@ def test_a_recipe_names_what_is_in_the_way():
         made.plan(state(1), batch())
 
 
+def test_a_recipe_names_what_is_in_the_way_of_one_layer_of_two():
+    def both(x, p, chosen, weights):
+        return mixed(scattered(x, p, chosen, weights), p, chosen, weights)
+
+    made = autopar.parallelize(step(both), cluster="local:2", cache_dir=None, plan=recipes.expert_parallel())
+    with pytest.raises(InvalidArgumentError, match=r"cumsum at .*test_ragged_experts\.py"):
+        made.plan(state(1), batch())
+
+
 # Equal to plain jax
+
+
+def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
+    def function(state, batch):
+        def loss(up):
+            x = batch.reshape(-1, batch.shape[-1])
+            chosen = jax.lax.top_k(x @ state["router"][0], TOP_K)[1]
+            order = jnp.argsort(chosen.ravel())
+            out = jax.lax.ragged_dot(x[order // TOP_K], up, jnp.bincount(chosen.ravel(), length=EXPERTS))
+            return jnp.mean(jnp.zeros((x.shape[0], out.shape[1])).at[order // TOP_K].add(out) ** 2)
+
+        return state | {"up": state["up"] - jax.grad(loss)(state["up"][0])}
+
+    _, backward = passes(graph_of(function))
+    assert str(backward.eqn.params["rule"]) == "t [k], t d0, t d1 -> e d0 d1, summed over t"
+    (strategy,) = [s for s in enumerate_strategies(signature_of(backward), LogicalMesh(axis_sizes=(2,))) if s.ring]
+    arrays, mesh = arrays_of(backward), Mesh(np.array(jax.devices()[:2]), ("a",))
+    run = jax.jit(lambda *args: run_on_parts(backward.eqn, strategy.operands, strategy.results, mesh, args))
+    assert_close(run(*arrays), backward.eqn.params["function"](*arrays))
 
 
 @pytest.mark.parametrize(
