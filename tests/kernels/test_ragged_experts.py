@@ -233,6 +233,22 @@ def test_counts_may_be_summed_in_turns_and_in_another_type():
     assert passes(graph_of(step(layer)))
 
 
+def limited(chosen):
+    for _ in range(20):  # each is to be read once: there are 3**20 ways back
+        chosen = jax.lax.clamp(chosen, chosen, chosen)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_found"),
+    [(limited, True), (lambda chosen: jax.lax.clamp(0, chosen, chosen - 1), False)],
+    ids=["within limits", "less than zero"],
+)
+def test_numbers_of_experts_are_within_known_limits(numbers, is_found):
+    found = graph_of(step(lambda x, p, chosen, weights: scattered(x, p, numbers(chosen), weights)))
+    assert bool(passes(found)) == is_found
+
+
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
