@@ -7,6 +7,7 @@ that can occur. So its spelling does not matter: `order // 2` is five operations
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
 }  # fmt: skip
 _SHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-_MOST_NUMBERS = 1 << 26
+_MOST_NUMBERS = 1 << 22  # masks of positions by positions are larger, and no index
+_MOST_ROWS = 1 << 26  # along one dimension: the choices of all tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +72,7 @@ def known_of(op: Op, reads: Sequence[Known | None], out: tuple[int, ...]) -> Kno
     if op.primitive == "convert_element_type":
         dtype = op.eqn.params["new_dtype"]
         return _combined(lambda x: np.asarray(x).astype(dtype), known, out)
-    if op.primitive not in _ELEMENTWISE:
+    if op.primitive not in _ELEMENTWISE or (op.primitive == "select_n" and len(reads) > 3):  # of more than two cases
         return None
     return _combined(
         _ELEMENTWISE[op.primitive], [_widened(k, v, out) for k, v in zip(known, op.eqn.invars, strict=True)], out
@@ -94,12 +96,17 @@ def compressed(array: np.ndarray) -> np.ndarray:
     return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
 
 
+def _is_large(shape: Sequence[int]) -> bool:
+    """Whether a table takes more memory than it may."""
+    return math.prod(shape) > (_MOST_NUMBERS if sum(n > 1 for n in shape) > 1 else _MOST_ROWS)
+
+
 def _combined(function: Callable[..., Any], known: Sequence[Known], out: tuple[int, ...]) -> Known | None:
     """Element by element: constants, or functions of one index and constants that vary along one `spread` dimension."""
     of_index = [k for k in known if k.source is not None]
     small = [compressed(k.table) if k.source is None else k.table for k in known]
     if not of_index:
-        if np.prod(np.broadcast_shapes(*(a.shape for a in small)), dtype=np.int64) > _MOST_NUMBERS:
+        if _is_large(np.broadcast_shapes(*(a.shape for a in small))):
             return None
         return Known(source=None, table=np.broadcast_to(function(*small), out))
     varying = {d for k, a in zip(known, small, strict=True) if k.source is None for d, n in enumerate(a.shape) if n > 1}
@@ -112,7 +119,7 @@ def _combined(function: Callable[..., Any], known: Sequence[Known], out: tuple[i
     if wide:
         parts = zip(known, small, strict=True)
         small = [a.reshape(1, -1) if k.source is None else a[:, None] if k.wide is None else a for k, a in parts]
-        if np.prod(np.broadcast_shapes(*(a.shape for a in small)), dtype=np.int64) > _MOST_NUMBERS:
+        if _is_large(np.broadcast_shapes(*(a.shape for a in small))):
             return None
     else:
         small = [a.reshape(-1) if k.source is None else a for k, a in zip(known, small, strict=True)]
@@ -138,7 +145,7 @@ def _reshaped(op: Op, known: Known, out: tuple[int, ...]) -> Known | None:
         small = compressed(known.table)
         if small.size == 1:
             return Known(source=None, table=np.broadcast_to(small.reshape([1] * len(out)), out))
-        if np.prod(shape, dtype=np.int64) > _MOST_NUMBERS:
+        if _is_large(shape if np.count_nonzero(np.greater(small.shape, 1)) > 1 else (math.prod(shape),)):
             return None
         return Known(source=None, table=known.table.reshape(out))
     if known.wide is None and not known.spread:

@@ -121,9 +121,8 @@ def local_rule(eqn: Any) -> Rule | None:
 def admits(eqn: Any) -> Admits | IslandAdmits | GroupedAdmits | None:
     """What a strategy of such an equation is asked before it is one; None where every strategy is."""
     if is_kernel(eqn):
-        if eqn.params["function"].exchanged is not None:  # it takes any part
-            return None
-        return Admits(eqn.params["function"], tuple(v.aval.dtype for v in eqn.invars))
+        function = eqn.params["function"]
+        return None if function.takes_any_part else Admits(function, tuple(v.aval.dtype for v in eqn.invars))
     if eqn is not None and is_grouped_product(eqn):
         return grouped_admits(eqn)
     return IslandAdmits(island_of(eqn)) if is_island(eqn) else None

@@ -315,9 +315,10 @@ class LocalFunction:
 
     `work_on` says what it does on operands of given shapes and types; by default its own program is counted. `twin`
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
-    pass, which has `gradient_of` instead. `exchanged`: (operand, dimension) of a factor of which each device has a part
-    while it has a part of another one too; the function is then told the devices (`devices=`). `is_program`: it is made
-    of operations of XLA, whose results in between take memory.
+    pass, which has `gradient_of` instead. `exchanged`: (array, dimension), of operands and then results, of a factor of
+    which each device has a part while it has a part of another one too; the function is then told the devices
+    (`devices=`). `is_program`: it is made of operations of XLA, whose results in between take memory. `takes_any_part`:
+    it can be traced on parts of any size.
     """
 
     name: str
@@ -328,6 +329,7 @@ class LocalFunction:
     gradient_of: GradientOf | None = dataclasses.field(default=None, compare=False)
     exchanged: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     is_program: bool = dataclasses.field(default=False, compare=False)
+    takes_any_part: bool = dataclasses.field(default=False, compare=False)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
@@ -456,8 +458,13 @@ class Admits:
 
     def __call__(self, operands: Shapes, results: Shapes, layouts: tuple[Layout, ...], mesh: LogicalMesh) -> bool:
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(operands, self.dtypes, strict=True)]
+        array, dim = self.function.exchanged or (0, 0)
+        count = mesh.size(layouts[array].dims[dim]) if self.function.exchanged else 1
         try:
-            made = self.function.program(structs).out_avals
+            if count > 1:
+                made = self.function.exchanging_program(structs, count, "cpu").out_avals  # alike on all platforms
+            else:
+                made = self.function.program(structs).out_avals
         except Exception:  # the user's own code does not take these shapes
             return False
         return tuple(tuple(a.shape) for a in made) == results

@@ -25,11 +25,11 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
-from autopar.ir.primitives import linear_operands
+from autopar.ir.primitives import LOCALLY_SUMMING, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
-from autopar.kernels.grouped import grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed
 from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
 from autopar.kernels.ragged_regions import (
@@ -128,7 +128,9 @@ class Dims:
                 places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
         for f, at in places.items():
             names = [name for name, alone in at if alone]
-            if rule.factors[f].kind in (FactorKind.FIXED, FactorKind.EXTREMUM) or len(names) < len(at):
+            kind = rule.factors[f].kind
+            in_parts = kind is FactorKind.PASS or (kind is FactorKind.SUM and sums_parts(op))
+            if not in_parts or len(names) < len(at):
                 self.whole.update(self.sets[name] for name, _ in at if name is not None)
             for a, b in itertools.pairwise(names):
                 self.join(a, b)
@@ -172,6 +174,11 @@ class Dims:
         if not all(p or h for p, h in left):
             return None
         return any(p for p, _ in left)
+
+
+def sums_parts(op: Op) -> bool:
+    """Whether an operation on parts of what it sums over makes summands; a gather reads its table by global numbers."""
+    return is_grouped_product(op.eqn) or op.primitive in LOCALLY_SUMMING
 
 
 def linear_sets(op: Op) -> list[set[int]]:
@@ -307,11 +314,13 @@ class Pass:
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
-        """The operand and its dimension that tell which experts a device has; None where it must have all."""
+        """The array (operands, then results) and its dimension that tell which experts a device has; None: all."""
         if not self.rule.exchanged:
             return None
         places = (
-            (i, names.index(EXPERT_FACTOR)) for i, names in enumerate(self.rule.operands) if EXPERT_FACTOR in names
+            (i, names.index(EXPERT_FACTOR))
+            for i, names in enumerate((*self.rule.operands, *self.rule.results))
+            if EXPERT_FACTOR in names
         )
         return next(places, None)
 
@@ -456,7 +465,7 @@ class _Run:
         return jax_compat.bind(op.eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
 
     def bound(self, op: Op, there: bool) -> list[Any]:
-        """An equation on the rows that there are. Sums over them leave out the filling behind those of experts."""
+        """An equation on the rows that there are. Sums over them leave out the filling after those of experts."""
         operands = [self.read(a, there) for a in op.inputs]
         role = self.region.roles[op.id]
         if there and isinstance(role, Exit):
@@ -562,7 +571,10 @@ class _Writer:
     def write(self, made: Pass) -> None:
         like = made.exits[-1]
         operands = [self.reshaped(a.value, made.shape(a), like) for a in made.arguments]
-        function = LocalFunction(name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True)
+        function = LocalFunction(
+            name=NAME, function=made, rule=made.rule, exchanged=made.exchanged, is_program=True,
+            takes_any_part=all(grouped_admits(op.eqn) is None for op in made.region.products),
+        )  # fmt: skip
         values = [self.fresh.values[v] for v in operands]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))

@@ -1,7 +1,7 @@
 """Finds mixtures of experts with ragged products in a graph: rows sorted by their expert, multiplied, and sent back.
 
 A layer sorts the rows of all tokens by the number of their expert, so that the rows of one expert lie side by side, and
-undoes it behind the products. The order of all rows depends on all tokens, what comes out for a token on its own rows
+undoes it after the products. The order of all rows depends on all tokens, what comes out for a token on its own rows
 alone. So any part of the tokens, sorted by itself, gives that part of the result: devices and micro-batches sort their
 own tokens, and nothing is gathered.
 
@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.common import jax_compat
@@ -136,7 +137,8 @@ class RegionReader:
         self.known: dict[int, Known] = dict(constants)
         self.rows: dict[int, Rows] = {}
         self.regions: dict[int, Region] = {}  # by the sorted values
-        self.same: dict[int, int] = {}  # what a barrier hands on: the value in front of it
+        self.bounds: dict[int, tuple[float, float]] = {}  # the least and the largest number of a value
+        self.same: dict[int, int] = {}  # what a barrier hands on: the value before it
 
     def run(self) -> list[Region]:
         for op in self.block.ops:
@@ -289,7 +291,8 @@ class RegionReader:
         if self.rows_of(source) is not None or len(of_index) != 1 or not isinstance(source, int):
             raise NotUnderstood(op, "sorted rows in the order of others")
         numbers_of = self.known_of(source)
-        if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and place.table.max() < shape[0]:
+        is_inside = bool(place.table.size) and place.table.min() >= 0 and place.table.max() < shape[0]
+        if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and is_inside:
             self.known[op.outputs[0]] = Known(source=order, table=numbers_of.table[place.table])
             return
         self.enters(order, op, Entry(sources=(source,), per_token=self.per_token(order, op, place, shape[0])))
@@ -345,6 +348,8 @@ class RegionReader:
         """Whether numbers from 0 on are written at the places of a sorted order."""
         if place.source is not order or not place.is_same(order.places) or op.primitive != "scatter":
             return False
+        if self.shape(op.inputs[0]) != (order.num_rows,):
+            return False
         numbers = self.known_of(op.inputs[2])
         return numbers is not None and numbers.source is None and np.array_equal(numbers.table, order.places)
 
@@ -364,6 +369,8 @@ class RegionReader:
         region.products.append(op)
         if lhs is None or lhs.dim != dims.rows or sizes is not None:
             raise NotUnderstood(op, "a ragged product of other rows")
+        if self.shape(op.inputs[2]) != self.shape(region.products[0].inputs[2]):
+            raise NotUnderstood(op, "another number of groups than the products before it")
         if not counts_choices(self, op.inputs[2], order):
             raise NotUnderstood(op, "groups whose sizes are not how often each expert is chosen")
         if not dims.sums_rows:
@@ -398,6 +405,8 @@ class RegionReader:
         places = [[d for d, dim in enumerate(dims) if f in dim] for dims in rule.results]
         if rule.factors[f].kind is FactorKind.SUM and not any(places) and len(op.outputs) == 1:
             row = next(a for a in op.inputs if isinstance(a, int) and self.rows_of(a) is not None)
+            if op.primitive == "scatter-add" and not self.is_zero(op.inputs[0]):
+                raise NotUnderstood(op, "rows that are added to others")
             self.regions[order.experts].roles[op.id] = Exit(rows=row, per_token=1, summed=True)
             return
         alone = all(
@@ -475,14 +484,14 @@ def counts_choices(reader: RegionReader, sizes: Atom, order: Order) -> bool:
     if lowest < 0 or highest >= groups:
         return False
     found = _Counts(reader, root, groups).of(sizes)
-    return found is not None and found.source == "counts"
+    return found is not None and found.source == _COUNTS
 
 
-def _root(reader: RegionReader, value: int) -> int:
-    """The value of which another is the same numbers, in another order or type."""
+def _root(reader: RegionReader, value: int, through: frozenset[str] = _ONE_OPERAND) -> int:
+    """The value of which another is the same numbers, in another shape or type, and in another order too by default."""
     value = reader.front(value)
     op = reader.maker.get(value)
-    while op is not None and op.primitive in _ONE_OPERAND and isinstance(op.inputs[0], int):
+    while op is not None and op.primitive in through and isinstance(op.inputs[0], int):
         made, read = (np.dtype(of[0].aval.dtype) for of in (op.eqn.outvars, op.eqn.invars))
         if made.kind not in "iu" or made.itemsize < read.itemsize:  # numbers may wrap around
             break
@@ -491,19 +500,27 @@ def _root(reader: RegionReader, value: int) -> int:
     return value
 
 
-_NO_BOUNDS = (-np.inf, np.inf)
+Bounds = tuple[float, float]
+_NO_BOUNDS: Bounds = (-np.inf, np.inf)
 _DEEPEST = 32
+_OF_FIRST = _ONE_OPERAND | {"slice", "broadcast_in_dim", "dynamic_slice", "rev"}
+_OF_ALL = frozenset({"concatenate", "max", "min", "clamp", "rem"})
 
 
-def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]:
+def _bounds(reader: RegionReader, atom: Atom, depth: int) -> Bounds:
     """The least and the largest number that an array of integers may have."""
     if isinstance(atom, Constant):
         values = np.asarray(atom.literal.val)
         return (float(values.min()), float(values.max())) if values.size and values.dtype.kind in "iu" else _NO_BOUNDS
     value = reader.front(atom)
-    op = reader.maker.get(value)
-    if op is None or op.kind is not OpKind.EQUATION or depth > _DEEPEST:
-        return _NO_BOUNDS
+    if value not in reader.bounds:
+        op = reader.maker.get(value)
+        known = op is not None and op.kind is OpKind.EQUATION and depth <= _DEEPEST
+        reader.bounds[value] = _bounds_of(reader, op, value, depth) if known and op is not None else _NO_BOUNDS
+    return reader.bounds[value]
+
+
+def _bounds_of(reader: RegionReader, op: Op, value: int, depth: int) -> Bounds:
     name, params = op.primitive, op.eqn.params
     if name in ("top_k", "approx_top_k"):
         axis = params["axis" if name == "top_k" else "reduction_dimension"]
@@ -514,29 +531,29 @@ def _bounds(reader: RegionReader, atom: Atom, depth: int) -> tuple[float, float]
         return 0, reader.shape(value)[params["dimension"]] - 1
     if name == "sort":
         return _bounds(reader, op.inputs[op.outputs.index(value)], depth + 1)
-    of = [_bounds(reader, a, depth + 1) for a in op.inputs]
-    if name in _ONE_OPERAND or name in ("slice", "broadcast_in_dim", "dynamic_slice", "rev"):
+    read = op.inputs[:1] if name in _OF_FIRST else op.inputs[1:] if name == "select_n" else op.inputs
+    if name not in _OF_FIRST | _OF_ALL | {"select_n"}:
+        return _NO_BOUNDS
+    of = [_bounds(reader, a, depth + 1) for a in read]
+    least, largest = ([ends[i] for ends in of] for i in range(2))
+    if name in _OF_FIRST:
         dtype = np.dtype(op.eqn.outvars[0].aval.dtype)
-        fits = dtype.kind in "iu" and np.iinfo(dtype).min <= of[0][0] and of[0][1] <= np.iinfo(dtype).max
+        fits = dtype.kind in "iu" and np.iinfo(dtype).min <= least[0] and largest[0] <= np.iinfo(dtype).max
         return of[0] if fits else _NO_BOUNDS
     if name in ("select_n", "concatenate"):
-        joined = of[1:] if name == "select_n" else of
-        return min(low for low, _ in joined), max(high for _, high in joined)
+        return min(least), max(largest)
     if name == "max":
-        return max(low for low, _ in of), max(high for _, high in of)
+        return max(least), max(largest)
     if name == "min":
-        return min(low for low, _ in of), min(high for _, high in of)
-    if name == "clamp":
-        (low, _), (_, high) = of[0], of[2]
-        return max(low, min(of[1][0], high)), min(high, max(of[1][1], low))
-    if name == "rem" and of[0][0] >= 0 and of[1][0] > 0:
-        return 0, min(of[0][1], of[1][1] - 1)
-    return _NO_BOUNDS
+        return min(least), min(largest)
+    if name == "clamp":  # of the lower limit, the number and the upper limit
+        return min(max(least[:2]), least[2]), min(max(largest[:2]), largest[2])
+    return (0, min(largest[0], largest[1] - 1)) if least[0] >= 0 and least[1] > 0 else _NO_BOUNDS
 
 
 def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
     """Whether numbers are those of experts, each as often as it is chosen: one less than the number of groups that
-    begin at a place or before it, a group beginning behind those in front of it.
+    begin at a place or before it, a group beginning after those before it.
     """
 
     def maker(atom: Atom, primitive: str) -> Op | None:
@@ -578,6 +595,23 @@ def repeats_experts(reader: RegionReader, op: Op, order: Order) -> bool:
     return at == [(groups - 1, groups), (0, groups - 1)] and counts_choices(reader, sizes, order)
 
 
+_COUNTS, _PARTIAL = "counts", "partial"  # sources: sums over all choices, and over some of them
+_IN_ORDER = _ONE_OPERAND - {"transpose"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Experts:
+    """Source: the experts of all choices, in the order of their elements in one value."""
+
+
+def _counts_to(dtype: Any, number: int) -> bool:
+    """Whether a type has every whole number up to this one."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in "iu":
+        return bool(np.iinfo(dtype).max >= number)
+    return is_inexact(dtype) and number <= 2 ** (jnp.finfo(dtype).nmant + 1)
+
+
 class _Counts:
     """Reads what is computed of the experts of all choices, back from what is asked for."""
 
@@ -585,6 +619,7 @@ class _Counts:
         self.reader, self.root, self.groups = reader, root, groups
         self.choices = int(np.prod(reader.shape(root)))
         self.found: dict[int, Known | None] = {}
+        self.orders: dict[int, _Experts] = {}
 
     def of(self, atom: Atom) -> Known | None:
         if isinstance(atom, Constant):
@@ -598,7 +633,8 @@ class _Counts:
     def read(self, value: int) -> Known | None:
         reader = self.reader
         if _root(reader, value) == self.root or self.sorted_experts(value):
-            return Known(source="experts", table=np.arange(self.groups))
+            source = self.orders.setdefault(_root(reader, value, _IN_ORDER), _Experts())
+            return Known(source=source, table=np.arange(self.groups))
         op = reader.maker.get(value)
         if op is None and (known := reader.known.get(value)) is not None and known.source is None:
             return known
@@ -609,9 +645,11 @@ class _Counts:
             return self.scattered(op, reads)
         if op.primitive == "reduce_sum":
             return self.summed(op, reads[0])
-        if any(r is not None and r.source == "counts" for r in reads):
-            same = op.primitive in _ONE_OPERAND and np.dtype(op.eqn.outvars[0].aval.dtype).kind in "iu"
-            return reads[0] if same else None
+        sums = {r.source for r in reads if r is not None and r.source in (_COUNTS, _PARTIAL)}
+        if sums and (op.primitive not in _IN_ORDER or not _counts_to(op.eqn.outvars[0].aval.dtype, self.choices)):
+            return None
+        if _COUNTS in sums:
+            return reads[0]
         return known_of(op, reads, reader.shape(value))
 
     def sorted_experts(self, value: int) -> bool:
@@ -635,13 +673,17 @@ class _Counts:
         is_count = (
             base.source is None and not base.table.any() and ones.source is None and bool((ones.table == 1).all())
         )
-        same = index.source == "experts" and index.is_same(np.arange(self.groups))
+        same = isinstance(index.source, _Experts) and index.is_same(np.arange(self.groups))
         once = int(np.prod(self.reader.shape(op.inputs[2]))) == self.choices
-        return Known(source="counts", table=np.zeros(0)) if is_count and same and once else None
+        return Known(source=_COUNTS, table=np.zeros(0)) if is_count and same and once else None
 
     def summed(self, op: Op, read: Known | None) -> Known | None:
         """A one for each expert and its own number, added up over all choices."""
-        if read is None or read.source != "experts" or read.wide is None or read.spread:
+        if read is None or read.wide is None or read.spread:
+            return None
+        if not (isinstance(read.source, _Experts) or read.source == _PARTIAL):
+            return None
+        if not _counts_to(op.eqn.outvars[0].aval.dtype, self.choices):
             return None
         shape = self.reader.shape(op.inputs[0])
         axes, wide = set(op.eqn.params["axes"]), read.wide
@@ -649,10 +691,9 @@ class _Counts:
         if wide in axes:
             return None
         if left:  # more sums follow
-            return Known(source="experts", table=read.table, wide=wide - sum(d < wide for d in axes))
+            return Known(source=_PARTIAL, table=read.table, wide=wide - sum(d < wide for d in axes))
         is_one = np.array_equal(read.table.astype(np.float64), np.eye(self.groups))
-        exact = np.dtype(op.eqn.outvars[0].aval.dtype).kind in "iu" or self.choices <= 1 << 24
-        return Known(source="counts", table=np.zeros(0)) if is_one and exact else None
+        return Known(source=_COUNTS, table=np.zeros(0)) if is_one else None
 
 
 # Passes: what is computed of what reaches a region from outside, one after another

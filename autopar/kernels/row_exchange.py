@@ -71,7 +71,7 @@ class RowExchange:
         return jnp.arange(self.num_places) < jnp.sum(self.sizes)
 
     def to_experts(self, rows: Any) -> Any:
-        """Rows in sorted order, sorted by expert on the devices of the experts; behind them is filling."""
+        """Rows in sorted order, sorted by expert on the devices of the experts; filling comes after them."""
         if self.devices.is_ragged:
             places = jnp.zeros((self.num_places, *rows.shape[1:]), rows.dtype)
             me = lax.axis_index(self.devices.axes)

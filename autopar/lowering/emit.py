@@ -148,8 +148,8 @@ def _on_part(
         function = eqn.params["function"]
         if function.exchanged is None:
             return tuple(function(*parts))
-        operand, dim = function.exchanged
-        axes = reads[operand].dims[dim]
+        array, dim = function.exchanged
+        axes = (*reads, *results)[array].dims[dim]
         names, platform = tuple(mesh.axis_names[a] for a in axes), mesh.devices.flat[0].platform
         devices = Devices(axes=names, count=logical.size(axes), platform=platform) if names else None
         return tuple(function.function(*parts, devices=devices))

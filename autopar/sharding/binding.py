@@ -217,12 +217,14 @@ def _check_owned(graph: OpGraph, axis: str, parts: int, what: Dimension) -> None
             got=f"{sizes[odd]} in {odd}",
             hint=f"choose a size that divides the number of {what.value}s",
         )
-    grouped = _first(graph, _GROUPED) if what is Dimension.EXPERT else ""
-    rules = (op.rule for op in graph.ops() if op.primitive in _GROUPED)
-    note = next((rule.note for rule in rules if rule is not None and rule.note), "")
-    if not sizes and grouped:
+    grouped = [op for op in graph.ops() if op.primitive in _GROUPED] if what is Dimension.EXPERT else []
+    # Some layers may be understood where others are not: a note says of sorted rows what is in the way.
+    noted = [op for op in grouped if op.rule is not None and op.rule.note]
+    if noted or (grouped and not sizes):
+        op = (noted or grouped)[0]
+        note = op.rule.note if op.rule is not None else ""
         raise InvalidArgumentError(
-            where=f"recipe, {axis} axis of {parts} devices, {grouped}",
+            where=f"recipe, {axis} axis of {parts} devices, {op.primitive} at {jax_compat.source_line(op.eqn)}",
             expected="experts in a batched product, (number, rows, width) by (number, width, width), or rows sorted by "
             "their expert, multiplied by jax.lax.ragged_dot, and brought back",
             got=f"experts in a ragged product; {note or 'its rows are not sorted by the number of an expert'}",

@@ -61,9 +61,16 @@ def test_a_row_of_zeros_and_ones_for_each_index():
         lambda i: jnp.cumsum(i),
         lambda i: i[::-1],
         lambda i: jnp.broadcast_to(i, (2, 12)).T,
+        lambda i: jax.lax.select_n(i // 4, i, i + 1, i + 2),
     ],
-    ids=["by its place", "a sum", "in another order", "repeated"],
+    ids=["by its place", "a sum", "in another order", "repeated", "of three cases"],
 )
 def test_other_functions_are_not(function):
     found = known(function, 12)
     assert found is None or not found.is_same(found.table)
+
+
+def test_numbers_of_many_rows_are_known_and_masks_are_not():
+    assert known(lambda i: jnp.arange(1 << 23) // 2 % 4, 12) is not None
+    assert known(lambda i: jnp.repeat(jnp.arange(1 << 22), 2), 12) is not None
+    assert known(lambda i: jnp.arange(1 << 12) >= jnp.arange(1 << 12)[:, None], 12) is None

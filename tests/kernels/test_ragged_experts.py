@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import megablox
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,8 +17,11 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
+from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
+from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
 from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, batch, gated, scattered, state, step
@@ -41,6 +45,24 @@ def passes(graph):
 
 def left(graph):
     return [op for op in graph.ops() if op.primitive in ("ragged_dot_general", "sort")]
+
+
+def arrays_of(op):
+    """Operands of a pass; zeros to which rows are added stay zeros."""
+    numbers, made = np.random.default_rng(0), op.eqn.params["function"].function
+    arrays = [
+        jnp.asarray(numbers.integers(0, EXPERTS, a.shape) if a.dtype.kind == "i" else numbers.normal(size=a.shape))
+        for a in (v.aval for v in op.eqn.invars)
+    ]
+    are_zeros = [made.reader.is_zero(a.value) for a in made.arguments]
+    return [jnp.zeros_like(a) if zero else a for a, zero in zip(arrays, are_zeros, strict=True)]
+
+
+def signature_of(op):
+    return Signature(
+        rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
+        result_shapes=tuple(v.aval.shape for v in op.eqn.outvars), sums_partially=True, admits=admits(op.eqn),
+    )  # fmt: skip
 
 
 def equals_jit(function, devices, layers=1, **options):
@@ -76,14 +98,27 @@ def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
     assert {v.aval.shape for v in backward.eqn.outvars} >= {v.aval.shape for v in forward.eqn.invars[2:5]}
 
 
+@pytest.mark.parametrize("layer", LAYERS_AS_WRITTEN)
+def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
+    for op in passes(graph_of(step(LAYERS_AS_WRITTEN[layer]))):
+        function, arrays = op.eqn.params["function"], arrays_of(op)
+        whole = function(*arrays)
+        for name in sorted(function.rule.split - {EXPERT_FACTOR}):
+            split = [
+                jnp.split(a, 2, names.index(name)) if name in names else [a, a]
+                for a, names in zip(arrays, function.rule.operands, strict=True)
+            ]
+            parts = zip(*(function(*(half[i] for half in split)) for i in range(2)), strict=True)
+            for made, (first, second), names in zip(whole, parts, function.rule.results, strict=True):
+                joined = np.concatenate([first, second], names.index(name)) if name in names else first + second
+                np.testing.assert_allclose(joined, made, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
 def test_an_axis_of_experts_splits_tokens_too():
     forward, backward = passes(graph_of(step(scattered)))
     mesh = LogicalMesh(axis_sizes=(2, 4))
     for op in (forward, backward):
-        signature = Signature(
-            rule=op.rule, operand_shapes=tuple(v.aval.shape for v in op.eqn.invars),
-            result_shapes=tuple(v.aval.shape for v in op.eqn.outvars), sums_partially=True,
-        )  # fmt: skip
+        signature = signature_of(op)
         strategies = [s for s in enumerate_strategies(signature, mesh) if s.ring == (1,)]
         (both,) = [s for s in strategies if s.operands[0].dims[0] == (0, 1)]
         assert both.operands[2].dims[0] == (1,)
@@ -91,6 +126,24 @@ def test_an_axis_of_experts_splits_tokens_too():
         assert strategy_of(signature, both.operands, both.results, mesh) == both
     gradients = [at for at in both.results if len(at.dims) == 3]
     assert all(at.dims[0] == (1,) and at.partial == (0,) for at in gradients)  # summands of the copies only
+
+
+def tiled(x, p, chosen, weights):
+    """By megablox, in tiles of 64 rows."""
+    order = jnp.argsort(chosen.ravel())
+    sizes = jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int32)
+    options = {"tiling": (64, 8, 16), "interpret": True}
+    out = megablox.gmm(megablox.gmm(x[order // TOP_K], p["up"], sizes, **options), p["down"], sizes, **options)
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def test_tiles_of_rows_are_whole_on_each_device():
+    forward, _ = passes(graph_of(step(tiled)))
+    assert forward.eqn.invars[0].aval.shape == (64, TOP_K)
+    for devices, ways in ((2, {(2, ()), (2, (0,))}), (4, {(4, (0,))})):  # rows of a device: 64, or 32 of its own
+        strategies = enumerate_strategies(signature_of(forward), LogicalMesh(axis_sizes=(devices,)))
+        found = {(devices, s.ring) for s in strategies if s.operands[0].dims[0]}
+        assert found == ways
 
 
 # What is in the way
@@ -120,6 +173,23 @@ def backwards(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order // TOP_K].add(out)
 
 
+def padded(x, p, chosen, weights):
+    """Two more experts than there are in the second product."""
+    flat = chosen.reshape(-1)
+    order, down = jnp.argsort(flat), jnp.pad(p["down"], ((0, 2), (0, 0), (0, 0)))
+    hidden = jax.lax.ragged_dot(x[order // TOP_K], p["up"], jnp.bincount(flat, length=EXPERTS))
+    out = jax.lax.ragged_dot(hidden, down, jnp.bincount(flat, length=EXPERTS + 2))
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def added(x, p, chosen, weights):
+    """Sums over the rows of each expert, onto numbers that are no zeros."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS))
+    return x + p["bias"].at[flat[order]].add(out).sum()
+
+
 def elsewhere(x, p, chosen, weights):
     """Brought back to other tokens than they came from."""
     flat = chosen.reshape(-1)
@@ -128,12 +198,65 @@ def elsewhere(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order % x.shape[0]].add(out)
 
 
+def by_token(chosen):
+    """How often each token chose each expert."""
+    return jnp.sum(jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32), axis=1)
+
+
+OTHER_SIZES = {
+    "at most": lambda chosen: jnp.sum(jnp.minimum(by_token(chosen), 1), axis=0),
+    "at all": lambda chosen: jnp.sum(by_token(chosen) > 0, axis=0, dtype=jnp.int32),
+    "of some": lambda chosen: jnp.sum(jnp.minimum(jnp.sum(by_token(chosen).reshape(8, 8, -1), 1), 5), axis=0),
+    "in another order": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).reshape(2, -1).T.ravel(),
+    "of few bits": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int8).astype(jnp.int32),
+    "of two orders": lambda chosen: jnp.zeros(EXPERTS, jnp.int32).at[
+        jnp.maximum(chosen.ravel(), chosen.T.ravel())].add(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", OTHER_SIZES)
+def test_numbers_that_only_look_like_counts_are_not_taken_for_them(sizes):
+    def layer(x, p, chosen, weights):
+        order = jnp.argsort(chosen.ravel())
+        out = gated(x[order // TOP_K], p, OTHER_SIZES[sizes](chosen))
+        return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+    assert not passes(graph_of(step(layer)))
+
+
+def test_counts_may_be_summed_in_turns_and_in_another_type():
+    def layer(x, p, chosen, weights):
+        order, by_pairs = jnp.argsort(chosen.ravel()), jnp.sum(by_token(chosen).reshape(8, 8, -1), 1)
+        out = gated(x[order // TOP_K], p, jnp.sum(by_pairs.astype(jnp.float32), axis=0).astype(jnp.int32))
+        return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+    assert passes(graph_of(step(layer)))
+
+
+def limited(chosen):
+    for _ in range(20):  # each is to be read once: there are 3**20 ways back
+        chosen = jax.lax.clamp(chosen, chosen, chosen)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_found"),
+    [(limited, True), (lambda chosen: jax.lax.clamp(0, chosen, chosen - 1), False)],
+    ids=["within limits", "less than zero"],
+)
+def test_numbers_of_experts_are_within_known_limits(numbers, is_found):
+    found = graph_of(step(lambda x, p, chosen, weights: scattered(x, p, numbers(chosen), weights)))
+    assert bool(passes(found)) == is_found
+
+
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
         (dropped, "groups whose sizes are not how often each expert is chosen"),
         (mixed, "cumsum"),
         (backwards, "groups whose sizes are not"),
+        (padded, "another number of groups than the products before it"),
+        (added, "rows that are added to others"),
         (elsewhere, "an index of 64 tokens other than choice // 2"),
     ],
 )
@@ -150,7 +273,35 @@ def test_a_recipe_names_what_is_in_the_way():
         made.plan(state(1), batch())
 
 
+def test_a_recipe_names_what_is_in_the_way_of_one_layer_of_two():
+    def both(x, p, chosen, weights):
+        return mixed(scattered(x, p, chosen, weights), p, chosen, weights)
+
+    made = autopar.parallelize(step(both), cluster="local:2", cache_dir=None, plan=recipes.expert_parallel())
+    with pytest.raises(InvalidArgumentError, match=r"cumsum at .*test_ragged_experts\.py"):
+        made.plan(state(1), batch())
+
+
 # Equal to plain jax
+
+
+def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
+    def function(state, batch):
+        def loss(up):
+            x = batch.reshape(-1, batch.shape[-1])
+            chosen = jax.lax.top_k(x @ state["router"][0], TOP_K)[1]
+            order = jnp.argsort(chosen.ravel())
+            out = jax.lax.ragged_dot(x[order // TOP_K], up, jnp.bincount(chosen.ravel(), length=EXPERTS))
+            return jnp.mean(jnp.zeros((x.shape[0], out.shape[1])).at[order // TOP_K].add(out) ** 2)
+
+        return state | {"up": state["up"] - jax.grad(loss)(state["up"][0])}
+
+    _, backward = passes(graph_of(function))
+    assert str(backward.eqn.params["rule"]) == "t [k], t d0, t d1 -> e d0 d1, summed over t"
+    (strategy,) = [s for s in enumerate_strategies(signature_of(backward), LogicalMesh(axis_sizes=(2,))) if s.ring]
+    arrays, mesh = arrays_of(backward), Mesh(np.array(jax.devices()[:2]), ("a",))
+    run = jax.jit(lambda *args: run_on_parts(backward.eqn, strategy.operands, strategy.results, mesh, args))
+    assert_close(run(*arrays), backward.eqn.params["function"](*arrays))
 
 
 @pytest.mark.parametrize(
