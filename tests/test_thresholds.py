@@ -52,6 +52,7 @@ NONE = {
     "kernels.grouped._NUM_OPERANDS": "of a ragged product",
     "kernels.grouped._RANK_OF_MATRICES": "of a ragged product",
     "kernels.index_functions._MOST_NUMBERS": "a limit of what is followed: beyond it an index is not known",
+    "kernels.index_functions._MOST_ROWS": "a limit of what is followed: beyond it an index is not known",
     "kernels.ragged_regions._NO_BOUNDS": "of all numbers",
     "kernels.ragged_regions._DEEPEST": "a limit of what is followed: beyond it numbers may be any",
     "cost.inner_collectives._ROW_BYTES": "of a TPU's tiles",

@@ -259,9 +259,7 @@ def layouts_in_metadata(args: Sequence[Any], names: Sequence[str]) -> dict[str, 
         tree: Any = jax.tree.structure(x)
         is_one = isinstance(x, nnx.Variable) and len(leaves) == 1 and tree.num_nodes == 2
         if not is_one or not hasattr(leaves[0], "shape"):
-            return [None] * len(
-                leaves
-            )  # a number or a text, or a tree of arrays, of which a specification says nothing
+            return [None] * len(leaves)  # a number, a text, a tree of arrays: a specification says nothing of them
         return jax.tree.leaves(nnx.get_partition_spec(x))
 
     layouts = {}
@@ -299,7 +297,7 @@ def idle_optimizers(traced: TracedStep, args: Sequence[Any], names: Sequence[str
 
 def public_tree(arg: Any) -> Any:
     """The structure in which an argument's shardings are shown: an `nnx.State` for each object."""
-    return jax.tree.structure(_with_states(arg))
+    return jax.tree.structure(_with_states(arg) if is_split(arg) else arg)
 
 
 def _with_states(arg: Any) -> Any:
