@@ -11,6 +11,7 @@ and global arrays, of which it may hold a part or nothing. Small results go to a
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -209,7 +210,7 @@ def _in_type(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax_compat.with_weak_type(typed, bool(array.weak_type))
 
 
-class LeafwiseStep:
+class LeafwiseStep(abc.ABC):
     """A compiled step, called with trees and run on leaves: constructors of user trees may compute on their content."""
 
     __slots__ = ()
@@ -236,9 +237,9 @@ class LeafwiseStep:
         return results_in_tree(self.traced, self.run(without_shared_memory(leaves, self.donated, self.own_constants)))
 
     @property
+    @abc.abstractmethod
     def own_constants(self) -> Sequence[Any]:
         """The constants of the program, on the devices."""
-        raise NotImplementedError
 
     def placed(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves as the program takes them. Raises: TypeError, also by the program itself."""
@@ -257,11 +258,13 @@ class LeafwiseStep:
                 return self._run(leaves)
             return with_process_lost_errors(lambda: self._run_across(leaves))
 
+    @abc.abstractmethod
     def _run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError
+        """Runs the program in this process alone."""
 
+    @abc.abstractmethod
     def _run_across(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError
+        """Runs the program with the other processes."""
 
 
 @jax_compat.no_mesh_set()

@@ -286,7 +286,7 @@ def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, pol
     of = best.choice if binding is not None else at.choice
     terms = at.rounds[-1].terms if at.rounds and binding is None else ()  # under which the state fits
     plain = dataclasses.replace(of, terms=terms, over_limit=(True,) * len(terms))
-    of_step = [each for each in policies if len(each.of_layers[0]) == len(plain.policies) > 1]
+    of_step = [each for each in policies if len(plain.policies) > 1 and plain.policies in each.of_layers]
     position = others.numbers.index(at.num_microbatches)
     for m in others.numbers[max(0, position - 1) : position + 2] if of_step else ():
         if others.admits(m, plain):

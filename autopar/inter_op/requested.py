@@ -35,8 +35,8 @@ from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.assign_stages import balanced, more_layers
+from autopar.passes.remat import policies_of
 from autopar.passes.remat_cheap import copied_bytes, copies_state
-from autopar.passes.remat_policy import policies_of
 from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.plan.context import PlanningContext, Rejection, StepGraphs

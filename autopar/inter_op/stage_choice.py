@@ -10,7 +10,7 @@ from autopar.hardware.cluster import WHOLE
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
-from autopar.passes.remat_policy import name_of
+from autopar.passes.remat import name_of
 from autopar.solver import Stage, StagePlan, StageProblem
 from autopar.solver.stage_problem import limit_of
 

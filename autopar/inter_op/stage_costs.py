@@ -7,7 +7,7 @@ of one ILP for each mesh. The cost of a stage follows from the costs of its laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -120,9 +120,11 @@ def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster, *, by_
     elementwise takes memory of no use there.
     """
     forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
-    whole = LayerValues.of_written_out(folded, forward, layers, cluster)
     policies = {"nothing": dict.fromkeys(folded.weight, Recompute.NOTHING.value)}
-    for number, places in enumerate(whole.kept_places(CHOICES) if by_value else ()):
+    choices: Iterable[Mapping[str, Sequence[str]]] = ()
+    if by_value:
+        choices = LayerValues.of_written_out(folded, forward, layers, cluster).kept_places(CHOICES)
+    for number, places in enumerate(choices):
         kept = {layer: text_of_kept(places[str(kinds[layer])]) for layer in forward if str(kinds[layer]) in places}
         policies[f"by value ({number})"] = dict.fromkeys(folded.weight, Recompute.CHEAP.value) | kept
     others = (Recompute.ALL,) if len(policies) > 1 else (Recompute.CHEAP, Recompute.HALF, Recompute.ALL)

@@ -21,7 +21,7 @@ from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.requested import estimated_one_stage, requested_step
 from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.manual.walks import LINE_ERROR, Attempt, Outcome, Problem, Walk, least_bubbles
-from autopar.passes.remat_policy import policies_of
+from autopar.passes.remat import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan

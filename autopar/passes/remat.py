@@ -5,12 +5,16 @@ barrier takes the cotangents that arrive at the layer as well, so that the work 
 that the recomputation starts from are read behind the barrier by the layer's other backward operations too: where
 devices share the parameters, a layer gathers each once for both, when its turn comes. Source: Chen et al., "Training
 deep nets with sublinear memory cost", arXiv:1604.06174.
+
+What each layer recomputes is a text: a policy, or the values that it keeps. One text stands for all layers, or for
+every second one and so on (`input every 2`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 from autopar.common.records import replaced
@@ -329,3 +333,28 @@ def _cotangents(layer: int, at: int, backward: Sequence[int], readers: _Readers)
     arriving = [v for v in read if readers.layer[ops[readers.position[v]].id] != layer]
     own = [v for v in read_by(ops[at]) if v in read]
     return sorted(arriving or own, key=lambda v: readers.position[v])[-1:]
+
+
+_TEXT = re.compile(rf"({'|'.join(policy.value for policy in Recompute)})(?: every ([1-9]\d*))?")
+FORMS = " or ".join(repr(policy.value) for policy in Recompute) + ", also with ' every 2' or another number behind it"
+
+
+def name_of(policy: str) -> str:
+    """The policy of a layer in a word or two."""
+    return "by value" if is_by_value(policy) else policy
+
+
+def is_policy(text: str) -> bool:
+    return _TEXT.fullmatch(text) is not None
+
+
+def policies_of(text: str, num_layers: int) -> tuple[str, ...]:
+    """The policy of each layer: with a number n of the layers n-1, 2n-1 and so on, the others keep everything.
+
+    What is kept and what is computed again is then in between (Megatron's recomputation of some layers, Korthikanti et
+    al., "Reducing activation recomputation in large transformer models", 2023, section 5).
+    """
+    found = _TEXT.fullmatch(text)
+    assert found is not None, f"{text!r} is no policy: {FORMS}"
+    policy, every = found[1], int(found[2] or 1)
+    return tuple(policy if layer % every == every - 1 else Recompute.NOTHING.value for layer in range(num_layers))

@@ -128,7 +128,7 @@ class PlanRequest:
         num_microbatches: The number of parts of the batch.
         schedule: The order in which stages run micro-batches.
         chunks: Stages on each group of devices.
-        recompute: The recomputation policy of each layer of a pipeline (`remat_policy.policies_of`).
+        recompute: The recomputation policy of each layer of a pipeline (`passes.remat.policies_of`).
         binding: The one mesh, with the uses of its axes.
         pins: Required layouts of some arguments and values.
         attention: How attention is run; under a recipe with a ring always in blocks.

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
 from autopar.ir.mesh import LogicalMesh, axes_text
-from autopar.passes.remat_policy import name_of
+from autopar.passes.remat import name_of
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (

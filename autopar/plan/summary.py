@@ -19,7 +19,7 @@ from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster, memory_share, part_at
 from autopar.ir.mesh import LogicalMesh
-from autopar.passes.remat_policy import name_of
+from autopar.passes.remat import name_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 
 T = TypeVar("T")

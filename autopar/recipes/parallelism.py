@@ -8,7 +8,7 @@ import dataclasses
 
 from autopar.calls.search import check_number, check_schedule
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
-from autopar.passes.remat_policy import FORMS, is_policy
+from autopar.passes.remat import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.recipes.recipe import (
     SEQUENCES,

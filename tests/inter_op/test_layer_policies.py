@@ -15,7 +15,7 @@ from autopar.inter_op.build_stages import cut_layers, recomputed
 from autopar.inter_op.stage_costs import layer_policies
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
-from autopar.passes.remat_policy import name_of
+from autopar.passes.remat import name_of
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook
 from tests.sections import assert_same_numbers

@@ -11,7 +11,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.recompute_in_scans import is_by_value
-from autopar.passes.remat_policy import is_policy, policies_of
+from autopar.passes.remat import is_policy, policies_of
 from tests.small_steps import assert_close, gated_step, transformer
 
 
