@@ -76,7 +76,7 @@ class Planned:
 
 
 def axes_of(plan: Plan, dims: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
-    names = plan.record.axis_names
+    names = plan.mesh.axis_names
     return [tuple(names[a] for a in axes) for axes in dims]
 
 

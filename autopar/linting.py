@@ -294,7 +294,6 @@ def _named_axes(made: GivenPlan, given: GivenLayouts) -> set[str]:
 def _sent(lines: ByLine) -> tuple[Sent, ...]:
     """The collectives that a line causes, those that the step waits for the longest first."""
     record = lines.plan.record
-    names = dict(zip(lines.plan.mesh.axis_names, record.axis_names, strict=True))
     rows = sorted(
         collective_rows(record, record.modules, lambda c, module: (c.kind, c.axes, module)),
         key=lambda row: (-row.waited_s, -row.time_s),
@@ -302,7 +301,7 @@ def _sent(lines: ByLine) -> tuple[Sent, ...]:
     return tuple(
         Sent(
             kind=row.kind,
-            axes=tuple(names[a] for a in row.axes),
+            axes=row.axes,
             line=lines.text(row.module),
             count=row.count,
             sent_bytes=row.sent_bytes,

@@ -115,14 +115,14 @@ def course_in_parts(course: Sequence[tuple[int, int]], parts: int = COURSE_PARTS
     return tuple(most)
 
 
-def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
-    """The memory of a pipeline, for each group of devices."""
+def memory_of_stages(staged: StagedStep, meshes: Sequence[LogicalMesh]) -> tuple[MemoryUse, ...]:
+    """The memory of a pipeline, for each group of devices. `meshes`: of each stage, with the names of its axes."""
     buffers, key_of, stage_of = staged.staged.pipeline.buffers, staged.staged.key_of, staged.staged.stage_of
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups_of(staged.staged.pipeline)):
         members.setdefault(group, []).append(b)
     kinds = [_Kinds(p.stage.graph, p.lowered.lowered.instructions) for p in staged.stages]
-    names = [_Names(p.stage.graph, p.lowered.mesh) for p in staged.stages]
+    names = [_Names(p.stage.graph, mesh) for p, mesh in zip(staged.stages, meshes, strict=True)]
 
     def holder(b: int, nbytes: int, held: set[tuple[int, int]]) -> MemoryHolder:
         stage = stage_of[b]
@@ -135,8 +135,8 @@ def memory_of_stages(staged: StagedStep) -> tuple[MemoryUse, ...]:
 
     out = []
     accumulators = {b for task in staged.staged.pipeline.tasks for b in set(task.outputs).intersection(task.inputs)}
-    for mesh, parts in enumerate(staged.simulation.at_peak):
-        lasting = {b for b in {*staged.staged.pipeline.inputs, *accumulators} if buffers[b].mesh == mesh}
+    for at, parts in enumerate(staged.simulation.at_peak):
+        lasting = {b for b in {*staged.staged.pipeline.inputs, *accumulators} if buffers[b].mesh == at}
         throughout = [holder(b, buffers[b].nbytes, {(stage_of[b], key_of[b][0])}) for b in sorted(lasting)]
         shares = [
             (b, n * buffers[b].nbytes // _total(members[g], buffers)) for g, n in parts if g >= 0 for b in members[g]

@@ -496,11 +496,10 @@ def _notes(context: PlanningContext) -> list[str]:
 
 
 def _with_pins(plan: Plan, context: PlanningContext, chosen: SpmdCandidate | PipelineCandidate) -> Plan:
-    """The plan with the names of its mesh axes in the pins, and the cost of the pins."""
+    """The plan with the cost of its pins."""
     assert chosen.pins is not None, "a plan with pins knows their axes"
     cost = price_of_pins(context, chosen)
-    record = dataclasses.replace(plan.record, axis_names=chosen.pins.names, pinned=cost)
-    return dataclasses.replace(plan, record=record)
+    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, pinned=cost))
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:

@@ -43,6 +43,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import ATTENTION_PASSES, GROUPED_PRODUCT, MATRIX_PRODUCTS, RAGGED_PRODUCT
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.lowering.lower import ShardingPlan, SolverReport
+from autopar.plan import summary
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees
@@ -82,11 +83,8 @@ def dimensions_of(graph: OpGraph) -> Mapping[int, Value]:
 
 
 def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value]) -> tuple[str, ...]:
-    """The role of each axis of the plan's mesh; its own name (x) where it splits nothing."""
-    return tuple(
-        _role(plan, graph, values, axis) or name if plan.mesh.axis_sizes[axis] > 1 else name
-        for axis, name in enumerate(plan.mesh.axis_names)
-    )
+    """The role of each axis of the plan's mesh; empty where it splits nothing."""
+    return tuple(_role(plan, graph, values, axis) or "" if n > 1 else "" for axis, n in enumerate(plan.mesh.axis_sizes))
 
 
 def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis: int) -> str | None:
@@ -213,22 +211,24 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
     )
 
 
-def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluster, flops: Flops) -> Predicted:
+def staged_predicted(
+    staged: StagedStep, sends: Sequence[Sends], cluster: Cluster, flops: Flops, meshes: Sequence[LogicalMesh]
+) -> Predicted:
     """The prediction of a pipelined step. Seconds of computation and communication are means over the devices.
 
-    `sends`: of each stage, its collectives (`sends_of_stages`).
+    `sends`: of each stage, its collectives (`sends_of_stages`). `meshes`: of each stage, with the names of its axes.
     """
     simulation, devices = staged.simulation, 0
     compute_s = product_s = collective_s = hidden_s = host_s = copied_bytes = 0.0
     kept_bytes = [0] * len(simulation.peak_bytes)
     collectives: list[PredictedCollective] = []
-    for planned, times in zip(staged.stages, sends, strict=True):
+    for planned, times, mesh in zip(staged.stages, sends, meshes, strict=True):
         graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
         n = model.links.mesh.num_devices
         seconds_of = _seconds_of(graph, block, model, compute_times_s(graph, block, model, planned.costs))
         compute_s += n * sum(seconds_of.values())
         product_s += n * _product_s(block, seconds_of)
-        rows = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
+        rows = grouped(predicted_collectives(graph, block, model), mesh, times)
         collective_s += n * sum(row.time_s for row in rows)
         collectives += rows
         host = host_use(graph, block, model)
@@ -259,7 +259,7 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
         mfu=flops.of_model / (step_s * peak_rate(flops.main)) if step_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         collectives=tuple(collectives),
-        memory=memory_of_stages(staged),
+        memory=memory_of_stages(staged, meshes),
         host_bytes=tuple(kept_bytes) if any(kept_bytes) else (),
         host_copied_bytes=copied_bytes / devices,
         host_time_s=host_s / devices,
@@ -268,10 +268,12 @@ def staged_predicted(staged: StagedStep, sends: Sequence[Sends], cluster: Cluste
     )
 
 
-def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse) -> tuple[Predicted, Timeline]:
+def predicted(
+    graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: MemoryUse, mesh: LogicalMesh
+) -> tuple[Predicted, Timeline]:
     """The prediction of a program, and its timeline, from the simulation with which it was compared."""
     lowered, model, estimate, ran = best.lowered, best.model, best.estimate, best.ran
-    collectives = grouped(predicted_collectives(graph, lowered, model), model.links.mesh, ran.sends())
+    collectives = grouped(predicted_collectives(graph, lowered, model), mesh, ran.sends())
     seconds_of = _seconds_of(graph, lowered, model, best.compute_s)
     compute_s = sum(seconds_of.values())
     host = host_use(graph, lowered, model)
@@ -299,7 +301,7 @@ def predicted(graph: OpGraph, best: SpmdCandidate, cluster: Cluster, use: Memory
         product_time_s=_product_s(lowered, seconds_of),
         peak_rate_time_s=flops.at_peak_s(peak_rate),
     )
-    return prediction, timeline_of(ran)
+    return prediction, timeline_of(ran, mesh)
 
 
 def _product_s(lowered: LoweredBlock, seconds_of: Mapping[int, float]) -> float:
@@ -336,14 +338,15 @@ def module_rows(
     lowered: LoweredBlock,
     model: CostModel,
     collectives: Sequence[PredictedCollective],
+    mesh: LogicalMesh,
     stage: int = 0,
     compute_s: Mapping[int, float] | None = None,
 ) -> tuple[ModuleRow, ...]:
-    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes. `compute_s` of the
-    operations are not computed again.
+    """One row for each module: layouts of its matrix products, seconds, communication, saved bytes. `mesh` has the
+    names of the axes. `compute_s` of the operations are not computed again.
     """
     seconds = _seconds_of(graph, lowered, model, compute_s)
-    saved = saved_bytes(graph, lowered, model.links.mesh)
+    saved = saved_bytes(graph, lowered, mesh)
     splits: dict[str, dict[str, None]] = {}
     count: dict[str, int] = {}
     time: dict[str, float] = {}
@@ -359,9 +362,9 @@ def module_rows(
                 replicated(len(a.shape if isinstance(a, Constant) else graph.values[a].shape)) for a in op.inputs
             ]
             layouts = compute.strategy.operands if compute.strategy is not None else replicated_operands
-            reads = " @ ".join(layout.text(model.links.mesh) for layout in layouts)
+            reads = " @ ".join(layout.text(mesh) for layout in layouts)
             result = compute.strategy.results[0] if compute.strategy is not None else compute.results[0]
-            products[f"{op.role.value}: {reads} -> {result.text(model.links.mesh)}"] = None
+            products[f"{op.role.value}: {reads} -> {result.text(mesh)}"] = None
     for instruction in _crossings(lowered):
         op = instruction.op
         time[op.place] = time.get(op.place, 0.0) + seconds[op.id]
@@ -384,11 +387,13 @@ def module_rows(
     )
 
 
-def stage_rows(planned: PlannedStage, number: int, times: Sends) -> tuple[ModuleRow, ...]:
+def stage_rows(planned: PlannedStage, number: int, times: Sends, mesh: LogicalMesh) -> tuple[ModuleRow, ...]:
     """The rows of one stage of a pipeline, by its number."""
     graph, block, model = planned.stage.graph, planned.lowered.lowered, planned.model
-    collectives = grouped(predicted_collectives(graph, block, model), model.links.mesh, times)
-    return module_rows(graph, block, model, collectives, number, compute_times_s(graph, block, model, planned.costs))
+    collectives = grouped(predicted_collectives(graph, block, model), mesh, times)
+    return module_rows(
+        graph, block, model, collectives, mesh, number, compute_times_s(graph, block, model, planned.costs)
+    )
 
 
 def together(reports: Sequence[SolverReport]) -> SolverReport:
@@ -477,9 +482,20 @@ def plan_of(
             bounds = bound_stages(chosen.staged.stages, constraints)
         else:
             bounds = [bound_step(context.graph, chosen, binding)]
-        names = tuple(use.name for use in constraints.axes)
         notes = (*record.notes, *recipe_notes(bounds))
-        return dataclasses.replace(plan, record=dataclasses.replace(record, axis_names=names, notes=notes))
+        return dataclasses.replace(plan, record=dataclasses.replace(record, notes=notes))
+
+
+def _named_mesh(
+    context: PlanningContext, candidate: SpmdCandidate | PipelineCandidate, mesh: LogicalMesh, roles: Sequence[str]
+) -> LogicalMesh:
+    """A mesh of a candidate with the names that a recipe or pins give its axes; the others are named by their roles."""
+    given: Sequence[str] = ()
+    if candidate.pins is not None:
+        given = candidate.pins.names
+    elif context.request.binding is not None:
+        given = [use.name for use in context.request.binding.on(mesh.num_devices)[1].axes]
+    return LogicalMesh(axis_sizes=mesh.axis_sizes, axis_names=summary.axis_names_of(roles, given))
 
 
 def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> PlanRecord:
@@ -491,6 +507,11 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
     reports = [planned.sharding.report for planned in staged.stages]
     sends = sends_of_stages(staged)
     largest_axis = max(n for planned in staged.stages for n in planned.sharding.mesh.axis_sizes)
+    shardings = [planned.sharding for planned in staged.stages]
+    roles = tuple(
+        roles_of_axes(s, planned.stage.graph, values) for s, planned in zip(shardings, staged.stages, strict=True)
+    )
+    meshes = [_named_mesh(context, candidate, s.mesh, own) for s, own in zip(shardings, roles, strict=True)]
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -511,14 +532,15 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=Decisions(layouts=(), strategies=(), of_op={}, raw={}, placed={}, copies=()),
-        predicted=staged_predicted(staged, sends, context.cluster, flops_in(graph)),
+        predicted=staged_predicted(staged, sends, context.cluster, flops_in(graph), meshes),
         solver=together(reports),
         modules=tuple(
             row
-            for number, (planned, times) in enumerate(zip(staged.stages, sends, strict=True))
-            for row in stage_rows(planned, number, times)
+            for number, (planned, times, mesh) in enumerate(zip(staged.stages, sends, meshes, strict=True))
+            for row in stage_rows(planned, number, times, mesh)
         ),
-        axis_roles=tuple(roles_of_axes(planned.sharding, planned.stage.graph, values) for planned in staged.stages),
+        axis_names=tuple(mesh.axis_names for mesh in meshes),
+        axis_roles=roles,
         tried=_trials(context),
         notes=(
             *_notes_of(context, largest_axis),
@@ -538,9 +560,11 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     traced, graph = context.traced, context.graph
     arguments, results = planned_values(traced, graph, best.lowered)
     program, stands_for = memory_program(graph, best.lowered, best.model)
-    use = memory_of_program(graph, best.lowered, program, best.estimate, stands_for, best.sharding.mesh)
-    largest_axis = max(best.sharding.mesh.axis_sizes)
-    prediction, timeline = predicted(graph, best, context.cluster, use)
+    roles = roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated))
+    mesh = _named_mesh(context, best, best.sharding.mesh, roles)
+    use = memory_of_program(graph, best.lowered, program, best.estimate, stands_for, mesh)
+    largest_axis = max(mesh.axis_sizes)
+    prediction, timeline = predicted(graph, best, context.cluster, use, mesh)
     return PlanRecord(
         format_version=FORMAT_VERSION,
         step=traced.name,
@@ -554,15 +578,16 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         least_step_time_s=context.least_s,
-        axis_sizes=best.sharding.mesh.axis_sizes,
+        axis_sizes=mesh.axis_sizes,
         memory_limit_bytes=context.limit_bytes,
         arguments=tuple(arguments),
         results=tuple(results),
         decisions=decisions_of(best.sharding, graph),
         predicted=prediction,
         solver=best.sharding.report,
-        modules=module_rows(graph, best.lowered, best.model, prediction.collectives, compute_s=best.compute_s),
-        axis_roles=(roles_of_axes(best.sharding, graph, dimensions_of(context.views.annotated)),),
+        modules=module_rows(graph, best.lowered, best.model, prediction.collectives, mesh, compute_s=best.compute_s),
+        axis_names=(mesh.axis_names,),
+        axis_roles=(roles,),
         tried=_trials(context),
         notes=(
             *_notes_of(context, largest_axis, _score_part(graph, best)),

@@ -30,7 +30,7 @@ from autopar.cost.usage import (
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op, OpGraph, OpKind
 from autopar.ir.layout import local_bytes
-from autopar.ir.mesh import axes_text
+from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -121,10 +121,13 @@ def crossing_s(graph: OpGraph, instruction: Split | Accumulate | Stack, model: C
     return instruction.op.count * copied_s(graph, instruction.op, layout, model)
 
 
-def timeline_of(ran: Ran) -> Timeline:
+def timeline_of(ran: Ran, mesh: LogicalMesh) -> Timeline:
     """A step as a timeline. Neighbours of one name are one event."""
     shown: dict[Stream, list[Shown]] = {Stream.COMPUTE: [], Stream.SEND: []}
     for event in ran.events():
+        for (kind, axes, _), _ in event.causes[:1]:
+            over = f"{kind.value} over {axes_text(mesh.axis_names[a] for a in axes)}"
+            event = dataclasses.replace(event, name=event.name.replace(kind.value, over, 1))
         row = shown[event.stream]
         computes = event.stream is Stream.COMPUTE
         if computes and row and (row[-1].name, row[-1].end_s) == (event.name, event.start_s):
@@ -354,9 +357,8 @@ class _Writer:
         link = links.link(use.axes)
         apart = use.kind in self.model.overlap.kinds and link.is_asynchronous
         times = f"{use.count:g} " if use.count != 1 else ""
-        axes = axes_text(links.mesh.axis_names[a] for a in use.axes)
         return StreamWork(
-            name=f"{times}{use.kind.value} over {axes}, {_named(use.module)}",
+            name=f"{times}{use.kind.value}, {_named(use.module)}",
             stream=Stream.SEND if apart else Stream.BOTH,
             seconds=use.time_s,
             reads=reads,

@@ -37,6 +37,7 @@ from autopar.lowering.emit import Emitter
 from autopar.lowering.instructions import Key, Stack
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
+from autopar.plan.summary import num_stages
 from autopar.runtime.cross_mesh import End
 from autopar.runtime.execute import Executor, Way, in_flight_on
 from autopar.runtime.program import Dataflow, Joined, Program, dataflow
@@ -438,7 +439,7 @@ def build_pipeline(traced: TracedStep, plan: Plan, rules: RuleBook, progress: Pr
     program = staged.program()
     verify_program(program, staged.schedule)  # milliseconds, beside compiling
     stage_sharded = _stage_sharded(staged, plan)
-    meshes = stage_meshes(staged)
+    meshes = stage_meshes(plan)
     lowered = [p.lowered for p in staged.stages]
     local_meshes = [mesh if is_here(NamedSharding(mesh, PartitionSpec())) else None for mesh in meshes]
     weak = weak_results(staged, traced)
@@ -561,7 +562,7 @@ def _leaf_shardings(
 
 def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings: Sequence[NamedSharding]) -> GlobalStep:
     """The placement of arguments and results of a pipeline in a program of several processes."""
-    program, meshes, constants = staged.staged, stage_meshes(staged), len(staged.graph.constants)
+    program, meshes, constants = staged.staged, stage_meshes(plan), len(staged.graph.constants)
     result_shardings: list[NamedSharding | None] = [None] * len(traced.out_avals)
     for position, b in zip(program.results, program.pipeline.outputs, strict=True):
         result_shardings[position] = sharding_of(program.key_of[b], meshes[program.stage_of[b]])
@@ -569,9 +570,9 @@ def _across(traced: TracedStep, staged: StagedStep, plan: Plan, input_shardings:
     return GlobalStep(traced, list(zip(leaves, input_shardings, strict=True)), result_shardings)
 
 
-def stage_meshes(staged: StagedStep) -> list[Mesh]:
+def stage_meshes(plan: Plan) -> list[Mesh]:
     """The mesh of each stage, of this program's devices. Raises: NotEnoughDevicesError."""
-    return [submesh(s.mesh, s.first_device) for s in staged.submeshes]
+    return [submesh(*plan.stage_mesh(stage)) for stage in range(num_stages(plan.record))]
 
 
 def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
@@ -598,7 +599,7 @@ def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
 
 def _input_shardings(staged: StagedStep, plan: Plan) -> list[NamedSharding]:
     """The sharding of each of the pipeline's inputs."""
-    program, meshes = staged.staged, stage_meshes(staged)
+    program, meshes = staged.staged, stage_meshes(plan)
     return [sharding_of(program.key_of[b], meshes[program.stage_of[b]]) for b in program.pipeline.inputs]
 
 

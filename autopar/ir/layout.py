@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.common.records import made_often
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.mesh import LogicalMesh
 
 
 class _WithHash:
@@ -88,10 +88,16 @@ class Layout(_WithHash):
         return True
 
     def text(self, mesh: LogicalMesh) -> str:
-        """`[x, -, yz]` for what is split over x, and over y and z together; `+x` behind it where partial over x."""
-        names = mesh.axis_names
-        inside = ", ".join(axes_text(names[a] for a in axes) or "-" for axes in self.dims)
-        return f"[{inside}]" + "".join(f" +{names[a]}" for a in self.partial)
+        """As jax writes a PartitionSpec, with an entry for each dimension: `P("data", None, unreduced={"model"})`."""
+        names = [f'"{name}"' for name in mesh.axis_names]
+        entries = [_entry([names[a] for a in axes]) for axes in self.dims]
+        if self.partial:
+            entries.append(f"unreduced={{{', '.join(names[a] for a in self.partial)}}}")
+        return f"P({', '.join(entries)})"
+
+
+def _entry(names: Sequence[str]) -> str:
+    return f"({', '.join(names)})" if len(names) > 1 else names[0] if names else "None"
 
 
 @functools.cache

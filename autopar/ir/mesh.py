@@ -12,21 +12,21 @@ AXIS_NAMES = ("x", "y", "z")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogicalMesh:
-    """Devices in a grid, row-major: axis 0 is the slowest varying. Axes are named by position (`x`, `y`, `z`).
+    """Devices in a grid, row-major: axis 0 is the slowest varying.
 
     A value's layout refers to axes by index. Example: `LogicalMesh(axis_sizes=(2, 4))` puts devices 0-3 in row 0
-    and 4-7 in row 1, so axis 1 (`y`) joins neighbours and axis 0 (`x`) joins devices 4 apart.
+    and 4-7 in row 1, so axis 1 joins neighbours and axis 0 joins devices 4 apart. The meshes of a search have the axes
+    x, y, z; those of a plan are named by what they split. Meshes of the same sizes are equal under any names.
     """
 
     axis_sizes: tuple[int, ...]
+    axis_names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        if not self.axis_names:
+            object.__setattr__(self, "axis_names", AXIS_NAMES[: len(self.axis_sizes)])
         assert 1 <= len(self.axis_sizes) <= len(AXIS_NAMES), f"a mesh has 1 to 3 axes, got {self.axis_sizes}"
         assert all(n >= 1 for n in self.axis_sizes), f"axis sizes are positive, got {self.axis_sizes}"
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        return AXIS_NAMES[: len(self.axis_sizes)]
 
     @property
     def num_devices(self) -> int:
@@ -44,8 +44,8 @@ class LogicalMesh:
 
 
 def axes_text(names: Iterable[str]) -> str:
-    """Mesh axes that split something together, as layouts, tables and pages write them: `xy`."""
-    return "".join(names)
+    """Mesh axes that split something together, as tables and pages write them: `data, model`."""
+    return ", ".join(names)
 
 
 def factorisations(num_devices: int, max_axes: int = 3) -> tuple[LogicalMesh, ...]:

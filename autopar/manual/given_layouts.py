@@ -110,7 +110,6 @@ class GivenPlan:
     context: PlanningContext
     candidate: SpmdCandidate
     trees: Trees
-    names: tuple[str, ...]
     kept: int
     named: int
 
@@ -128,11 +127,7 @@ class GivenPlan:
 
     def plan(self) -> Plan:
         """As a plan, with the author's names of the mesh axes."""
-        return _named(plan_of(self.context, self.candidate, self.trees), self.names)
-
-
-def _named(plan: Plan, names: tuple[str, ...]) -> Plan:
-    return dataclasses.replace(plan, record=dataclasses.replace(plan.record, axis_names=names))
+        return plan_of(self.context, self.candidate, self.trees)
 
 
 def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -> GivenPlan:
@@ -155,9 +150,7 @@ def plan_as_given(problem: Problem, given: GivenLayouts, request: PlanRequest) -
     layouts, lies = at.layouts(context.graph), found.sharding.reduced
     named = [v for v in given.laid(context.graph) if v in lies]
     kept = sum(v in layouts and layouts[v].allows(lies[v]) for v in named)
-    return GivenPlan(
-        context=context, candidate=found, trees=problem.trees, names=given.names, kept=kept, named=len(named)
-    )
+    return GivenPlan(context=context, candidate=found, trees=problem.trees, kept=kept, named=len(named))
 
 
 def _one_program(problem: Problem, request: PlanRequest) -> PlanningContext:
@@ -305,7 +298,8 @@ def by_line(made: GivenPlan) -> ByLine:
     ran = timed(graph, lowered, model, costs)
     found = TimedSharding(sharding=sharding, lowered=lowered, ran=ran, costs=costs)
     candidate, memory = with_memory(graph, model, found)
-    plan = _named(plan_of(dataclasses.replace(made.context, graph=graph), candidate, made.trees), made.names)
+    candidate = dataclasses.replace(candidate, pins=made.candidate.pins)
+    plan = plan_of(dataclasses.replace(made.context, graph=graph), candidate, made.trees)
     return ByLine(
         graph=graph, candidate=candidate, memory=memory, plan=plan, lines={name: text for text, name in lines.items()}
     )

@@ -20,7 +20,7 @@ from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError,
 from autopar.hardware import mesh_links
 from autopar.hardware.cluster import part_at
 from autopar.ir.layout import Layout, enumerate_layouts
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, axes_text
+from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.modules import NO_MODULE
@@ -289,7 +289,9 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
     if any(value.kind == "state" for value in values) and results:
         texts.append("the state: the next step reads it as this step leaves it, in one layout")
     axes = {(row.stage, c.axes) for row in modules for c in row.collectives}
-    axes |= {(v.stage, tuple(AXIS_NAMES[a] for a in split)) for v in values for split in v.layout.dims if split}
+    for value in values:
+        names = summary.stage_mesh(record, value.stage).axis_names
+        axes |= {(value.stage, tuple(names[a] for a in split)) for split in value.layout.dims if split}
     slow = sorted({axes_text(names) for stage, names in axes if _is_between_hosts(record, stage, names)})
     if slow:
         texts.append(f"the network: devices along {', '.join(slow)} are on several hosts")
@@ -297,8 +299,8 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
 
 
 def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> bool:
-    sizes = summary.stage_mesh(record, stage).axis_sizes
-    axes = tuple(AXIS_NAMES.index(name) for name in names)
+    mesh = summary.stage_mesh(record, stage)
+    sizes, axes = mesh.axis_sizes, tuple(mesh.axis_names.index(name) for name in names)
     first = summary.first_device(record, stage)
     domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
     return mesh_links.spread(sizes, axes, domain_devices).hosts > 1

@@ -49,7 +49,7 @@ COLLECTIVES = tuple(kind.value for kind in PLANNED_KINDS)
 
 def first_fault(record: PlanRecord) -> Fault | None:
     """The first fault of a record, with its place in the file; None for a valid record."""
-    checks = (_numbers, _meshes, _values, _all_decisions, _predicted, _written, _axis_names, _pipeline, _timelines)
+    checks = (_numbers, _axis_names, _meshes, _values, _all_decisions, _predicted, _written, _pipeline, _timelines)
     return next((fault for check in checks for fault in check(record)), None)
 
 
@@ -257,11 +257,14 @@ def _predicted(record: PlanRecord) -> Iterator[Fault]:
         if len(per_group) != groups and (name != "host_bytes" or per_group):
             expected = f"one entry for each of {groups} group(s) of devices"
             yield Fault(place=f"$.plan.predicted.{name}", expected=expected, got=str(len(per_group)))
-    yield from _collectives("$.plan.predicted.collectives", predicted.collectives)
+    axes = [stage_mesh(record, stage).axis_names for stage in range(num_stages(record))]
+    known = tuple(dict.fromkeys(name for names in axes for name in names))
+    yield from _collectives("$.plan.predicted.collectives", predicted.collectives, known)
     for i, row in enumerate(record.modules):
-        if not 0 <= row.stage < num_stages(record):
-            yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(num_stages(record)), got=str(row.stage))
-        yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives)
+        if not 0 <= row.stage < len(axes):
+            yield Fault(place=f"$.plan.modules[{i}].stage", expected=_range(len(axes)), got=str(row.stage))
+        else:
+            yield from _collectives(f"$.plan.modules[{i}].collectives", row.collectives, axes[row.stage])
 
 
 def _written(record: PlanRecord) -> Iterator[Fault]:
@@ -272,35 +275,36 @@ def _written(record: PlanRecord) -> Iterator[Fault]:
         yield Fault(place="$.plan.attention_kernel", expected=expected, got=got)
 
 
-def _collectives(place: str, collectives: Sequence[PredictedCollective]) -> Iterator[Fault]:
+def _collectives(place: str, collectives: Sequence[PredictedCollective], names: Sequence[str]) -> Iterator[Fault]:
     for i, collective in enumerate(collectives):
         if collective.kind not in COLLECTIVES:
             yield Fault(place=f"{place}[{i}].kind", expected=" or ".join(COLLECTIVES), got=repr(collective.kind))
         for j, axis in enumerate(collective.axes):
-            if axis not in AXIS_NAMES:
-                yield Fault(place=f"{place}[{i}].axes[{j}]", expected=" or ".join(AXIS_NAMES), got=repr(axis))
+            if axis not in names:
+                yield Fault(place=f"{place}[{i}].axes[{j}]", expected=" or ".join(names), got=repr(axis))
 
 
 def _axis_names(record: PlanRecord) -> Iterator[Fault]:
-    stages = range(num_stages(record))
-    if record.axis_roles and len(record.axis_roles) != len(stages):
-        got = str(len(record.axis_roles))
-        yield Fault(place="$.plan.axis_roles", expected=f"one entry for each of {len(stages)} stage(s)", got=got)
-    for stage, roles in enumerate(record.axis_roles):
-        mesh = stage_mesh(record, stage)
-        if len(roles) != len(mesh.axis_sizes):
-            expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
-            yield Fault(place=f"$.plan.axis_roles[{stage}]", expected=expected, got=", ".join(roles) or "none")
-    names, place = record.axis_names, "$.plan.axis_names"
-    if not names and record.pinned is None:
-        return
-    if len(set(names)) < len(names):
-        yield Fault(place=place, expected="a name of its own for each mesh axis", got=", ".join(names))
-    for stage in stages:
-        mesh = stage_mesh(record, stage)
-        if len(names) != len(mesh.axis_sizes):
-            expected = f"a name for each of the {len(mesh.axis_sizes)} axes of mesh {mesh}"
-            yield Fault(place=place, expected=expected, got=", ".join(names) or "none")
+    stages = num_stages(record)
+    for field, entries in (("axis_names", record.axis_names), ("axis_roles", record.axis_roles)):
+        if entries and len(entries) != stages:
+            expected = f"one entry for each of {stages} stage(s)"
+            yield Fault(place=f"$.plan.{field}", expected=expected, got=str(len(entries)))
+        for stage, names in enumerate(entries[:stages]):
+            place, sizes = f"$.plan.{field}[{stage}]", _axis_sizes(record, stage)
+            if len(names) != len(sizes):
+                expected = f"a name for each of the {len(sizes)} axes of mesh {'x'.join(map(str, sizes))}"
+                yield Fault(place=place, expected=expected, got=", ".join(names) or "none")
+            elif field == "axis_names" and not _are_names(names):
+                yield Fault(place=place, expected="a name of its own for each mesh axis", got=", ".join(names))
+
+
+def _axis_sizes(record: PlanRecord, stage: int) -> tuple[int, ...]:
+    return record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
+
+
+def _are_names(names: Sequence[str]) -> bool:
+    return all(names) and len(set(names)) == len(names)
 
 
 def _pipeline(record: PlanRecord) -> Iterator[Fault]:

@@ -176,21 +176,18 @@ class Plan:
     def groups(self) -> dict[str, list[list[int]]]:
         """The devices, by number, that work together along each mesh axis, and along the stages of a pipeline.
 
-        An axis has the name that a recipe or pins gave it, else that of its role: `data`, `sharded data` (state is
-        sharded over it too), `state` (that alone), `tensor`, `sequence`, `expert`. Axes with one role are one group,
-        and an axis without a role has its own name (x). Only stages on equal meshes have pipeline groups.
+        An axis has the name that a recipe or pins gave it, else one by what it splits: `data`, `model`, `sequence`,
+        `expert`, `state` (that alone), `replica` (the batch, beside a data axis that splits the state too; or nothing).
+        A second axis of a name has a number: `data2`. Only stages on equal meshes have pipeline groups.
         """
         stages = range(summary.num_stages(self.record))
         places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
         places = dict(sorted(places.items(), key=lambda item: item[1]))
         groups: dict[str, list[list[int]]] = {}
-        for (mesh, first), stage in places.items():
+        for mesh, first in places:
             devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)
-            roles = self.record.axis_roles[stage] if self.record.axis_roles else mesh.axis_names
-            names = self.record.axis_names or roles
-            for name in dict.fromkeys(names):
-                axes = [axis for axis, axis_name in enumerate(names) if axis_name == name]
-                rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, mesh.size(axes))
+            for axis, name in enumerate(mesh.axis_names):
+                rows = np.moveaxis(devices, axis, -1).reshape(-1, mesh.axis_sizes[axis])
                 groups.setdefault(name, []).extend(rows.tolist())
         if len(places) > 1 and len({mesh for mesh, _ in places}) == 1:
             firsts = [first for _, first in places]

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.mesh import axes_text
 from autopar.passes.remat import name_of
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
@@ -36,7 +36,7 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     out = TextConsole(WIDTH, text_format)
     predicted, full = record.predicted, fullest(record)
     if record.pipeline is None:
-        mesh = LogicalMesh(axis_sizes=record.axis_sizes)
+        mesh = stage_mesh(record, 0)
         out.long_line(f"Plan of {record.step} on {record.cluster.name}: {mesh.num_devices} device(s), mesh {mesh}")
     else:
         out.long_line(_pipeline_line(record, record.pipeline))
@@ -72,7 +72,7 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
             + ", ".join(f"{name}={value}" for name, value in record.exchange_options.items())
         )
     if record.pipeline is not None:
-        out.table(_stages_table(record.pipeline, stage_devices(record)))
+        out.table(_stages_table(record, record.pipeline, stage_devices(record)))
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))
@@ -116,14 +116,11 @@ def _trial_text(trial: MeshTrial) -> str:
 
 
 def _pins_lines(out: TextConsole, record: PlanRecord, pinned: PinsRecord) -> None:
-    """The pins, the mesh axes of their axes, and their cost."""
-    mesh = stage_mesh(record, 0)
-    named = zip(record.axis_names, mesh.axis_sizes, mesh.axis_names, strict=True)
-    axes = ", ".join(f"{own}={n} ({name})" for own, n, name in named)
+    """The pins, the mesh, and their cost."""
     without = "no plan was found without them"
     if pinned.free_step_time_s is not None and pinned.cost_s is not None:
         without = f"{text_of_s(pinned.free_step_time_s)} without them: they cost {text_of_s(pinned.cost_s)}"
-    out.long_line(f"pins on {axes}: step {text_of_s(pinned.step_time_s)} with them, {without}")
+    out.long_line(f"pins on {stage_mesh(record, 0)}: step {text_of_s(pinned.step_time_s)} with them, {without}")
     for pin in pinned.pins:
         alone = f", {text_of_s(pin.alone_s)} on this mesh with this pin alone" if pin.alone_s is not None else ""
         out.long_line(f"  {pin.pattern}: {pin.spec}, {pin.count} {pin.of}{alone}")
@@ -141,12 +138,12 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
     )
 
 
-def _stages_table(pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
+def _stages_table(record: PlanRecord, pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
     rows = Table(
         "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
     )
     for number, stage in enumerate(pipeline.stages):
-        mesh = LogicalMesh(axis_sizes=stage.axis_sizes)
+        mesh = stage_mesh(record, number)
         names = [stage.layers[0], stage.layers[-1]] if len(stage.layers) > 1 else list(stage.layers)
         last = stage.first_device + mesh.num_devices - 1
         policies = pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)]
@@ -245,4 +242,4 @@ def in_short(record: PlanRecord) -> str:
         pipeline = record.pipeline
         return texts[0] if texts else f"{pipeline.num_microbatches} micro-batches, {len(pipeline.stages)} stages"
     tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
-    return f"mesh {LogicalMesh(axis_sizes=record.axis_sizes)}" + (f", {tried[0]}" if tried else "")
+    return f"mesh {stage_mesh(record, 0)}" + (f", {tried[0]}" if tried else "")

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.mesh import axes_text
 from autopar.plan import modules, rivals, summary
 from autopar.plan.rivals import advice
 from autopar.plan.schema import PlanRecord
@@ -50,7 +50,9 @@ def screen(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
     if record.pinned is not None:
         free_s = record.pinned.free_step_time_s
         without = "no plan was found without them" if free_s is None else f"{text_of_s(free_s)} without them"
-        lines += page.wrapped(f"{len(record.pinned.pins)} pin(s) on {_axes(record)}: {without}", NOTE_LINES)
+        lines += page.wrapped(
+            f"{len(record.pinned.pins)} pin(s) on {summary.stage_mesh(record, 0)}: {without}", NOTE_LINES
+        )
     lines += _notes(page, [note for note in record.notes if note not in first], LINES - len(lines) - NOTE_LINES)
     lines += page.wrapped(ENDING, NOTE_LINES, style="dim")
     assert len(lines) <= LINES or page.columns < COLUMNS, f"{len(lines)} lines are more than a screen"
@@ -93,11 +95,6 @@ class _Page:
         return self.table(columns, [(*row[:at], _shortened(row[at], room), *row[at + 1 :]) for row in rows])
 
 
-def _axes(record: PlanRecord) -> str:
-    sizes = summary.stage_mesh(record, 0).axis_sizes
-    return ", ".join(f"{name}={n}" for name, n in zip(record.axis_names, sizes, strict=True))
-
-
 def _legend(record: PlanRecord) -> str:
     """The sizes of the mesh axes, and how a layout is read; nothing on one device."""
     first = next((s for s in range(summary.num_stages(record)) if summary.stage_mesh(record, s).num_devices > 1), None)
@@ -105,18 +102,13 @@ def _legend(record: PlanRecord) -> str:
         return ""
     mesh = summary.stage_mesh(record, first)
     axis = mesh.axis_names[0]
-    layout = f"layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not split."
+    layout = f'Layout P("{axis}", None): dimension 0 split over axis {axis}, dimension 1 not split.'
     if record.pipeline is not None:
         return (
-            f"Layout [{axis}, -]: dimension 0 split over axis {axis}, dimension 1 not. What stands before or behind "
-            "the layers counts as one. Means: over all devices. Arguments: on the device with the most."
+            f"{layout} What stands before or after the layers counts as one. Means: over all devices. Arguments: on "
+            "the device with the most."
         )
-    own = record.axis_names or mesh.axis_names
-    axes = [
-        f"{name}={n}" + (f" ({called})" if called != name else "")
-        for name, n, called in zip(mesh.axis_names, mesh.axis_sizes, own, strict=True)
-    ]
-    return f"Mesh {', '.join(axes)}; {layout}"
+    return f"Mesh {mesh}. {layout}"
 
 
 def _choice(record: PlanRecord) -> str:
@@ -168,7 +160,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
             (
                 str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
                 f"{g.layers} layer{'s' if g.layers > 1 else ''}" + (" each" if g.last > g.first else ""),
-                str(LogicalMesh(axis_sizes=g.axis_sizes)).replace(" x ", ", ") + (f" {g.device}" if g.device else ""),
+                str(g.mesh).replace(" x ", ", ") + (f" {g.device}" if g.device else ""),
                 ", ".join(g.recomputed),
                 f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
                 str(g.in_flight),

@@ -11,7 +11,7 @@ from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
 from autopar.lowering.lower import SolverReport
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
@@ -351,9 +351,10 @@ class MeasuredRecord:
 class PlanRecord:
     """The saved part of a plan.
 
-    With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_names`: the names that a
-    recipe or pins gave the axes (data, tensor); `axis_roles`: for each stage, the roles that follow from its decisions
-    (`autopar.compiler.write_plan`). `timeline`: that of a step in one program; a pipeline has its own.
+    With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_roles`: for each stage, the
+    roles of its mesh axes, which follow from its decisions (`autopar.compiler.write_plan`); `axis_names`: for each
+    stage, their names, by a recipe, by pins or by these roles. `timeline`: that of a step in one program; a pipeline
+    has its own.
     `attention_kernel`: attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation a pass of
     the graph; empty: it is as it is written.
     `scan_recompute`: what the bodies of scans in it save for the backward pass; empty: what the code saves.
@@ -384,7 +385,7 @@ class PlanRecord:
     notes: tuple[str, ...]
     pipeline: PipelineRecord | None = None
     weighed: tuple[PipelineTrial, ...] = ()
-    axis_names: tuple[str, ...] = ()
+    axis_names: tuple[tuple[str, ...], ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
     attention_kernel: str = ""
     scan_recompute: str = ""

@@ -44,7 +44,7 @@ ABOUT = 1.05
 MOSTLY = 2.0
 # A note that begins so stands first: it says why devices do the same work.
 BATCH_WHOLE = "the batch is not split"
-# What an axis of each role splits; an axis that splits nothing has its own name as its role.
+# What an axis of each role splits; an axis that splits nothing has none.
 DATA, TENSOR = "data", "tensor"  # the roles of an axis that splits the batch alone, and of one that splits matrices
 STATE = "state"  # of an axis over which devices do the same work, each holding a part of the state
 _SPLITS = {
@@ -54,6 +54,14 @@ _SPLITS = {
     TENSOR: "the matrices",
     "sequence": "the sequences",
     "expert": "the experts",
+}
+_AXIS_NAMES = {
+    DATA: "data",
+    SHARDED: "data",
+    STATE: "state",
+    TENSOR: "model",
+    "sequence": "sequence",
+    "expert": "expert",
 }
 
 
@@ -85,8 +93,7 @@ class StageGroup:
     first: int
     last: int
     layers: int
-    devices: int
-    axis_sizes: tuple[int, ...]
+    mesh: LogicalMesh
     roles: tuple[str, ...]
     recomputed: tuple[str, ...]
     forward_s: float
@@ -203,7 +210,7 @@ def memory_text(record: PlanRecord) -> str:
 def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
     """The mesh of a stage, or of the whole step."""
     sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
-    return LogicalMesh(axis_sizes=sizes)
+    return LogicalMesh(axis_sizes=sizes, axis_names=record.axis_names[stage] if record.axis_names else ())
 
 
 def first_device(record: PlanRecord, stage: int) -> int:
@@ -336,9 +343,23 @@ def holders(record: PlanRecord, values: Sequence[PlannedValue]) -> str:
     return f"{text}{IN_HOST}" if values[0].in_host else text
 
 
+def axis_names_of(roles: Sequence[str], given: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of mesh axes: those that are given, else those of their roles, each once (data, data2). Where one splits
+    the batch and the state, another that splits the batch alone is one of replicas.
+    """
+    words = {**_AXIS_NAMES, DATA: "replica"} if SHARDED in roles else _AXIS_NAMES
+    names = list(given) or [""] * len(roles)
+    for axis, role in enumerate(roles):
+        if not names[axis]:
+            word = words.get(role, role or "replica")
+            numbered = (word, *(f"{word}{n}" for n in range(2, len(roles) + len(names) + 1)))
+            names[axis] = next(name for name in numbered if name not in names)
+    return tuple(names)
+
+
 def axis_roles(record: PlanRecord, stage: int) -> tuple[str, ...]:
-    """The role of each mesh axis of a stage; the name of the axis where it splits nothing, or the file has no roles."""
-    return record.axis_roles[stage] if record.axis_roles else stage_mesh(record, stage).axis_names
+    """The role of each mesh axis of a stage; empty where it splits nothing, or the file has no roles."""
+    return record.axis_roles[stage] if record.axis_roles else ("",) * len(stage_mesh(record, stage).axis_sizes)
 
 
 def _splits(record: PlanRecord, stage: int) -> str:
@@ -494,8 +515,7 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
                 first=number,
                 last=number,
                 layers=len(stage.layers),
-                devices=LogicalMesh(axis_sizes=stage.axis_sizes).num_devices,
-                axis_sizes=stage.axis_sizes,
+                mesh=stage_mesh(record, number),
                 roles=axis_roles(record, number),
                 recomputed=tuple(dict.fromkeys(map(name_of, policies))),
                 forward_s=stage.forward_s,
@@ -505,7 +525,7 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
                 device=kinds[number] if kinds else "",
             )
         )
-    grouped = itertools.groupby(rows, lambda r: (r.layers, r.axis_sizes, r.roles, r.recomputed, r.device))
+    grouped = itertools.groupby(rows, lambda r: (r.layers, r.mesh, r.roles, r.recomputed, r.device))
     return tuple(_joined(list(alike)) for _, alike in grouped)
 
 

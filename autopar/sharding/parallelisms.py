@@ -121,7 +121,7 @@ def tensor_axis(sequence_parallel: bool = False, collective_matmul: bool = False
         )
     positions = (Dimension.SEQUENCE,) if sequence_parallel else ()
     return AxisUse(
-        name="tensor",
+        name="model",
         dimensions=positions,
         unnamed=True,
         must_shard=(*MATRICES, Purpose.ACTIVATION) if sequence_parallel else MATRICES,

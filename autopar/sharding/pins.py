@@ -201,7 +201,7 @@ class PinnedLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinsOnMesh:
-    """Pins whose axes are those of a mesh: `names[a]` is what axis a is called."""
+    """Pins whose axes are those of a mesh: `names[a]` is the name of axis a in the pins, empty if none has it."""
 
     pinned: Pinned
     mesh: LogicalMesh
@@ -310,12 +310,9 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
 
 
 def _named(at: Mapping[str, int], num_axes: int) -> tuple[str, ...]:
-    """The name of each axis; those of which no pin speaks keep the mesh's own, or take one that is free."""
+    """The name of each axis; empty for those that no pin names."""
     of_axis = {a: name for name, a in at.items()}
-    for a in range(num_axes):
-        if a not in of_axis:
-            of_axis[a] = next(n for n in (AXIS_NAMES[a], *AXIS_NAMES) if n not in of_axis.values())
-    return tuple(of_axis[a] for a in range(num_axes))
+    return tuple(of_axis.get(a, "") for a in range(num_axes))
 
 
 def _bound_meshes(pinned: Pinned, cluster: Cluster, binding: Binding) -> list[PinsOnMesh]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.common.trace_events import DEVICES, Timeline, TraceEvent
-from autopar.ir.mesh import AXIS_NAMES
 from autopar.plan import modules, rivals, summary
 from autopar.plan.modules import CollectiveRow, ModuleCost
 from autopar.plan.report.drawing import drawing_of, link_loads
@@ -19,8 +18,8 @@ from autopar.plan.summary import StateGroup
 
 # Layouts as text in pieces, so that each mesh axis in them can have its colour.
 
-# An axis, as it stands inside the brackets of a layout in text: `[x, -, yz] +x`.
-_BRACKETS = re.compile(r"(\[[xyz, -]*\]|\+[xyz])")
+# A mesh axis, as it stands in a layout in text: `P("data", None)`.
+_AXIS = re.compile(r'"([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,26 +31,9 @@ class Token:
 
 
 def tokens_of(text: str) -> tuple[Token, ...]:
-    """A text with layouts in it (`[x, -] @ [-, -] +x`) in pieces, each axis in a layout one of its own."""
-    tokens: list[Token] = []
-    for piece in _BRACKETS.split(text):
-        if not _BRACKETS.fullmatch(piece):
-            _append(tokens, piece)
-            continue
-        for character in piece:
-            if character in AXIS_NAMES:
-                tokens.append(Token(character, character))
-            else:
-                _append(tokens, character)
-    return tuple(tokens)
-
-
-def _append(tokens: list[Token], text: str) -> None:
-    """Adds text, to the last piece where that is no axis."""
-    if tokens and not tokens[-1].axis:
-        tokens[-1] = Token(tokens[-1].text + text)
-    elif text:
-        tokens.append(Token(text))
+    """A text with layouts in it (`P("data", None) @ P(None, None)`) in pieces, each axis one of its own."""
+    pieces = enumerate(_AXIS.split(text))
+    return tuple(Token(piece, piece if i % 2 else "") for i, piece in pieces if piece)
 
 
 # The memory of a plan as its page shows it: who holds the peak, and how the bytes of a device change over the step.
@@ -263,10 +245,9 @@ BARS_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AxisRow:
-    """A mesh axis: its name on the page, the names a recipe or pins gave it, its sizes and roles on the stages."""
+    """A mesh axis: its name, its sizes and roles on the stages."""
 
     name: str
-    own_name: str
     sizes: tuple[int, ...]
     roles: tuple[str, ...]
 
@@ -345,12 +326,10 @@ def axis_rows(record: PlanRecord) -> tuple[AxisRow, ...]:
         mesh = summary.stage_mesh(record, stage)
         for name, size, role in zip(mesh.axis_names, mesh.axis_sizes, summary.axis_roles(record, stage), strict=True):
             sizes.setdefault(name, {})[size] = None
-            if role != name:
+            if role:
                 roles.setdefault(name, {})[role] = None
-    own = dict(zip(AXIS_NAMES, record.axis_names, strict=False))
     return tuple(
-        AxisRow(name=name, own_name=own.get(name, ""), sizes=tuple(found), roles=tuple(roles.get(name, ())))
-        for name, found in sizes.items()
+        AxisRow(name=name, sizes=tuple(found), roles=tuple(roles.get(name, ()))) for name, found in sizes.items()
     )
 
 

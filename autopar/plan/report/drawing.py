@@ -7,7 +7,7 @@ import math
 
 from autopar.common.trace_events import LINKS, Timeline
 from autopar.hardware import mesh_links
-from autopar.ir.mesh import AXIS_NAMES, axes_text
+from autopar.ir.mesh import axes_text
 from autopar.plan import summary
 from autopar.plan.schema import PlanRecord
 
@@ -182,11 +182,11 @@ def link_loads(record: PlanRecord) -> tuple[LinkLoad, ...]:
     step_s = record.predicted.step_time_s
     loads: dict[tuple[str, str], list[float]] = {}
     for row in record.modules:
-        sizes = summary.stage_mesh(record, row.stage).axis_sizes
+        mesh = summary.stage_mesh(record, row.stage)
         share = summary.stage_share(record, row.stage)
         for c in row.collectives:
-            axes = tuple(AXIS_NAMES.index(name) for name in c.axes)
-            spread = mesh_links.spread(sizes, axes, record.cluster.domain_devices)
+            axes = tuple(mesh.axis_names.index(name) for name in c.axes)
+            spread = mesh_links.spread(mesh.axis_sizes, axes, record.cluster.domain_devices)
             where = INSIDE if spread.hosts == 1 else BETWEEN
             total = loads.setdefault((where, f"collectives over {axes_text(c.axes)}"), [0.0, 0.0])
             total[0] += share * c.sent_bytes
