@@ -18,11 +18,12 @@ from autopar.common.paths import parts_of
 from autopar.common.progress import Progress
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.errors import AutoparError
-from autopar.frontend.jit_shardings import JitShardings, spec_text
+from autopar.frontend.jit_shardings import JitShardings
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.frontend.tracing import tie_state
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
+from autopar.ir.layout import spec_text
 from autopar.ir.traced_step import TracedStep
 from autopar.lint_report import CHANGES, Change
 from autopar.manual.given_layouts import GivenLayouts, GivenPlan, handed_on, plan_as_given

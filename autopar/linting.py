@@ -18,9 +18,10 @@ from autopar.calls import nnx_objects
 from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
-from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding, spec_text
+from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding
 from autopar.frontend.tracing import abstract, tie_state
 from autopar.hardware.cluster import Cluster
+from autopar.ir.layout import spec_text
 from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_changes import Planned, axes_of, changes_of, state_of

@@ -97,18 +97,6 @@ def named_sharding(sharding: Any) -> NamedSharding | None:
     )
 
 
-def spec_text(dims: Sequence[Sequence[str] | None]) -> str:
-    """`P("data", None)` of the axes of each dimension; None leaves a dimension open."""
-
-    def one(axes: Sequence[str] | None) -> str:
-        if axes is None:
-            return "P.UNCONSTRAINED"
-        names = [f'"{name}"' for name in axes]
-        return "None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
-
-    return f"P({', '.join(map(one, dims))})"
-
-
 def dims_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...] | None, ...]:
     """The axes of each of so many dimensions; None leaves one open."""
     entries = (*spec, *(None,) * (rank - len(spec)))

@@ -89,15 +89,24 @@ class Layout(_WithHash):
 
     def text(self, mesh: LogicalMesh) -> str:
         """As jax writes a PartitionSpec, with an entry for each dimension: `P("data", None, unreduced={"model"})`."""
-        names = [f'"{name}"' for name in mesh.axis_names]
-        entries = [_entry([names[a] for a in axes]) for axes in self.dims]
-        if self.partial:
-            entries.append(f"unreduced={{{', '.join(names[a] for a in self.partial)}}}")
-        return f"P({', '.join(entries)})"
+        names = mesh.axis_names
+        return spec_text([[names[a] for a in axes] for axes in self.dims], [names[a] for a in self.partial])
 
 
-def _entry(names: Sequence[str]) -> str:
-    return f"({', '.join(names)})" if len(names) > 1 else names[0] if names else "None"
+def spec_text(dims: Sequence[Sequence[str] | None], unreduced: Sequence[str] = ()) -> str:
+    """A PartitionSpec by the axes of each dimension, as it is written in Python; None leaves a dimension open."""
+
+    def entry(axes: Sequence[str] | None) -> str:
+        if axes is None:
+            return "P.UNCONSTRAINED"
+        names = [f'"{name}"' for name in axes]
+        return f"({', '.join(names)})" if len(names) > 1 else names[0] if names else "None"
+
+    entries = [entry(axes) for axes in dims]
+    if unreduced:
+        names = [f'"{name}"' for name in unreduced]
+        entries.append(f"unreduced={{{', '.join(names)}}}")
+    return f"P({', '.join(entries)})"
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from autopar.common.paths import matches, parts_of
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, Value, read_by, values_of, walk
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh, factorisations
+from autopar.ir.layout import Layout, spec_text
+from autopar.ir.mesh import LogicalMesh, factorisations
 from autopar.ir.traced_step import METADATA, RESHARD, TYPES, TracedStep, WrittenLayout
 from autopar.sharding.binding import Binding
 
@@ -38,14 +38,8 @@ class Pin:
 
     @property
     def text(self) -> str:
-        """As it is written in Python: `P(None, 'model')`."""
-
-        def one(axes: tuple[str, ...] | None) -> str:
-            if axes is None:
-                return "P.UNCONSTRAINED"
-            return repr(axes) if len(axes) > 1 else repr(axes[0]) if axes else "None"
-
-        return f"P({', '.join(map(one, self.dims))})"
+        """As it is written in Python: `P(None, "model")`."""
+        return spec_text(self.dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +271,7 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
     before = {
         pair for pin in pinned.pins.every for axes in pin.dims if axes for pair in itertools.combinations(axes, 2)
     }
-    found: dict[tuple, tuple[tuple[int, int], PinsOnMesh]] = {}
+    found: dict[tuple, tuple[int, PinsOnMesh]] = {}
     for mesh in factorisations(n, max_axes):
         if not cluster.has_links_for(len(mesh.axis_sizes)):
             continue
@@ -292,9 +286,8 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
                 of_axis = _named(at, len(sizes))
                 alike = [(name if name in at else "", n) for name, n in zip(of_axis, sizes, strict=True)]
                 key = tuple(zip(alike, links, strict=True)) if len(set(links)) > 1 else tuple(sorted(alike))
-                moved = sum(name in AXIS_NAMES and AXIS_NAMES.index(name) != a for name, a in at.items())
                 in_order = [at[name] for name in given if name in at]
-                order = moved, sum(a > b for a, b in itertools.combinations(in_order, 2))
+                order = sum(a > b for a, b in itertools.combinations(in_order, 2))
                 if key not in found or order < found[key][0]:
                     found[key] = order, PinsOnMesh(pinned=pinned, mesh=LogicalMesh(axis_sizes=sizes), names=of_axis)
     if not found:

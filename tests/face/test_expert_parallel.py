@@ -60,7 +60,7 @@ def test_experts_on_all_devices_exchange_tokens_and_reduce_no_gradients():
     )
     assert sum(use.count for use in plan.predicted.collectives if use.kind == "all-to-all") == 4 * LAYERS
     assert plan.groups() == {"expert": [list(range(8))]}
-    assert experts_of(plan) == {"[x, -, -]"}
+    assert experts_of(plan) == {'P("x", None, None)'}
 
 
 def test_gradients_of_experts_are_reduced_over_the_copies_only():
@@ -70,7 +70,7 @@ def test_gradients_of_experts_are_reduced_over_the_copies_only():
     assert sent["all-reduce"] == pytest.approx(reduced(experts / 4, 2) + reduced(others, 8), abs=MOST_SCALARS)
     assert set(sent) == {"all-to-all", "all-reduce", "total"}
     assert plan.groups() == {"data": [[0, 4], [1, 5], [2, 6], [3, 7]], "expert": [[0, 1, 2, 3], [4, 5, 6, 7]]}
-    assert experts_of(plan) == {"[y, -, -]"}
+    assert experts_of(plan) == {'P("y", None, None)'}
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_experts_beside_everything_else(options):
     sent, plan = sent_and_plan(recipes.combine(ep=2, **options), case=DEEPER)
     assert sent["all-to-all"] >= 2 * dispatched_bytes(4, 2)
     of_first = [v for v in plan.record.arguments if "expert_" in v.path and "[0]" in v.path]
-    axis = plan.record.axis_names.index("expert")
+    axis = plan.mesh.axis_names.index("expert")
     assert of_first
     assert all(v.layout.dims[0] == (axis,) for v in of_first)
 
@@ -103,7 +103,7 @@ def test_experts_tensors_and_stages_together():
     _, plan = sent_and_plan(recipes.combine(ep=2, tp=2, pp=2), case=DEEPER)
     assert plan.groups() == {
         "expert": [[0, 2], [1, 3], [4, 6], [5, 7]],
-        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "model": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }
 

@@ -58,7 +58,7 @@ def test_recomputation_and_micro_batches_of_grids(recipe, devices, axes, num_mic
     _, plan = verified(GPT, cut, devices)
     assert plan.record.pipeline.num_microbatches == num_microbatches
     assert set(plan.record.pipeline.recomputed) == {"input"}
-    assert plan.record.axis_names == axes
+    assert plan.mesh.axis_names == axes
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_stages_of_squares():
     cut = recipes.cut(recipes.tensor_parallel("2d", size=4), stages=2, num_microbatches=2)
     _, plan = verified(DEEP["gpt"], cut, 8)
     assert [stage.axis_sizes for stage in plan.record.pipeline.stages] == [(2, 2), (2, 2)]
-    assert plan.record.axis_names == ("row", "column")
+    assert plan.mesh.axis_names == ("row", "column")
 
 
 def test_combine_cuts():

@@ -86,7 +86,7 @@ def test_tensor_parallelism_reduces_four_activations_a_layer():
     ]
     assert sum(use.count for use in reduces) == 4 * LAYERS
     assert sum(use.sent_bytes for use in reduces) == pytest.approx(4 * LAYERS * activation)
-    assert plan.groups() == {"tensor": [[0, 1, 2, 3]]}
+    assert plan.groups() == {"model": [[0, 1, 2, 3]]}
 
 
 def test_sequence_parallelism_has_no_large_all_reduce():
@@ -234,7 +234,7 @@ def test_three_kinds_of_parallelism_together(case):
     _, plan = verified(case, recipe, 8)
     assert plan.groups() == {
         "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
-        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "model": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }
 
@@ -261,7 +261,7 @@ def test_groups_of_sixteen_devices_are_megatrons():
     plan = autopar.plan(case.step, state, case.batch(0), cluster=cluster, **options)
     assert plan.groups() == {
         "data": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
-        "tensor": [[i, i + 1] for i in range(0, 16, 2)],
+        "model": [[i, i + 1] for i in range(0, 16, 2)],
         "pipeline": [[i, i + 4, i + 8, i + 12] for i in range(4)],
     }
 

@@ -50,7 +50,7 @@ def test_devices_in_pairs_share_the_state_and_results_are_those_of_jit(recipe, t
     total = next(c for c in made.collectives if c.name == "total")
     assert total.predicted == pytest.approx(total.compiled, rel=1e-6)
     plan = parallel_step.plan(state, batch_of(0))
-    assert plan.record.axis_names[:2] == ("data group", "data")
+    assert plan.mesh.axis_names[:2] == ("data group", "data")
     assert plan.mesh.axis_sizes == (4, 2)
     assert any("data group axis of 4 devices: arrays are split over fewer devices" in n for n in plan.record.notes)
 

@@ -120,7 +120,7 @@ def data(rows, width):
 def test_many_rows_through_narrow_layers_are_data_parallel(n):
     found = plan(trained(mlp), weights(16, 32, 16), data(4096, 16), num_devices=n)
     parameter_bytes = 2 * 16 * 32 * 4
-    assert {layouts(found)[f"params['w{i}']"] for i in range(2)} == {"[-, -]"}
+    assert {layouts(found)[f"params['w{i}']"] for i in range(2)} == {"P(None, None)"}
     assert found.predicted.by_kind() == {"all-reduce": (3, all_reduced(parameter_bytes + SCALAR, n))}
     matmul_flops = 5 * 2 * 4096 * 16 * 32  # two forward, two for the weights, one for the hidden layer
     assert found.predicted.compute_time_s == pytest.approx(matmul_flops / 1e9 / n, rel=0.01)
@@ -129,7 +129,7 @@ def test_many_rows_through_narrow_layers_are_data_parallel(n):
 def test_few_rows_through_wide_layers_are_split_by_columns_then_by_rows():
     found = plan(trained(mlp), weights(512, 2048, 512), data(8, 512))
     at = layouts(found)
-    assert (at["params['w0']"], at["params['w1']"]) == ("[-, x]", "[x, -]")
+    assert (at["params['w0']"], at["params['w1']"]) == ('P(None, "x")', 'P("x", None)')
     # One all-reduce of the activations, forward. Nobody needs the gradient of the batch, so there is none backward.
     assert traffic(found) == {"all-reduce": all_reduced(8 * 512 * 4)}
 
@@ -137,7 +137,7 @@ def test_few_rows_through_wide_layers_are_split_by_columns_then_by_rows():
 def test_each_pair_of_layers_all_reduces_activations_once_in_each_direction():
     found = plan(trained(mlp), weights(512, 2048, 512, 2048, 512), data(8, 512))
     at = layouts(found)
-    assert [at[f"params['w{i}']"] for i in range(4)] == ["[-, x]", "[x, -]", "[-, x]", "[x, -]"]
+    assert [at[f"params['w{i}']"] for i in range(4)] == ['P(None, "x")', 'P("x", None)', 'P(None, "x")', 'P("x", None)']
     # Forward behind both pairs, backward in front of the second.
     assert traffic(found) == {"all-reduce": all_reduced(3 * 8 * 512 * 4)}
 
@@ -169,8 +169,8 @@ def test_attention_on_one_sequence_is_split_by_heads():
 
     found = plan(trained(loss), attention_weights(64, 4, 16), ATTENTION_BATCH)
     at = layouts(found)
-    assert {at[f"params['{name}']"] for name in "qkv"} == {"[-, x, -]"}
-    assert at["params['o']"] == "[x, -, -]"
+    assert {at[f"params['{name}']"] for name in "qkv"} == {'P(None, "x", None)'}
+    assert at["params['o']"] == 'P("x", None, None)'
     assert traffic(found) == {"all-reduce": all_reduced(ACTIVATION_BYTES)}
 
 
@@ -214,8 +214,8 @@ def test_huge_tables_are_split_and_only_activations_are_sent():
     params = {"table": shape(4096, 64), "w": shape(64, 64), "out": shape(64, 4096)}
     found = plan(trained(loss), params, tokens(32))
     at = layouts(found)
-    assert at["params['out']"] == "[-, x]"
-    assert at["params['table']"] in ("[x, -]", "[-, x]")
+    assert at["params['out']"] == 'P(None, "x")'
+    assert at["params['table']"] in ('P("x", None)', 'P(None, "x")')
     # Hidden activations forward and their gradient backward; a maximum, a sum and a label's logit for each token.
     hidden_bytes, row_bytes = 32 * 64 * 4, 32 * 4
     sent = sum(traffic(found).values())
@@ -243,8 +243,8 @@ def test_experts_are_split_and_tokens_go_to_them_and_back():
     params = {"router": shape(32, 4), "expert_in": shape(4, 32, 256), "expert_out": shape(4, 256, 32)}
     found = plan(trained(loss), params, {"x": shape(4, 32, 32), "y": shape(4, 32, 32)})
     at = layouts(found)
-    assert (at["params['expert_in']"], at["params['expert_out']"]) == ("[x, -, -]", "[x, -, -]")
-    assert {at[f"batch['{name}']"] for name in "xy"} == {"[x, -, -]"}
+    assert (at["params['expert_in']"], at["params['expert_out']"]) == ('P("x", None, None)', 'P("x", None, None)')
+    assert {at[f"batch['{name}']"] for name in "xy"} == {'P("x", None, None)'}
     # There and back forward, back's gradient backward; nobody needs the gradient of the batch.
     slots_bytes = 4 * 4 * 8 * 32 * 4  # experts, groups, slots, width
     assert found.predicted.by_kind()["all-to-all"] == (3, 3 * gathered(slots_bytes / N))
@@ -264,7 +264,7 @@ def limited(limit_bytes=None):
 
 
 def split_leaves(found, name):
-    return sum(path.startswith(f"state['{name}']") and at != "[-, -]" for path, at in layouts(found).items())
+    return sum(path.startswith(f"state['{name}']") and at != "P(None, None)" for path, at in layouts(found).items())
 
 
 def test_memory_to_spare_keeps_the_state_whole():

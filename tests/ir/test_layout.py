@@ -13,9 +13,9 @@ def texts(layouts):
 
 
 def test_a_layout_reads_as_its_axes_by_name():
-    assert Layout(((0,), (), (1,))).text(MESH) == "[x, -, y]"
-    assert Layout(((0, 1), ())).text(MESH) == "[xy, -]"
-    assert Layout(((), ()), (0, 1)).text(MESH) == "[-, -] +x +y"
+    assert Layout(((0,), (), (1,))).text(MESH) == 'P("x", None, "y")'
+    assert Layout(((0, 1), ())).text(MESH) == 'P(("x", "y"), None)'
+    assert Layout(((), ()), (0, 1)).text(MESH) == 'P(None, None, unreduced={"x", "y"})'
     assert Layout(()).text(MESH) == "[]"
 
 
@@ -46,22 +46,36 @@ def test_reduced_drops_only_what_is_partial():
 
 
 def test_every_layout_of_a_matrix_of_which_one_dimension_does_not_divide_by_the_larger_axis():
-    assert texts(enumerate_layouts((8, 2), MESH)) == ["[-, -]", "[y, -]", "[x, -]", "[xy, -]", "[-, x]", "[y, x]"]
+    assert texts(enumerate_layouts((8, 2), MESH)) == [
+        "P(None, None)",
+        'P("y", None)',
+        'P("x", None)',
+        'P(("x", "y"), None)',
+        'P(None, "x")',
+        'P("y", "x")',
+    ]
 
 
 def test_every_layout_of_a_vector_partial_ones_too():
     assert texts(enumerate_with_partial((4,), MESH)) == [
-        "[-]", "[y]", "[-] +y", "[x]", "[x] +y", "[-] +x", "[y] +x", "[-] +x +y",
-    ]  # fmt: skip
+        "P(None)",
+        'P("y")',
+        'P(None, unreduced={"y"})',
+        'P("x")',
+        'P("x", unreduced={"y"})',
+        'P(None, unreduced={"x"})',
+        'P("y", unreduced={"x"})',
+        'P(None, unreduced={"x", "y"})',
+    ]
 
 
 def test_another_order_of_axes_splits_a_dimension_the_other_way_round():
-    assert texts(enumerate_layouts((8,), MESH, (1, 0))) == ["[-]", "[x]", "[y]", "[yx]"]
+    assert texts(enumerate_layouts((8,), MESH, (1, 0))) == ["P(None)", 'P("x")', 'P("y")', 'P(("y", "x"))']
 
 
 def test_axes_of_size_one_are_never_used():
     mesh = LogicalMesh(axis_sizes=(1, 2))
-    assert [layout.text(mesh) for layout in enumerate_layouts((4,), mesh)] == ["[-]", "[y]"]
+    assert [layout.text(mesh) for layout in enumerate_layouts((4,), mesh)] == ["P(None)", 'P("y")']
 
 
 def test_a_scalar_has_one_layout():

@@ -197,7 +197,7 @@ def test_a_printed_plan_tells_host_memory():
     plan = step_under(recipes.zero(2, offload="optimizer")).plan(jax.eval_shape(new_state), new_batch())
     # Two moments of two matrices on eight devices, once in and once out.
     assert "host memory: 8.19 kB a device, of which each step copies 16.4 kB, there and back, in" in plan.table()
-    assert "[x, -], in host memory" in plan.table() or "[-, x], in host memory" in plan.table()
+    assert 'P("data", None), in host memory' in plan.table() or 'P(None, "data"), in host memory' in plan.table()
     assert "in host memory" in plan.explain("mu[0]")
     without = step_under(recipes.zero(2)).plan(jax.eval_shape(new_state), new_batch())
     assert "host memory" not in str(without)

@@ -51,7 +51,7 @@ def module(
     return ModuleRow(
         module=name,
         operations=3,
-        splits=("forward: [-, -] @ [-, x] -> [-, x]",),
+        splits=('forward: P(None, None) @ P(None, "x") -> P(None, "x")',),
         compute_time_s=compute_s,
         collectives=(sent,) if send_s else (),
         saved_bytes=KB,

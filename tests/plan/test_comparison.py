@@ -214,18 +214,18 @@ def test_layers_that_differ_alike_are_one_row_of_a_difference():
 def test_layers_of_several_stages_are_one_row_with_the_stages():
     found = Comparison(plan=program(layers=4), other=pipeline(layers=4, stages=2))
     assert [(v.name, v.count, v.plan, v.other) for v in found.values()] == [
-        ("state/*/layer*/mlp/kernel", 8, "[-, x]", "[-, x] on stages 0-1"),
-        ("batch['x']", 1, "[-, -]", "[-, -] on stage 0"),
+        ("state/*/layer*/mlp/kernel", 8, 'P(None, "x")', 'P(None, "x") on stages 0-1'),
+        ("batch['x']", 1, "P(None, None)", "P(None, None) on stage 0"),
     ]
     first, *_ = found.values(one_by_one=True)
-    assert (first.name, first.other) == ("state['params']['layer0']['mlp']['kernel']", "[-, x] on stage 0")
+    assert (first.name, first.other) == ("state['params']['layer0']['mlp']['kernel']", 'P(None, "x") on stage 0')
 
 
 def test_what_only_one_of_the_plans_has_is_absent_in_the_other():
     one, other = (program(arguments=(value(path),)) for path in ("a", "b"))
     assert [row[1:] for row in Comparison(plan=one, other=other).differences()] == [
-        ("[-, -]", "absent"),
-        ("absent", "[-, -]"),
+        ("P(None, None)", "absent"),
+        ("absent", "P(None, None)"),
     ]
 
 

@@ -43,7 +43,7 @@ def made(kind: str) -> autopar.Plan:
     case = transformer()
     recipe = {
         "pipeline": autopar.recipes.pipeline(2, num_microbatches=2),
-        "pins": autopar.constrain({"blocks/*/up": P(None, "tensor")}, recipe=autopar.recipes.tensor_parallel(size=2)),
+        "pins": autopar.constrain({"blocks/*/up": P(None, "model")}, recipe=autopar.recipes.tensor_parallel(size=2)),
     }[kind]
     step = autopar.parallelize(case.step, plan=recipe, cluster=autopar.Cluster.local(4), cache_dir=None)
     return step.plan(case.shapes, shapes(case.batch))

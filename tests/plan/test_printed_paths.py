@@ -105,7 +105,7 @@ def test_a_pin_by_a_printed_path_is_held():
         cache_dir=None,
     )
     plan = step.plan(case.shapes, shapes(case.batch))
-    axis = plan.record.axis_names.index("model")
+    axis = plan.mesh.axis_names.index("model")
     pinned = [v.layout.dims for v in plan.record.arguments if v.path.endswith("['up']")]
     assert pinned == [((), (axis,))] * 2
 
@@ -115,7 +115,7 @@ def test_operands_of_stages_on_one_device_are_shown():
     recipe = autopar.recipes.pipeline(4, num_microbatches=4)
     step = autopar.parallelize(case.step, plan=recipe, cluster=slow_cluster(4), cache_dir=None)
     text = step.plan(case.shapes, shapes(case.batch)).explain("layer0/mlp")
-    assert "matrix product forward: [-, -, -] @ [-, -] -> [-, -, -]" in text
+    assert "matrix product forward: P(None, None, None) @ P(None, None) -> P(None, None, None)" in text
 
 
 # Groups
@@ -128,7 +128,7 @@ def groups(cluster: Cluster, **options) -> dict[str, list[list[int]]]:
 
 
 def test_groups_of_a_search_say_what_their_axes_do():
-    assert set(groups(slow_cluster(8))) == {"tensor", "sharded data"}
+    assert set(groups(slow_cluster(8))) == {"model", "data"}
 
 
 def test_groups_of_stages_say_what_their_axes_do():
@@ -141,7 +141,7 @@ def test_groups_of_stages_say_what_their_axes_do():
     [
         ("mlp", autopar.recipes.data_parallel(), {"data"}),
         ("mlp", autopar.recipes.zero(3), {"sharded data"}),
-        ("gpt_scan", autopar.recipes.tensor_parallel(), {"tensor"}),
+        ("gpt_scan", autopar.recipes.tensor_parallel(), {"model"}),
         ("moe", autopar.recipes.expert_parallel(), {"expert"}),
         ("gpt_scan", autopar.recipes.sequence_parallel("ulysses"), {"sequence"}),
     ],

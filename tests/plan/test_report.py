@@ -151,19 +151,21 @@ def test_the_data_of_the_timeline_are_json_that_ends_no_element():
 
 
 def test_axes_in_layouts_are_pieces_of_their_own():
-    assert tokens_of("forward: [-, xy] @ [y, -] -> [-] +x") == (
-        Token("forward: [-, "),
+    assert tokens_of('forward: P(None, ("x", "y")) @ P("y", None) -> P(None, unreduced={"x"})') == (
+        Token("forward: P(None, ("),
         Token("x", "x"),
+        Token(", "),
         Token("y", "y"),
-        Token("] @ ["),
+        Token(")) @ P("),
         Token("y", "y"),
-        Token(", -] -> [-] +"),
+        Token(", None) -> P(None, unreduced={"),
         Token("x", "x"),
+        Token("})"),
     )
-    assert tokens_of("xyz float32[2, 3] [x]") == (
-        Token("xyz float32[2, 3] ["),
-        Token("x", "x"),
-        Token("]"),
+    assert tokens_of('x float32[2, 3] P("data")') == (
+        Token("x float32[2, 3] P("),
+        Token("data", "data"),
+        Token(")"),
     )
 
 
@@ -182,7 +184,7 @@ def test_the_tree_of_modules():
     assert tree[0].share == 1.0
     assert [c.count for c in tree[2].collectives] == [6.0]
     assert [n.axes for n in tree] == [(), ("x",), ("x",)]
-    assert tree[2].splits == (("forward: [-, -] @ [-, x] -> [-, x]",),)
+    assert tree[2].splits == (('forward: P(None, None) @ P(None, "x") -> P(None, "x")',),)
 
 
 def test_modules_of_stages_are_means_over_the_devices():

@@ -140,13 +140,12 @@ def test_a_row_is_named_after_its_parameters():
 
 
 def test_the_screen_says_the_mesh_and_how_a_layout_is_read():
-    two_axes = str(
-        autopar.Plan(program(axis_sizes=(2, 4), axis_names=("data", "model"), axis_roles=(("data", "tensor"),)))
-    )
+    names, roles = (("data", "model"),), (("data", "tensor"),)
+    two_axes = str(autopar.Plan(program(axis_sizes=(2, 4), axis_names=names, axis_roles=roles)))
     assert (
-        "Mesh x=2 (data), y=4 (model); layout [x, -]: dimension 0 split over axis x, dimension 1 not split."
+        'Mesh data=2 x model=4. Layout P("data", None): dimension 0 split over axis data, dimension 1 not split.'
     ) in " ".join(two_axes.split())
-    assert "\nLayout [x, -]: dimension 0 split" in str(autopar.Plan(pipeline()))
+    assert '\nLayout P("x", None): dimension 0 split' in str(autopar.Plan(pipeline()))
     assert "Mesh" not in str(autopar.Plan(program(axis_sizes=(1,), axis_roles=(("x",),))))
 
 
@@ -161,9 +160,9 @@ def test_the_screen_always_has_the_batch():
 def test_arrays_with_another_layout_have_a_row_of_their_own():
     record = program(arguments=(value("a['w']"), value("b['w']", split=True), value("c['w']")))
     assert [(g.name, g.count, g.layout) for g in summary.state_groups(record)] == [
-        ("a['w']", 1, "[-, -]"),
-        ("c['w']", 1, "[-, -]"),
-        ("b['w']", 1, "[-, x]"),
+        ("a['w']", 1, "P(None, None)"),
+        ("c['w']", 1, "P(None, None)"),
+        ("b['w']", 1, 'P(None, "x")'),
     ]
 
 

@@ -74,7 +74,7 @@ def test_queries_are_split_by_heads_over_two_axes_and_keys_over_the_first(attent
     expected = jax.jit(step)(*args)
     plan = made.plan(*args)
     assert plan.mesh.axis_sizes == (2, 4)
-    assert plan.record.axis_names == ("tensor", "tensor group")
+    assert plan.mesh.axis_names == ("model", "model group")
     assert_close(made(*jax.tree.map(jnp.copy, args)), expected)
     of_scores = B * H * L * L / 8 * 4  # what a device has of them; sums over the width of heads would send more
     assert all(c.sent_bytes / c.count < of_scores for c in plan.predicted.collectives)
@@ -99,7 +99,7 @@ def test_an_axis_that_heads_can_share_stays_one(size, axes):
 def test_ulysses_over_more_devices_than_heads_of_keys_gathers_these(spelling, kv_heads, devices, axes):
     made, plan = verified_step(spelling, kv_heads, recipes.sequence_parallel("ulysses"), devices)
     assert plan.mesh.axis_sizes == axes
-    assert plan.record.axis_names == ("sequence", "sequence group")
+    assert plan.mesh.axis_names == ("sequence", "sequence group")
     assert made.total.predicted == made.total.compiled
     scores = B * H * L * L * 4 / devices
     assert all(c.sent_bytes / c.count < scores for c in plan.predicted.collectives)
@@ -137,7 +137,7 @@ def test_ulysses_exchanges_queries_and_gathers_only_keys_of_long_sequences(kv_he
 )
 def test_heads_are_exchanged_within_groups_and_rings_go_between(kv_heads, devices, names):
     made, plan = verified_step(grouped, kv_heads, recipes.sequence_parallel("usp"), devices)
-    assert plan.record.axis_names == names
+    assert plan.mesh.axis_names == names
     assert made.total.predicted == made.total.compiled
     kinds = {c.name for c in made.collectives}
     assert ("collective-permute" in kinds) == ("sequence ring" in names)
@@ -147,7 +147,7 @@ def test_heads_are_exchanged_within_groups_and_rings_go_between(kv_heads, device
 def test_sequence_groups_take_the_heads_that_tensor_groups_leave():
     recipe = recipes.combine(dp=1, sp=4, tp=2)
     _, plan = verified_step(grouped, 4, recipe, 8)
-    assert (plan.record.axis_names, plan.mesh.axis_sizes) == (("sequence", "sequence group", "tensor"), (2, 2, 2))
+    assert (plan.mesh.axis_names, plan.mesh.axis_sizes) == (("sequence", "sequence group", "model"), (2, 2, 2))
 
 
 # State
@@ -190,4 +190,4 @@ def test_small_arrays_make_no_groups():
 
 
 def test_groups_stand_beside_tensor_parallelism():
-    assert zero_mesh((1024, 1024), recipes.combine(zero=1, tp=2), 48) == {"data group": 3, "data": 8, "tensor": 2}
+    assert zero_mesh((1024, 1024), recipes.combine(zero=1, tp=2), 48) == {"data group": 3, "data": 8, "model": 2}

@@ -22,12 +22,9 @@ CUBE = MeshLinks(mesh=LogicalMesh(axis_sizes=(2, 2, 2)), links=(FAST, SLOW, FAST
 
 def layout(text):
     """The layout that `Layout.text` prints as this."""
-    inside, _, behind = text.partition("]")
-    places = [p.strip() for p in inside.strip("[").split(",")] if inside != "[" else []
-    return Layout(
-        tuple(tuple("xyz".index(c) for c in place if c != "-") for place in places),
-        tuple("xyz".index(c) for c in behind.split("+")[1:] for c in c.strip()),
-    )
+    dims, partial = eval(text, {"P": lambda *dims, unreduced=(): (dims, unreduced)})
+    axes = tuple(tuple("xyz".index(name) for name in dim or ()) for dim in dims)
+    return Layout(axes, tuple(sorted("xyz".index(name) for name in partial)))
 
 
 def steps_text(source, target, links=SQUARE):
@@ -38,23 +35,35 @@ def steps_text(source, target, links=SQUARE):
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
-        ("[x, -]", "[x, -]", []),
-        ("[xy, -]", "[x, -]", ["all_gather y [x, -]"]),
-        ("[xy, -]", "[-, -]", ["all_gather xy [-, -]"]),
-        ("[xy, -]", "[y, -]", ["collective_permute xy [yx, -]", "all_gather x [y, -]"]),
-        ("[xy, -]", "[yx, -]", ["collective_permute xy [yx, -]"]),
-        ("[x, -]", "[-, x]", ["all_to_all x [-, x]"]),
-        ("[xy, -]", "[-, xy]", ["all_to_all xy [-, xy]"]),
-        ("[xy, -]", "[x, y]", ["all_to_all y [x, y]"]),
-        ("[-, -]", "[x, y]", ["slice x [x, -]", "slice y [x, y]"]),
-        ("[x, -]", "[xy, -]", ["slice y [xy, -]"]),
-        ("[-, -] +x", "[-, -]", ["all_reduce x [-, -]"]),
-        ("[-, -] +x +y", "[-, -]", ["all_reduce xy [-, -]"]),
-        ("[-, -] +x", "[x, -]", ["reduce_scatter x [x, -]"]),
-        ("[y, -] +x", "[yx, -]", ["reduce_scatter x [yx, -]"]),
-        ("[-, -] +x +y", "[x, y]", ["reduce_scatter x [x, -] +y", "reduce_scatter y [x, y]"]),
-        ("[-, -] +x +y", "[x, -]", ["reduce_scatter x [x, -] +y", "all_reduce y [x, -]"]),
-        ("[-, -]", "[-, -] +x", ["mask x [-, -] +x"]),
+        ('P("x", None)', 'P("x", None)', []),
+        ('P(("x", "y"), None)', 'P("x", None)', ['all_gather y P("x", None)']),
+        ('P(("x", "y"), None)', "P(None, None)", ["all_gather xy P(None, None)"]),
+        (
+            'P(("x", "y"), None)',
+            'P("y", None)',
+            ['collective_permute xy P(("y", "x"), None)', 'all_gather x P("y", None)'],
+        ),
+        ('P(("x", "y"), None)', 'P(("y", "x"), None)', ['collective_permute xy P(("y", "x"), None)']),
+        ('P("x", None)', 'P(None, "x")', ['all_to_all x P(None, "x")']),
+        ('P(("x", "y"), None)', 'P(None, ("x", "y"))', ['all_to_all xy P(None, ("x", "y"))']),
+        ('P(("x", "y"), None)', 'P("x", "y")', ['all_to_all y P("x", "y")']),
+        ("P(None, None)", 'P("x", "y")', ['slice x P("x", None)', 'slice y P("x", "y")']),
+        ('P("x", None)', 'P(("x", "y"), None)', ['slice y P(("x", "y"), None)']),
+        ('P(None, None, unreduced={"x"})', "P(None, None)", ["all_reduce x P(None, None)"]),
+        ('P(None, None, unreduced={"x", "y"})', "P(None, None)", ["all_reduce xy P(None, None)"]),
+        ('P(None, None, unreduced={"x"})', 'P("x", None)', ['reduce_scatter x P("x", None)']),
+        ('P("y", None, unreduced={"x"})', 'P(("y", "x"), None)', ['reduce_scatter x P(("y", "x"), None)']),
+        (
+            'P(None, None, unreduced={"x", "y"})',
+            'P("x", "y")',
+            ['reduce_scatter x P("x", None, unreduced={"y"})', 'reduce_scatter y P("x", "y")'],
+        ),
+        (
+            'P(None, None, unreduced={"x", "y"})',
+            'P("x", None)',
+            ['reduce_scatter x P("x", None, unreduced={"y"})', 'all_reduce y P("x", None)'],
+        ),
+        ("P(None, None)", 'P(None, None, unreduced={"x"})', ['mask x P(None, None, unreduced={"x"})']),
     ],
 )
 def test_paths_on_four_devices(source, target, expected):
@@ -63,11 +72,18 @@ def test_paths_on_four_devices(source, target, expected):
 
 def test_two_gathers_over_smaller_rings_are_cheaper_than_one_where_a_collective_costs_nothing_to_start():
     links = MeshLinks(mesh=SQUARE.mesh, links=(EAGER, EAGER))
-    assert steps_text("[xy, -]", "[-, -]", links) == ["all_gather y [x, -]", "all_gather x [-, -]"]  # 2 hops, not 3
+    assert steps_text('P(("x", "y"), None)', "P(None, None)", links) == [
+        'all_gather y P("x", None)',
+        "all_gather x P(None, None)",
+    ]  # 2 hops, not 3
 
 
 def test_of_a_sum_over_a_slow_and_a_fast_axis_the_slow_one_carries_the_scattered_part_only():
-    assert steps_text("[-] +x +y", "[-]", UNEVEN) == ["reduce_scatter y [y] +x", "all_reduce x [y]", "all_gather y [-]"]
+    assert steps_text('P(None, unreduced={"x", "y"})', "P(None)", UNEVEN) == [
+        'reduce_scatter y P("y", unreduced={"x"})',
+        'all_reduce x P("y")',
+        "all_gather y P(None)",
+    ]
 
 
 LINKS = [SQUARE, UNEVEN, CUBE]
@@ -154,12 +170,12 @@ def test_bytes_that_each_step_sends():
         kind, result_bytes = UNEVEN.as_compiled(step, value_bytes)
         return step.kind.name, float(sent_bytes(kind, result_bytes, UNEVEN.mesh.size(step.axes)))
 
-    assert sent("[y, -]", "[-, -]") == ("ALL_GATHER", 3 / 4 * 1024)
-    assert sent("[xy, -]", "[x, -]") == ("ALL_GATHER", 3 / 4 * 512)
-    assert sent("[-, -] +y", "[-, -]") == ("ALL_REDUCE", 2 * 3 / 4 * 1024)
-    assert sent("[x, -] +y", "[xy, -]") == ("REDUCE_SCATTER", 3 / 4 * 512)
-    assert sent("[y, -]", "[-, y]") == ("ALL_TO_ALL", 3 / 4 * 256)
-    assert sent("[xy, -]", "[yx, -]") == ("COLLECTIVE_PERMUTE", 128)
+    assert sent('P("y", None)', "P(None, None)") == ("ALL_GATHER", 3 / 4 * 1024)
+    assert sent('P(("x", "y"), None)', 'P("x", None)') == ("ALL_GATHER", 3 / 4 * 512)
+    assert sent('P(None, None, unreduced={"y"})', "P(None, None)") == ("ALL_REDUCE", 2 * 3 / 4 * 1024)
+    assert sent('P("x", None, unreduced={"y"})', 'P(("x", "y"), None)') == ("REDUCE_SCATTER", 3 / 4 * 512)
+    assert sent('P("y", None)', 'P(None, "y")') == ("ALL_TO_ALL", 3 / 4 * 256)
+    assert sent('P(("x", "y"), None)', 'P(("y", "x"), None)') == ("COLLECTIVE_PERMUTE", 128)
 
 
 def test_a_collective_over_two_axes_runs_at_the_rate_of_the_slower():
@@ -169,7 +185,7 @@ def test_a_collective_over_two_axes_runs_at_the_rate_of_the_slower():
 
 def test_a_backend_that_makes_all_reduces_of_reduce_scatters_is_charged_for_them():
     mesh = LogicalMesh(axis_sizes=(4,))
-    (step,) = paths(1, MeshLinks(mesh=mesh, links=(FAST,))).steps(layout("[-] +x"), layout("[x]"))
+    (step,) = paths(1, MeshLinks(mesh=mesh, links=(FAST,))).steps(layout('P(None, unreduced={"x"})'), layout('P("x")'))
     scatters = MeshLinks(mesh=mesh, links=(FAST,))
     reduces = MeshLinks(mesh=mesh, links=(FAST,), scatters_by_all_reduce=True)
     assert scatters.as_compiled(step, 1024.0) == (CollectiveKind.REDUCE_SCATTER, 256.0)
@@ -178,7 +194,7 @@ def test_a_backend_that_makes_all_reduces_of_reduce_scatters_is_charged_for_them
 
 def test_a_path_over_a_layout_that_does_not_divide_does_not_fit():
     mesh = LogicalMesh(axis_sizes=(2, 2))
-    found = paths(2, SQUARE).steps(layout("[y, x]"), layout("[x, y]"))
+    found = paths(2, SQUARE).steps(layout('P("y", "x")'), layout('P("x", "y")'))
     assert fits(found, (4, 4), mesh)
     assert not fits(found, (2, 2), mesh)
 
@@ -199,18 +215,18 @@ def test_gathering_and_slicing_leads_everywhere_through_nothing_split_finer(jour
 
 
 def test_where_nothing_divides_on_the_way_a_summand_is_made_of_what_is_whole():
-    steps = gather_and_slice(layout("[y, -]"), layout("[-, y] +x"))
+    steps = gather_and_slice(layout('P("y", None)'), layout('P(None, "y", unreduced={"x"})'))
     assert [(s.kind, s.axes) for s in steps] == [
         (StepKind.ALL_GATHER, (1,)),
         (StepKind.MASK, (0,)),
         (StepKind.SLICE, (1,)),
     ]
-    kept = gather_and_slice(layout("[y, -] +x"), layout("[-, y] +x"))
+    kept = gather_and_slice(layout('P("y", None, unreduced={"x"})'), layout('P(None, "y", unreduced={"x"})'))
     assert [s.kind for s in kept] == [StepKind.ALL_GATHER, StepKind.SLICE]
 
 
 def test_gathering_makes_a_replicated_value_of_any():
-    steps = gather_and_slice(layout("[xy, -]"), replicated(2))
+    steps = gather_and_slice(layout('P(("x", "y"), None)'), replicated(2))
     assert [s.kind for s in steps] == [StepKind.ALL_GATHER]
 
 
@@ -220,12 +236,14 @@ def test_small_sums_are_reduced_by_a_tree_and_large_ones_in_parts():
     table = paths_by_size(2, links)
 
     def kinds(nbytes):
-        return [s.kind.name for s in table.steps(layout("[-, y] +x"), layout("[x, y]"), nbytes)]
+        return [
+            s.kind.name for s in table.steps(layout('P(None, "y", unreduced={"x"})'), layout('P("x", "y")'), nbytes)
+        ]
 
     assert kinds(1 << 16) == kinds(1 << 23) == ["ALL_REDUCE", "SLICE"]
     assert kinds(1 << 30) == ["REDUCE_SCATTER"]
     # Each size takes what is faster for it.
-    i, j = (np.array(table.index[layout(text)]) for text in ("[-, y] +x", "[x, y]"))
+    i, j = (np.array(table.index[layout(text)]) for text in ('P(None, "y", unreduced={"x"})', 'P("x", "y")'))
     for nbytes in (1 << 16, 1 << 23, 1 << 30):
         each = [t.fixed_s[i, j] + nbytes * t.s_per_byte[i, j] for t in table.tables]
         assert table.seconds(i, j, nbytes, 1.0) == min(each)
@@ -234,6 +252,6 @@ def test_small_sums_are_reduced_by_a_tree_and_large_ones_in_parts():
 def test_sums_of_gigabytes_over_hundreds_of_devices_are_reduced_in_parts_along_one_axis_after_the_other():
     cluster = autopar.Cluster.preset("dgx-h100", hosts=128)
     links = cost_model(cluster, LogicalMesh(axis_sizes=(64, 2, 8))).links
-    source, target = layout("[z, -] +xy"), layout("[z, xy]")
+    source, target = layout('P("z", None, unreduced={"x"})y'), layout('P("z", ("x", "y"))')
     found = paths_by_size(2, links).steps(source, target, 4 << 30)
     assert [(s.kind, s.axes) for s in found] == [(StepKind.REDUCE_SCATTER, (0,)), (StepKind.REDUCE_SCATTER, (1,))]
