@@ -412,7 +412,7 @@ def test_metadata_of_nnx_variables_are_advice_or_pins():
             if constraints == "pins":
                 specs = {pin.pattern.removeprefix("metadata of nnx at "): pin.spec for pin in record.pinned.pins}
                 assert {k: v for k, v in specs.items() if k.startswith("net.")} == {
-                    "net.up.kernel": "P(None, 'model')",
+                    "net.up.kernel": 'P(None, "model")',
                     "net.down.kernel": 'P("model", None)',
                 }
                 assert len(specs) == 4
@@ -480,7 +480,7 @@ def test_the_cache_tells_layouts_apart(tmp_path):
         return [pin.spec for pin in made.plan(*arguments()).record.pinned.pins]
 
     assert pinned("data") == pinned("data") == ['P("data", None)']
-    assert pinned(None, "model") == ["P(None, 'model')"]
+    assert pinned(None, "model") == ['P(None, "model")']
 
 
 def test_an_unknown_kind_is_refused():

@@ -16,7 +16,7 @@ def test_a_layout_reads_as_its_axes_by_name():
     assert Layout(((0,), (), (1,))).text(MESH) == 'P("x", None, "y")'
     assert Layout(((0, 1), ())).text(MESH) == 'P(("x", "y"), None)'
     assert Layout(((), ()), (0, 1)).text(MESH) == 'P(None, None, unreduced={"x", "y"})'
-    assert Layout(()).text(MESH) == "[]"
+    assert Layout(()).text(MESH) == "P()"
 
 
 def test_an_axis_stands_in_one_place_only():

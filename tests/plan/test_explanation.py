@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import errors
@@ -162,7 +163,7 @@ def test_alternatives_cost_what_the_pinned_plan_costs():
     found = plan.explanation("state['second']", alternatives=3)
     assert 1 <= len(found.alternatives) <= 3
     other = found.alternatives[0]
-    pinned = autopar.constrain({"state/second": eval(other.layout)}, axis_sizes={"data": 8})
+    pinned = autopar.constrain({"state/second": eval(other.layout, {"P": P})}, axis_sizes={"data": 8})
     own = autopar.parallelize(mlp_step, plan=pinned, **OPTIONS).plan(MLP_STATE, MLP_BATCH)
     assert other.step_time_s == own.predicted.step_time_s
     assert other.peak_bytes == own.predicted.peak_bytes[0]

@@ -141,7 +141,7 @@ def test_groups_of_stages_say_what_their_axes_do():
     [
         ("mlp", autopar.recipes.data_parallel(), {"data"}),
         ("mlp", autopar.recipes.zero(3), {"sharded data"}),
-        ("gpt_scan", autopar.recipes.tensor_parallel(), {"model"}),
+        ("gpt_scan", autopar.recipes.tensor_parallel(), {"tensor"}),
         ("moe", autopar.recipes.expert_parallel(), {"expert"}),
         ("gpt_scan", autopar.recipes.sequence_parallel("ulysses"), {"sequence"}),
     ],

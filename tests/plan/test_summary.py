@@ -176,7 +176,7 @@ def test_a_device_holds_the_arguments_of_its_own_stage_only():
 def test_stages_that_are_alike_are_one_row():
     record = pipeline(layers=96, stages=12)
     (group,) = summary.stage_groups(record)
-    assert (group.first, group.last, group.layers, group.devices, group.in_flight) == (0, 11, 8, 4, 12)
+    assert (group.first, group.last, group.layers, group.mesh.num_devices, group.in_flight) == (0, 11, 8, 4, 12)
     roles = (*record.axis_roles[:-1], ("tensor",))
     assert [(g.first, g.last) for g in summary.stage_groups(dataclasses.replace(record, axis_roles=roles))] == [
         (0, 10),

@@ -252,6 +252,6 @@ def test_small_sums_are_reduced_by_a_tree_and_large_ones_in_parts():
 def test_sums_of_gigabytes_over_hundreds_of_devices_are_reduced_in_parts_along_one_axis_after_the_other():
     cluster = autopar.Cluster.preset("dgx-h100", hosts=128)
     links = cost_model(cluster, LogicalMesh(axis_sizes=(64, 2, 8))).links
-    source, target = layout('P("z", None, unreduced={"x"})y'), layout('P("z", ("x", "y"))')
+    source, target = layout('P("z", None, unreduced={"x", "y"})'), layout('P("z", ("x", "y"))')
     found = paths_by_size(2, links).steps(source, target, 4 << 30)
     assert [(s.kind, s.axes) for s in found] == [(StepKind.REDUCE_SCATTER, (0,)), (StepKind.REDUCE_SCATTER, (1,))]
