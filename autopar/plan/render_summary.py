@@ -159,7 +159,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
         rows.append(
             (
                 str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
-                f"{g.layers} layer{'s' if g.layers > 1 else ''}" + (" each" if g.last > g.first else ""),
+                str(g.layers),
                 str(g.mesh).replace(" x ", ", ") + (f" {g.device}" if g.device else ""),
                 ", ".join(g.recomputed),
                 f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
@@ -167,7 +167,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
                 text_of_bytes(g.peak_bytes),
             )
         )
-    lines = page.table(("stage", "holds", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
+    lines = page.table(("stage", "layers", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
     return [*lines, *_rest(len(groups) - len(rows), "groups of stages")]
 
 
