@@ -40,6 +40,9 @@ class LogicalMesh:
         return size
 
     def __str__(self) -> str:
+        """`data=2 x model=4`, or `2x4` of a mesh whose axes split nothing yet."""
+        if self.axis_names == AXIS_NAMES[: len(self.axis_sizes)]:
+            return "x".join(map(str, self.axis_sizes))
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
 
 

@@ -96,7 +96,7 @@ def test_tensor_parallelism_gathers_what_is_no_part_of_heads():
         ((0,), ()),
     ]
     (note,) = recipe_notes(plan)
-    assert "tensor axis of 4 devices: activations are gathered and cut anew" in note
+    assert "model axis of 4 devices: activations are gathered and cut anew" in note
 
 
 def test_tensor_parallelism_leaves_odd_widths_whole():
@@ -143,5 +143,5 @@ def test_no_product_that_divides_is_named():
         cluster=autopar.Cluster.local(DEVICES, measured=False),
         cache_dir=None,
     )
-    with pytest.raises(InvalidArgumentError, match=r"tensor axis of 4 devices.*which 4 divides, got state \[3, 5\]"):
+    with pytest.raises(InvalidArgumentError, match=r"model axis of 4 devices.*which 4 divides, got state \[3, 5\]"):
         step.plan(normal(3, 5), {"x": normal(8, 3)})

@@ -31,7 +31,7 @@ from tests.small_steps import (
 )
 
 WITHIN = 2.5  # far enough for ZeRO and data parallelism of the small model
-SEARCHED = "search: mesh x=8, FSDP along the largest dimensions"  # the search comes to that recipe
+SEARCHED = "search: mesh model=8, FSDP along the largest dimensions"  # the search comes to that recipe
 ZERO = {"zero(1)": autopar.recipes.zero(1), "zero(2)": autopar.recipes.zero(2)}
 
 
@@ -166,7 +166,7 @@ def test_rows_come_as_measured_then_as_predicted(tuned):
     names = {row.name for row in found.rows}
     assert names >= {
         SEARCHED,
-        "runner-up: mesh x=2 x y=4",
+        "runner-up: mesh model=2 x model2=4",
         "data_parallel()",
         "zero(1)",
         "zero(2)",
@@ -295,7 +295,7 @@ def by(seconds, beside=ZERO, most=8, within=WITHIN):
 def test_the_clock_s_choice_is_taken_though_another_was_predicted():
     found = by([3.0, 1.0], beside={}, within=1.2)
     assert [(row.name, row.measured_s) for row in found.rows] == [
-        ("runner-up: mesh x=2 x y=4", 1.0),
+        ("runner-up: mesh model=2 x model2=4", 1.0),
         (SEARCHED, 3.0),
     ]
     assert found.rows[0].predicted_s > found.rows[1].predicted_s
@@ -339,7 +339,7 @@ def test_a_plan_that_is_not_compiled_is_listed(monkeypatch):
     monkeypatch.setattr(tuning, "build", refusing)
     found = by([2.0], beside={}, within=1.2)
     assert [(row.name, row.why) for row in found.rows] == [
-        ("runner-up: mesh x=2 x y=4", ""),
+        ("runner-up: mesh model=2 x model2=4", ""),
         (SEARCHED, "RESOURCE_EXHAUSTED: too much"),
     ]
 
@@ -366,7 +366,7 @@ def test_what_is_predicted_to_take_too_long_is_listed_untimed(monkeypatch):
 
 def test_no_more_are_timed_than_are_asked_for():
     found = by([1.0], beside={}, most=1, within=1.2)
-    assert found.rows[1].name == "runner-up: mesh x=2 x y=4"
+    assert found.rows[1].name == "runner-up: mesh model=2 x model2=4"
     assert found.rows[1].why == "not among the 1 predicted to be the fastest"
 
 

@@ -129,7 +129,7 @@ def test_many_rows_through_narrow_layers_are_data_parallel(n):
 def test_few_rows_through_wide_layers_are_split_by_columns_then_by_rows():
     found = plan(trained(mlp), weights(512, 2048, 512), data(8, 512))
     at = layouts(found)
-    assert (at["params['w0']"], at["params['w1']"]) == ('P(None, "x")', 'P("x", None)')
+    assert (at["params['w0']"], at["params['w1']"]) == ('P(None, "model")', 'P("model", None)')
     # One all-reduce of the activations, forward. Nobody needs the gradient of the batch, so there is none backward.
     assert traffic(found) == {"all-reduce": all_reduced(8 * 512 * 4)}
 
@@ -137,7 +137,12 @@ def test_few_rows_through_wide_layers_are_split_by_columns_then_by_rows():
 def test_each_pair_of_layers_all_reduces_activations_once_in_each_direction():
     found = plan(trained(mlp), weights(512, 2048, 512, 2048, 512), data(8, 512))
     at = layouts(found)
-    assert [at[f"params['w{i}']"] for i in range(4)] == ['P(None, "x")', 'P("x", None)', 'P(None, "x")', 'P("x", None)']
+    assert [at[f"params['w{i}']"] for i in range(4)] == [
+        'P(None, "model")',
+        'P("model", None)',
+        'P(None, "model")',
+        'P("model", None)',
+    ]
     # Forward behind both pairs, backward in front of the second.
     assert traffic(found) == {"all-reduce": all_reduced(3 * 8 * 512 * 4)}
 
@@ -169,8 +174,8 @@ def test_attention_on_one_sequence_is_split_by_heads():
 
     found = plan(trained(loss), attention_weights(64, 4, 16), ATTENTION_BATCH)
     at = layouts(found)
-    assert {at[f"params['{name}']"] for name in "qkv"} == {'P(None, "x", None)'}
-    assert at["params['o']"] == 'P("x", None, None)'
+    assert {at[f"params['{name}']"] for name in "qkv"} == {'P(None, "model", None)'}
+    assert at["params['o']"] == 'P("model", None, None)'
     assert traffic(found) == {"all-reduce": all_reduced(ACTIVATION_BYTES)}
 
 
@@ -214,8 +219,8 @@ def test_huge_tables_are_split_and_only_activations_are_sent():
     params = {"table": shape(4096, 64), "w": shape(64, 64), "out": shape(64, 4096)}
     found = plan(trained(loss), params, tokens(32))
     at = layouts(found)
-    assert at["params['out']"] == 'P(None, "x")'
-    assert at["params['table']"] in ('P("x", None)', 'P(None, "x")')
+    assert at["params['out']"] == 'P(None, "model")'
+    assert at["params['table']"] in ('P("model", None)', 'P(None, "model")')
     # Hidden activations forward and their gradient backward; a maximum, a sum and a label's logit for each token.
     hidden_bytes, row_bytes = 32 * 64 * 4, 32 * 4
     sent = sum(traffic(found).values())
@@ -243,8 +248,11 @@ def test_experts_are_split_and_tokens_go_to_them_and_back():
     params = {"router": shape(32, 4), "expert_in": shape(4, 32, 256), "expert_out": shape(4, 256, 32)}
     found = plan(trained(loss), params, {"x": shape(4, 32, 32), "y": shape(4, 32, 32)})
     at = layouts(found)
-    assert (at["params['expert_in']"], at["params['expert_out']"]) == ('P("x", None, None)', 'P("x", None, None)')
-    assert {at[f"batch['{name}']"] for name in "xy"} == {'P("x", None, None)'}
+    assert (at["params['expert_in']"], at["params['expert_out']"]) == (
+        'P("expert", None, None)',
+        'P("expert", None, None)',
+    )
+    assert {at[f"batch['{name}']"] for name in "xy"} == {'P("expert", None, None)'}
     # There and back forward, back's gradient backward; nobody needs the gradient of the batch.
     slots_bytes = 4 * 4 * 8 * 32 * 4  # experts, groups, slots, width
     assert found.predicted.by_kind()["all-to-all"] == (3, 3 * gathered(slots_bytes / N))

@@ -92,4 +92,5 @@ def test_meshes_of_eight_devices():
 
 def test_size_of_axes_together():
     assert (MESH.num_devices, MESH.size(()), MESH.size((1,)), MESH.size((0, 1))) == (8, 1, 4, 8)
-    assert str(MESH) == "x=2 x y=4"
+    assert str(MESH) == "2x4"
+    assert str(LogicalMesh(axis_sizes=(2, 4), axis_names=("data", "model"))) == "data=2 x model=4"

@@ -352,7 +352,7 @@ def test_a_large_plan_is_small(tmp_path):
 
 
 def test_state_that_is_split_less_says_why():
-    """On a mesh x=2 x y=4: 63 x 10 divides by neither unused axis, 64 x 10 would; small state is not asked about."""
+    """On a mesh 2x4: 63 x 10 divides by neither unused axis, 64 x 10 would; small state is not asked about."""
     mesh = dataclasses.replace(program(), axis_sizes=(2, 4), pinned=None)
 
     def state(path, shape, dims):
@@ -409,6 +409,6 @@ def test_a_mesh_that_lost_says_what_it_splits():
     trial = MeshTrial(
         axis_sizes=(2, 4), step_time_s=12.5, peak_bytes=1, status="optimal", axis_roles=("data", "tensor")
     )
-    lost = RejectionRecord(source="one program", text="mesh x=2 x y=4", why="slower by 2.5 s", step_time_s=12.5)
+    lost = RejectionRecord(source="one program", text="mesh 2x4", why="slower by 2.5 s", step_time_s=12.5)
     texts = [row.text for row in candidate_rows(program(tried=(trial,), rejected=(lost,)))]
-    assert "mesh x=2 x y=4: the batch split over 2, the matrices split over 4" in texts
+    assert "mesh 2x4: the batch split over 2, the matrices split over 4" in texts

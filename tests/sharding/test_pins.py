@@ -213,7 +213,7 @@ def test_pins_go_before_the_recipe_that_completes_them():
     assert lie(plan, "out/kernel") == {P("model")}
     verified(step)
     with pytest.raises(InvalidArgumentError, match=r"own mesh axes.*data, model"):
-        planned(COLUMNS, recipe=recipes.combine(tp=2))
+        planned({"in/kernel": P("rows")}, recipe=recipes.combine(tp=2))
 
 
 def test_pins_of_a_recipe_hold_beside_more():
