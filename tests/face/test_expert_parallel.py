@@ -60,7 +60,7 @@ def test_experts_on_all_devices_exchange_tokens_and_reduce_no_gradients():
     )
     assert sum(use.count for use in plan.predicted.collectives if use.kind == "all-to-all") == 4 * LAYERS
     assert plan.groups() == {"expert": [list(range(8))]}
-    assert experts_of(plan) == {'P("x", None, None)'}
+    assert experts_of(plan) == {'P("expert", None, None)'}
 
 
 def test_gradients_of_experts_are_reduced_over_the_copies_only():
@@ -70,7 +70,7 @@ def test_gradients_of_experts_are_reduced_over_the_copies_only():
     assert sent["all-reduce"] == pytest.approx(reduced(experts / 4, 2) + reduced(others, 8), abs=MOST_SCALARS)
     assert set(sent) == {"all-to-all", "all-reduce", "total"}
     assert plan.groups() == {"data": [[0, 4], [1, 5], [2, 6], [3, 7]], "expert": [[0, 1, 2, 3], [4, 5, 6, 7]]}
-    assert experts_of(plan) == {'P("y", None, None)'}
+    assert experts_of(plan) == {'P("expert", None, None)'}
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_data_parallelism_sends_nothing_but_the_loss():
     sent, plan = verified(recipes.data_parallel())
     assert sent["total"] < 10
     assert plan.groups() == {"data": [list(range(8))]}
-    assert layouts(plan, "['tokens']") == {'P("x", None)'}
+    assert layouts(plan, "['tokens']") == {'P("data", None)'}
     assert all(not any(v.layout.dims) for v in plan.record.arguments if v.path.startswith("params"))
 
 
@@ -55,8 +55,8 @@ def test_tensor_parallelism_reduces_two_activations_a_layer():
     assert sum(use.count for use in reduced) == 2 * LAYERS
     once = 2 * (HEADS - 1) / HEADS * ACTIVATION_BYTES
     assert sum(use.sent_bytes for use in reduced) == pytest.approx(2 * LAYERS * once)
-    assert layouts(plan, "['feed_forward_in']['kernel']") == {'P(None, "x")'}
-    assert layouts(plan, "['feed_forward_out']['kernel']") == {'P("x", None)'}
+    assert layouts(plan, "['feed_forward_in']['kernel']") == {'P(None, "model")'}
+    assert layouts(plan, "['feed_forward_out']['kernel']") == {'P("model", None)'}
 
 
 def test_stages_run_an_evaluation_step():
@@ -69,7 +69,7 @@ def test_stages_run_an_evaluation_step():
 def test_stages_of_tensor_groups_run_an_evaluation_step():
     _, plan = verified(recipes.combine(pp=2, tp=2, schedule="inference"))
     assert set(plan.groups()) == {"data", "model", "pipeline"}
-    assert layouts(plan, "['feed_forward_in']['kernel']") == {'P(None, "y")'}
+    assert layouts(plan, "['feed_forward_in']['kernel']") == {'P(None, "model")'}
 
 
 @pytest.mark.slow
@@ -91,5 +91,8 @@ def test_weights_that_a_step_closes_over_are_split_like_arguments():
         recipes.tensor_parallel(), 4, apply, (random.normal(size=(8, 16)).astype(np.float32),), batch_argnums=(0,)
     )
     weights = [v for v in plan.record.arguments if v.kind == "constant"]
-    assert {v.shape: v.layout.text(plan.mesh) for v in weights} == {(16, 64): 'P(None, "x")', (64, 16): 'P("x", None)'}
+    assert {v.shape: v.layout.text(plan.mesh) for v in weights} == {
+        (16, 64): 'P(None, "model")',
+        (64, 16): 'P("model", None)',
+    }
     assert sent["all-reduce"] == sent["total"] == 2 * 3 / 4 * 4 * 8 * 16
