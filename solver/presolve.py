@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
+from autopar.solver.elimination import MOST_ENTRIES, least_of_sum
 from autopar.solver.problem import Edge, Infeasibility, Problem, Use
 
 Choice = tuple[int, ...]
@@ -306,11 +307,10 @@ def _starts(parts: Sequence[Sized]) -> np.ndarray:
     return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
 
 
-DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
-TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
-
-
 Step = Callable[[Problem], Reduction]
+
+
+DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
 
 
 def reduce_all(problem: Problem) -> Reduction:
@@ -516,12 +516,14 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
+        sides = tuple(table[node].values())
+        sizes = tuple(side.shape[1] for side in sides)
+        if len(cost[node]) * math.prod(sizes) > MOST_ENTRIES:
             continue
-        reach, sides = cost[node], tuple(table[node].values())
-        for axis, side in enumerate(sides):
-            reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
-        value = reach.min(axis=0)
+        terms = [cost[node].reshape(-1, *(1 for _ in sides))]
+        for axis, side in enumerate(sides, 1):
+            terms.append(np.expand_dims(side, [other for other in range(1, len(terms[0].shape)) if other != axis]))
+        value = least_of_sum(terms, sizes)
         rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
         if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
             cost[node] = np.zeros(1)

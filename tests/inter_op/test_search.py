@@ -16,19 +16,15 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import evaluate, search, search_space, stage_problems
-from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
     microbatch_numbers,
     odd_part,
-    sizes_for,
     submesh_sizes,
 )
 from autopar.inter_op.stage_problems import in_turn
 from autopar.intra_op import spmd_search
-from autopar.passes.split_scan import split_scans
 from autopar.plan.options import PlanRequest
-from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step, grouped
 
 SLOW = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
@@ -318,17 +314,6 @@ def test_cpu_devices_get_the_search_of_accelerators(monkeypatch):
 def test_stages_are_searched_where_a_program_loses_enough(hosts, step_time_s, lost, pays):
     best = SimpleNamespace(step_time_s=step_time_s, shared_out_s=(1.0 - lost) * step_time_s)
     assert planner.pipeline_may_pay(best, cluster(hosts=hosts, each=8)) is pays
-
-
-def test_small_micro_batches_are_not_for_stages_of_many_devices():
-    """128 hosts, 64 layers: stages of 16 devices or more. Of four examples none is shared by more than 32."""
-    on = Cluster.preset("dgx-a100-80g", hosts=128)
-    traced = trace(chain_step, arguments(64, 8, 1024), names=("params", "batch"), donate=(0,), batch=(1,))
-    cut = cut_layers(split_scans(traced, 1, RuleBook()), 256, RuleBook())
-    all_sizes = submesh_sizes(on, PlanRequest(), len(cut.layers))
-    assert all_sizes == [16, 32, 64, 128, 256, 512, 1024]
-    assert sizes_for(cut, on, PlanRequest(), is_largest=False) == [16, 32, 64, 128]
-    assert sizes_for(cut, on, PlanRequest(), is_largest=True) == all_sizes
 
 
 def arguments_bytes():

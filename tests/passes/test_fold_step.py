@@ -121,13 +121,3 @@ def test_semantics_are_those_of_the_whole_graph(name):
     whole = annotate_semantics(graph)
     for v in there:
         assert views.annotated.values[v] == whole.values[v]
-
-
-def test_the_shallow_graph_counts_every_operation_once():
-    graph = chain(7)
-    step = fold_step(graph, flops_of)
-    counts = {op.id: op.count for op in graph.ops()}
-    folded = {op.id: op.count for op in step.graph.ops()}
-    shallow = {op.id: op.count for op in step.shallow_graph.ops()}
-    assert shallow == {op: counts[op] for op in folded}
-    assert max(folded[op] / shallow[op] for op in folded) > 1
