@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.solver.elimination import MOST_ENTRIES, least_of_sum
+from autopar.solver.elimination import MOST_WORK, least_of_sum
 from autopar.solver.problem import Edge, Infeasibility, Problem, Use
 
 Choice = tuple[int, ...]
@@ -310,9 +310,6 @@ def _starts(parts: Sequence[Sized]) -> np.ndarray:
 Step = Callable[[Problem], Reduction]
 
 
-DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
-
-
 def reduce_all(problem: Problem) -> Reduction:
     """Every reduction in turn until a turn changes nothing.
 
@@ -469,7 +466,7 @@ def drop_dominated(problem: Problem) -> Reduction:
     """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
     (`undominated`).
     """
-    return keep_strategies(problem, undominated(problem, neighbours(problem), DOMINANCE_WORK))
+    return keep_strategies(problem, undominated(problem, neighbours(problem), MOST_WORK))
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -518,7 +515,7 @@ def eliminate(problem: Problem) -> Reduction:
             continue
         sides = tuple(table[node].values())
         sizes = tuple(side.shape[1] for side in sides)
-        if len(cost[node]) * math.prod(sizes) > MOST_ENTRIES:
+        if len(cost[node]) * math.prod(sizes) > MOST_WORK:
             continue
         terms = [cost[node].reshape(-1, *(1 for _ in sides))]
         for axis, side in enumerate(sides, 1):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel
+from autopar.cost.cost_model import CostModel
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import (
@@ -117,9 +117,6 @@ class LayerDecider:
         terms, choice, intra_op, room_bytes = self.terms, self.choice, self.intra_op, self.room_bytes
         if choice is not None and (state_bytes := self.state_bytes(choice)) > LARGE_SHARE * room_bytes:
             seconds_per_byte = intra_op.cost(choice) / state_bytes
-            raised_s_per_byte = FIRST_PRICE * seconds_per_byte
-            if self.model.overlap.kinds:
-                self.decide(ObjectiveWeights(s_per_byte=raised_s_per_byte, exposed_fraction=LEAST_EXPOSED_FRACTION))
 
             def is_lean(s_per_byte: float) -> bool | None:
                 nonlocal terms, choice

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.common.text import text_of_bytes
 from autopar.common.worker_processes import begin_workers
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model, in_turn_s
+from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
@@ -246,7 +246,7 @@ class _Search:
             row = LogicalMesh(axis_sizes=(cluster.num_devices,))
             hides = cluster.num_devices > 1 and cost_model(cluster, row).overlap.kinds
             others = self.other_numbers(step, cuts)
-            refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
+            refine_one_stage(builder, others, (0.0,) if hides else ())
             refine_in_other_counts(builder, others)
             recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
         builder.work_out_near(answered.posed, answered.answers)

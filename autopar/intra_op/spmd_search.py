@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
+from autopar.cost.cost_model import EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.intra_op.build_choice_graph import tables_of
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
@@ -39,8 +39,6 @@ from autopar.solver import Solution, Status
 
 IMPOSSIBLE = "impossible"  # what is said of a mesh on which constraints leave nothing
 LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
-# What may count of a send that computing can hide: how much of it does depends on what else is sent.
-EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
 
 
 def search_mesh(
@@ -55,7 +53,7 @@ def search_mesh(
 
     The ILP is solved without memory first. Its objective adds up computation and communication, an upper bound of the
     time with overlap by which plans are compared. On platforms with overlap, and without a recipe, the ILP is re-solved
-    with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTIONS`), and the search continues
+    with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTION`), and the search continues
     from the fastest plan. Where the exact peak of that plan is over the limit, bytes get a price
     (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
@@ -227,10 +225,9 @@ class _MeshSearch:
 
     def exposures(self) -> Iterator[Exposure]:
         """Of what is sent before a loop it depends on all else that is whether it hides: both are tried."""
-        for fraction in EXPOSED_FRACTIONS:
-            yield Exposure(fraction)
-            if self.intra_op.sends_before_loops:
-                yield Exposure(fraction, before_loops=False)
+        yield Exposure(EXPOSED_FRACTION)
+        if self.intra_op.sends_before_loops:
+            yield Exposure(EXPOSED_FRACTION, before_loops=False)
 
     def timed(self, solution: Solution) -> TimedSharding:
         """A solution on the clock, on the whole step."""
