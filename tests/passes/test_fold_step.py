@@ -43,14 +43,14 @@ def test_a_chain_of_seven_layers():
         "params[1]": "params[1]",
         "params[2]": "params[2]",
         "params[3]": "params[2]",
-        "params[4]": "params[4]",
+        "params[4]": "params[2]",
         "params[5]": "params[5]",
         "params[6]": "params[6]",
         "batch['x']": "batch['x']",
         "batch['y']": "batch['y']",
     }
     weights = {graph.values[v].name: n for v, n in step.weights.of_value.items() if v in graph.block.inputs}
-    assert weights == {"params[2]": 1.5, "params[4]": 1.5}
+    assert weights == {"params[2]": 3.0}
     assert all(op.section is Section.WHOLE for op in step.graph.ops())
 
 
