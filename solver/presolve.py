@@ -513,15 +513,11 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        sides = tuple(table[node].values())
-        sizes = tuple(side.shape[1] for side in sides)
-        if len(cost[node]) * math.prod(sizes) > MOST_WORK:
+        rule = _Rule(node=node, around=around, cost=cost[node], sides=tuple(table[node].values()))
+        if len(cost[node]) * math.prod(rule.sizes) > MOST_WORK:
             continue
-        terms = [cost[node].reshape(-1, *(1 for _ in sides))]
-        for axis, side in enumerate(sides, 1):
-            terms.append(np.expand_dims(side, [other for other in range(1, len(terms[0].shape)) if other != axis]))
-        value = least_of_sum(terms, sizes)
-        rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
+        value = rule.least()
+        rules.append(rule)
         if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
             cost[node] = np.zeros(1)
             bound.add(node)
@@ -557,6 +553,17 @@ class _Rule:
     around: tuple[int, ...]
     cost: np.ndarray
     sides: tuple[np.ndarray, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many strategies each neighbour has."""
+        return tuple(side.shape[1] for side in self.sides)
+
+    def least(self) -> np.ndarray:
+        """The least cost for each choice of the neighbours, an axis for each of them."""
+        axes = range(1, len(self.sides) + 1)
+        spread = [np.expand_dims(s, [a for a in axes if a != at]) for at, s in zip(axes, self.sides, strict=True)]
+        return least_of_sum([self.cost.reshape(-1, *(1 for _ in axes)), *spread], self.sizes)
 
     def best(self, choice: Sequence[int]) -> int:
         """Its best strategy for what its neighbours chose: by the sums of which elimination took the least."""
