@@ -228,7 +228,6 @@ class Columns:
 
 
 MIX = 0.6  # of the best prices in those tried, Wentges' weight
-WARM_SWEEPS = 200  # at most, before prices come in: messages that have settled without prices follow prices quickly
 FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
 RECENT = 32  # choices kept for `settle` to combine
 DRAWN = 0.6  # of the nodes drawn anew before a round without prices: tree moves put right what they can
@@ -307,12 +306,11 @@ class Core:
         if np.isfinite(self.loops.cost(self.candidate)):
             self.columns.add(self.loops.cost(self.candidate), self.loops.used(self.candidate))
         self.loops.set_price(self.price)
-        for _ in range(WARM_SWEEPS // 10):
+        settled = False  # messages that have settled without prices follow prices quickly
+        while not settled and self.bound < cutoff and time.perf_counter() < deadline:
             self.loops.sweep(self.messages, 10)
             last_bound, self.bound = self.bound, self.loops.bound(self.messages, self.price)
             settled = self.bound - last_bound <= 1e-4 * abs(self.bound)
-            if time.perf_counter() >= deadline or settled or self.bound >= cutoff:
-                break
         self.best_bound, self.best_messages = self.bound, self.messages.copy()
 
     def round(self, pool: Executor) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 
 from autopar.solver.problem import Problem
 
-LARGEST_TABLE = 20_000_000  # entries: 160 MB and about a tenth of a second
-ALL_TABLES = 200_000_000  # entries together: about a second
+# Entries of all tables together, and comparisons of one pass over dominated strategies: a fifth of a second at most.
+MOST_WORK = 40_000_000
 PART = 1 << 16  # entries of a table that are worked out at a time: 512 KB, which second-level caches hold
 
 
@@ -84,7 +84,7 @@ def _part(term: np.ndarray, at: tuple[int, ...]) -> np.ndarray:
 
 
 def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
-    """Nodes by the table that eliminating them takes, least first; None when some table is too large."""
+    """Nodes by the table that eliminating them takes, least first; None when they are too large."""
     near: list[set[int]] = [set() for _ in sizes]
     for edge in problem.edges:
         near[edge.source].add(edge.target)
@@ -99,7 +99,7 @@ def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
     while weight:
         node = min(weight, key=lambda candidate: (weight[candidate], candidate))
         total += weight[node]
-        if weight[node] > LARGEST_TABLE or total > ALL_TABLES:
+        if total > MOST_WORK:
             return None
         order.append(node)
         del weight[node]

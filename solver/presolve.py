@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
+from autopar.solver.elimination import MOST_WORK, least_of_sum
 from autopar.solver.problem import Edge, Infeasibility, Problem, Use
 
 Choice = tuple[int, ...]
@@ -306,10 +307,6 @@ def _starts(parts: Sequence[Sized]) -> np.ndarray:
     return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
 
 
-DOMINANCE_WORK = 40_000_000  # comparisons that one pass of drop_dominated may cost: about a tenth of a second
-TABLE_ENTRIES = 4_000_000  # the largest min-plus table that elimination forms: 32 MB
-
-
 Step = Callable[[Problem], Reduction]
 
 
@@ -469,7 +466,7 @@ def drop_dominated(problem: Problem) -> Reduction:
     """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
     (`undominated`).
     """
-    return keep_strategies(problem, undominated(problem, neighbours(problem), DOMINANCE_WORK))
+    return keep_strategies(problem, undominated(problem, neighbours(problem), MOST_WORK))
 
 
 def fold_forced(problem: Problem) -> Reduction:
@@ -516,13 +513,11 @@ def eliminate(problem: Problem) -> Reduction:
         settled = len(cost[node]) == 1 and node in resident and not around
         if node in removed or node in bound or len(around) > 2 or settled:
             continue
-        if len(cost[node]) * math.prod(table[node][peer].shape[1] for peer in around) > TABLE_ENTRIES:
+        rule = _Rule(node=node, around=around, cost=cost[node], sides=tuple(table[node].values()))
+        if len(cost[node]) * math.prod(rule.sizes) > MOST_WORK:
             continue
-        reach, sides = cost[node], tuple(table[node].values())
-        for axis, side in enumerate(sides):
-            reach = reach[..., None] + side.reshape(side.shape[:1] + (1,) * axis + side.shape[1:])
-        value = reach.min(axis=0)
-        rules.append(_Rule(node=node, around=around, cost=cost[node], sides=sides))
+        value = rule.least()
+        rules.append(rule)
         if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
             cost[node] = np.zeros(1)
             bound.add(node)
@@ -558,6 +553,17 @@ class _Rule:
     around: tuple[int, ...]
     cost: np.ndarray
     sides: tuple[np.ndarray, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many strategies each neighbour has."""
+        return tuple(side.shape[1] for side in self.sides)
+
+    def least(self) -> np.ndarray:
+        """The least cost for each choice of the neighbours, an axis for each of them."""
+        axes = range(1, len(self.sides) + 1)
+        spread = [np.expand_dims(s, [a for a in axes if a != at]) for at, s in zip(axes, self.sides, strict=True)]
+        return least_of_sum([self.cost.reshape(-1, *(1 for _ in axes)), *spread], self.sizes)
 
     def best(self, choice: Sequence[int]) -> int:
         """Its best strategy for what its neighbours chose: by the sums of which elimination took the least."""

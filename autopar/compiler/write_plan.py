@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from autopar.attention import ring
 from autopar.attention.kernels import Kernel, library_of
@@ -22,7 +22,6 @@ from autopar.compiler.notes import (
     recomputation_notes,
     stack_notes,
 )
-from autopar.compiler.send_times import Sends, sends_of_stages
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
 from autopar.cost.cost_model import CostModel
@@ -32,9 +31,9 @@ from autopar.cost.roofline import flops_of, main_dtype
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
 from autopar.hardware.cluster import Cluster, peak_flops_per_s
-from autopar.inter_op.joined_tasks import chain_name
+from autopar.inter_op.joined_tasks import chain_name, timed_chain
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
-from autopar.inter_op.staged import PlannedStage, StagedStep
+from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
 from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Value
@@ -59,9 +58,12 @@ from autopar.plan.schema import (
     PredictedCollective,
     StageRecord,
 )
+from autopar.plan.summary import folded
 from autopar.runtime.program import TaskKind
 from autopar.runtime.simulator import timeline_of as pipeline_timeline
 from autopar.sharding.semantics import annotate_semantics
+
+Sends = dict[Cause, SendTime]
 
 # The roles of a plan's mesh axes, by the names of the known parallelisms, from the decisions of a search.
 #
@@ -654,3 +656,57 @@ def _accumulation_note(patterns: Sequence[str], num_microbatches: int) -> tuple[
         f"{', '.join(patterns)}: taken per micro-batch, so that the results are those of gradient accumulation over "
         f"{num_microbatches} micro-batches, not those of the whole batch",
     )
+
+
+# How long the collectives of a pipeline take, and for how much of that the step waits, by stage.
+
+
+def sends_of_stages(staged: StagedStep) -> tuple[Sends, ...]:
+    """Of each stage: cause of collectives -> their seconds in a step, on each of its devices.
+
+    Tasks are timed as their costs are: those that run alone by themselves, joined ones as the one program that they
+    are. Stages that do the same, in modules of names that differ in numbers only, send alike and are timed once.
+    """
+    in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
+    numbers = [[i for i, task in enumerate(staged.staged.tasks) if task.stage == s] for s in range(len(staged.stages))]
+    known: dict[Hashable, tuple[Sequence[str], Sends]] = {}
+    found = []
+    for planned, tasks in zip(staged.stages, numbers, strict=True):
+        modules = tuple(dict.fromkeys(op.place for op in planned.stage.graph.ops()))
+        chains = [joined.parts for joined in staged.joined if joined.parts[0][0] in tasks]
+        key = (
+            planned.like,
+            tuple(map(folded, modules)),
+            tuple(_form(staged, number, in_joined) for number in tasks),
+            tuple(tuple(tasks.index(number) for number, _ in chain) for chain in chains),
+        )
+        if key not in known:
+            sends: Sends = {}
+            for number in tasks:
+                _add(sends, *_alone(staged, planned, number, in_joined))
+            for chain in chains:
+                _add(sends, timed_chain(staged, chain).sends(), 1.0)
+            known[key] = modules, sends
+        first_modules, sends = known[key]
+        name = dict(zip(first_modules, modules, strict=True))
+        found.append({(kind, axes, name.get(module, module)): s for (kind, axes, module), s in sends.items()})
+    return tuple(found)
+
+
+def _form(staged: StagedStep, number: int, in_joined: Mapping[int, int]) -> Hashable:
+    """Equal for tasks of alike stages that are cut alike and run alone alike often."""
+    task = staged.staged.tasks[number]
+    sizes = len(task.instructions), len(task.inputs), len(task.outputs)
+    return task.kind, task.level, sizes, in_joined.get(number, 0)
+
+
+def _alone(staged: StagedStep, planned: PlannedStage, number: int, in_joined: Mapping[int, int]) -> tuple[Sends, float]:
+    """The collectives of all runs of a task, and the part of these runs that are programs of their own."""
+    task = staged.staged.tasks[number]
+    runs = staged.graph.num_microbatches if task.kind.repeats else 1
+    return timed_task(planned, task).sends(), 1 - in_joined.get(number, 0) / runs
+
+
+def _add(sends: Sends, more: Sends, share: float) -> None:
+    for cause, time in more.items():
+        sends[cause] = sends.get(cause, NO_TIME) + time.times(share)

@@ -31,11 +31,9 @@ MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-# The parts by which an estimate's time may be too long under data parallelism and ZeRO (less than elsewhere), and by
-# which its peak may be too large. Seen with BERT of 340M parameters. A peak that is too small, by what is lost
-# between values, is seen where it is built.
-BOUND_ERROR, PEAK_ERROR = 0.0025, 0.06
-WORTH_AN_ESTIMATE = 0.005  # of the step: what cannot gain as much is not estimated, but with much effort
+# The part by which an estimate's peak may be too large. Seen with BERT of 340M parameters. A peak that is too small, by
+# what is lost between values, is seen where it is built.
+PEAK_ERROR = 0.06
 
 
 class PipelineEvaluator:
@@ -237,7 +235,7 @@ class PipelineEvaluator:
 
     def settle(self) -> None:
         """Builds estimates, the best first, until no other can be better than the best that is built, as far off as
-        estimates may be (`ESTIMATE_ERROR`, `BOUND_ERROR`, `PEAK_ERROR`).
+        estimates may be (`ESTIMATE_ERROR`, `PEAK_ERROR`).
         """
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
@@ -256,7 +254,7 @@ class PipelineEvaluator:
 
     def may_be_better(self, estimate: PipelineEstimate) -> bool:
         fits = estimate.peak_bytes <= (1 + PEAK_ERROR) * self.limit_bytes
-        time_s = (1 - (ESTIMATE_ERROR if estimate.binding is None else BOUND_ERROR)) * estimate.step_time_s
+        time_s = (1 - ESTIMATE_ERROR) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:
@@ -273,13 +271,13 @@ class PipelineEvaluator:
         return self.least_bytes_of[key]
 
     def may_gain(self, m: int, choice: StageChoice) -> bool:
-        """Whether a choice of one stage in m micro-batches, decided otherwise, may be faster than the best by a part
-        that is worth an estimate. It computes no less than others of the same recomputation in as many micro-batches or
-        in fewer, whose matrices are larger.
+        """Whether a choice of one stage in m micro-batches, decided otherwise, may be faster than the best by more than
+        estimates err, or with much effort by anything. It computes no less than others of the same recomputation in as
+        many micro-batches or in fewer, whose matrices are larger.
         """
         if self.best is None or not self.best.fits(self.limit_bytes):
             return True
-        worth = 0.0 if self.context.request.effort is Effort.THOROUGH else WORTH_AN_ESTIMATE
+        worth = 0.0 if self.context.request.effort is Effort.THOROUGH else ESTIMATE_ERROR
         alike = (e for e in self.estimated if e.num_microbatches <= m and e.choice.policies == choice.policies)
         return max((e.least_s for e in alike), default=0.0) < (1 - worth) * self.best.step_time_s
 

@@ -12,14 +12,10 @@ from autopar.inter_op.decide_stages import StageDecider
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
+from autopar.intra_op.memory_prices import FIRST_PRICE, MOST_PRICES, PRICE_RISE
 from autopar.lowering.lower import ShardingPlan
 from autopar.runtime.standard_schedules import PipelineSchedule
 from autopar.sharding.constraints import Constraints
-
-# A stage that exceeds the memory is decided again with a higher price on the bytes of its state, then with that price
-# also on values saved for backward passes, then with higher prices on both: the number of prices, the first one (as a
-# part of the stage's objective divided by the memory), and the ratio of neighbouring ones.
-LEANER, FIRST_PRICE, PRICE_RISE = 5, 0.02, 4.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +73,14 @@ def fit_stages(
 ) -> tuple[Pipeline, tuple[Round, ...]]:
     """The pipeline under the first decisions that fit, else under the last ones; and the rounds that led to it.
 
-    Stages that exceed the memory are decided again under higher prices of a byte, a few times at most, unless their
-    state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much state,
-    and time, the whole step has as the stages that are decided.
+    Stages that exceed the memory are decided again with a higher price on the bytes of their state, then with that
+    price also on values saved for backward passes, then with higher prices on both, `MOST_PRICES` times at most, unless
+    their state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much
+    state, and time, the whole step has as the stages that are decided.
     """
     numbers: list[int] = []
     rounds: list[Round] = []
-    for left in reversed(range(LEANER + 1 if limits.decides_again else 1)):
+    for left in reversed(range(MOST_PRICES + 1 if limits.decides_again else 1)):
         decisions = decider.decide(terms)
         before, numbers = numbers, [number for number, _ in decisions]
         if numbers != before:

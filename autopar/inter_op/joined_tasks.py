@@ -24,15 +24,15 @@ from autopar.runtime.program import Node, TaskKind, runs_of
 from autopar.runtime.simulator import merged, simulate
 
 
-def join_where_it_pays(staged: StagedStep, limit_bytes: int, share: float = 1.0) -> StagedStep:
+def join_where_it_pays(staged: StagedStep, limit_bytes: int) -> StagedStep:
     """A step with those chains of runs as one program each that hide what is sent within a mesh, and so take at least
-    a `share` of `WORTHWHILE` off the step, within the memory that there is or that the step needs anyway.
+    `WORTHWHILE` of the step off it, within the memory that there is or that the step needs anyway.
 
     Of the chains at the end those of meshes that end about last. Chains on other meshes would not shorten the step.
     """
     if not any(p.model.overlap.kinds for p in staged.stages):
         return staged
-    least_s, end_s = share * WORTHWHILE * staged.simulation.step_time_s, staged.simulation.step_time_s
+    least_s, end_s = WORTHWHILE * staged.simulation.step_time_s, staged.simulation.step_time_s
     once_of_stage: dict[int, float] = {}
     for each, seconds in zip(staged.staged.tasks, staged.task_s, strict=True):
         once_of_stage[each.stage] = once_of_stage.get(each.stage, 0.0) + (0.0 if each.kind.repeats else seconds)

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, CostModel
+from autopar.cost.cost_model import CostModel
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, IntraOp, ObjectiveWeights
-from autopar.intra_op.memory_prices import MemoryPrices, held_values, saved_values, search_price, state_values
+from autopar.intra_op.memory_prices import (
+    FIRST_PRICE,
+    MemoryPrices,
+    held_values,
+    saved_values,
+    search_price,
+    state_values,
+)
 from autopar.intra_op.slack import Exposure
 from autopar.lowering.lower import ShardingPlan
 from autopar.passes.fold_layers import FoldedGraph
@@ -18,10 +25,7 @@ from autopar.solver import Status
 
 # A byte always costs a little (a part of reading it once), so that the smallest of equally fast decisions is taken.
 TIE_BREAKING_READS = 0.1
-# Where state, or saved values, are too large, decisions are made with a higher price on their bytes: the number of
-# prices on state, the first price (as a part of the step's time divided by the bytes), the ratio of neighbouring ones.
-LEANER, FIRST_PRICE, PRICE_RISE = 3, 0.1, 3.0
-# The share of the memory up to which state, and saved values, get no higher price.
+# The share of the memory up to which state, and saved values, get no higher price on their bytes (`search_price`).
 LARGE_SHARE = 0.5
 # The parts of their seconds and of their bytes by which decisions differ from others that stand for them.
 ALIKE_SECONDS, ALIKE_BYTES = 0.001, 0.01
@@ -112,9 +116,7 @@ class LayerDecider:
         """The fastest, and smaller ones where state or saved values take much memory."""
         terms, choice, intra_op, room_bytes = self.terms, self.choice, self.intra_op, self.room_bytes
         if choice is not None and (state_bytes := self.state_bytes(choice)) > LARGE_SHARE * room_bytes:
-            raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / state_bytes
-            if self.model.overlap.kinds:
-                self.decide(ObjectiveWeights(s_per_byte=raised_s_per_byte, exposed_fraction=LEAST_EXPOSED_FRACTION))
+            seconds_per_byte = intra_op.cost(choice) / state_bytes
 
             def is_lean(s_per_byte: float) -> bool | None:
                 nonlocal terms, choice
@@ -122,7 +124,7 @@ class LayerDecider:
                 choice = self.decide(terms)
                 return None if choice is None else self.state_bytes(choice) <= LARGE_SHARE * room_bytes
 
-            search_price(is_lean, [raised_s_per_byte * PRICE_RISE**raised for raised in range(LEANER)])
+            search_price(is_lean, seconds_per_byte)
         saved_bytes = self.in_flight * intra_op.priced_bytes(choice, self.saved_prices) if choice is not None else 0.0
         if choice is not None and saved_bytes > LARGE_SHARE * room_bytes:
             raised_s_per_byte = FIRST_PRICE * intra_op.cost(choice) / saved_bytes

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.common.text import text_of_bytes
 from autopar.common.worker_processes import begin_workers
-from autopar.cost.cost_model import LEAST_EXPOSED_FRACTION, NodeCosts, cost_model, in_turn_s
+from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
@@ -30,7 +30,6 @@ from autopar.inter_op.one_stage import (
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
 from autopar.inter_op.requested import split_step, whole_batch
 from autopar.inter_op.search_space import (
-    FINEST_PARTS,
     NEAR_THE_BEST,
     Tried,
     chunk_numbers,
@@ -41,7 +40,6 @@ from autopar.inter_op.search_space import (
     numbers_within,
     odd_part,
     schedules_of,
-    sizes_for,
     submesh_sizes,
     uneven_stages,
 )
@@ -53,6 +51,7 @@ from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
 from autopar.passes.assign_stages import sums_in_place
+from autopar.passes.layers import MAX_LAYERS
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, finest_parts
 from autopar.plan.context import PlanningContext, Rejection
@@ -247,7 +246,7 @@ class _Search:
             row = LogicalMesh(axis_sizes=(cluster.num_devices,))
             hides = cluster.num_devices > 1 and cost_model(cluster, row).overlap.kinds
             others = self.other_numbers(step, cuts)
-            refine_one_stage(builder, others, (LEAST_EXPOSED_FRACTION, 0.0) if hides else ())
+            refine_one_stage(builder, others, (0.0,) if hides else ())
             refine_in_other_counts(builder, others)
             recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
         builder.work_out_near(answered.posed, answered.answers)
@@ -290,12 +289,8 @@ class _Search:
         stages in the first number, and in the others those of one stage on all devices.
         """
         for number, m in enumerate(cuts):
-            if not self.walks(step):
-                yield posed.of(cuts[m], is_largest=m == min(cuts))
-            elif number == 0:
-                yield posed.of(cuts[m], is_largest=len(cuts) == 1)
-            else:
-                yield posed.of(cuts[m], is_largest=True, sizes_between=(self.context.cluster.num_devices, math.inf))
+            least = self.context.cluster.num_devices if number and self.walks(step) else 0
+            yield posed.of(cuts[m], sizes_between=(least, math.inf))
 
     def several_may_pay(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
@@ -308,7 +303,9 @@ class _Search:
         request, cluster = self.context.request, self.context.cluster
         in_turn = request.num_microbatches == 1 and request.admits_one_program and not cluster.parts
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
-        smaller = [size for size in posed.sizes(cuts[1], True)[WHOLE] if size < cluster.num_devices] if in_turn else []
+        smaller = (
+            [size for size in posed.sizes(len(cuts[1].layers))[WHOLE] if size < cluster.num_devices] if in_turn else []
+        )
         if not smaller or wants_others:
             return True
         self.one_stage(step, 1, cuts, posed, builder, self.context.limit_bytes)
@@ -321,7 +318,7 @@ class _Search:
     def in_finest_parts(self) -> SplitStep:
         """The step with its scans in the parts that stages are made of: whole on one device, which has one stage."""
         traced, is_single = self.context.traced, self.context.cluster.num_devices == 1
-        return self.split(1 if is_single else finest_parts(traced, self.context.rules, FINEST_PARTS))
+        return self.split(1 if is_single else finest_parts(traced, self.context.rules, MAX_LAYERS))
 
     def split(self, parts: int, groups: tuple[int, ...] = ()) -> SplitStep:
         """The step with its scans in so many parts, on these groups of devices, by default one of its own each: the
@@ -353,7 +350,8 @@ class _Search:
         error_of_last: AutoparError | None = None
         is_cut = False
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
-            if cuts and (self.context.deadline.passed or self.are_enough(step, cuts)):
+            # A search that walks through numbers begins with one; of a scan, one stage is searched for in several.
+            if cuts and (self.context.deadline.passed or (self.walks(step) and step.parts == 1)):
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
@@ -369,18 +367,6 @@ class _Search:
             if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
                 raise error_of_last
         return cuts
-
-    def are_enough(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> bool:
-        """Whether a search that walks through numbers of micro-batches can begin with these: the tables of one of them
-        have a stage on all devices, if there may be one. Of a scan, one stage is searched for in all numbers: no
-        table is made for it in others where it is far from the best.
-        """
-        at, request = self.context.cluster, self.context.request
-        if not self.walks(step) or step.parts > 1:
-            return False
-        if len(cuts) > 1 or at.parts or request.num_stages is not None:
-            return True
-        return at.num_devices in sizes_for(next(iter(cuts.values())), at, request, False)
 
     def that_may_fit(self, cuts: dict[int, MicrobatchedStep]) -> tuple[dict[int, MicrobatchedStep], str]:
         """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
@@ -460,7 +446,7 @@ class _Search:
                 near = min(best.sizes, key=lambda size: (-best.sizes.count(size), size))
                 more = m / best.num_microbatches
                 sizes = near / (2 * max(more, 1)), 2 * near / min(more, 1)
-                yield posed.of(microbatched, is_largest=m == min(cuts), sizes_between=sizes)
+                yield posed.of(microbatched, sizes_between=sizes)
 
     def one_stage_in_other_numbers(
         self,

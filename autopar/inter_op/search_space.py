@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.pipeline_candidate import SOURCE
 from autopar.inter_op.staged import default_chunks
 from autopar.intra_op.mesh_choice import distinct_meshes
@@ -23,15 +22,12 @@ from autopar.solver import Schedule as SearchedSchedule
 
 NEAR_THE_BEST = 1.15  # the error of the tables: what takes up to so many times as long as the best may be the best
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "zb-2p", "interleaved")
-# Examples of a micro-batch: the smallest on many devices, how many sizes are searched through, and their ratio.
-SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
-SHARING = 32  # devices of a stage that may share an example: for more, micro-batches have more examples
-MICROBATCHES_A_STAGE, MOST_STAGES = 16, 64  # so many of the one for each of the other leave next to no bubble
+# Examples of a micro-batch: the smallest on many devices, and the ratio of the two sizes that are searched first.
+SMALLEST_MICROBATCH, MICROBATCH_RATIO = 4, 4
+MICROBATCHES_A_STAGE = 16  # leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
-MOST_ODD = 7  # the largest odd number of hosts of which, and of powers of two of it, stages are made
 MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
 FEW_MESHES = 4  # those of hosts of eight devices
-FINEST_PARTS = 96  # in which a scan over layers is priced, and so the most stages that it is cut into
 
 
 def is_long(traced: TracedStep) -> bool:
@@ -43,22 +39,18 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
     """The numbers of micro-batches to search, largest first.
 
     The largest number leaves a few examples for the devices of a stage, and makes bubbles small for any number of
-    stages. The smaller numbers have larger micro-batches, which read parameters less often. Micro-batches of the
-    largest number split over powers of two of devices, as most stages have; others also over odd numbers of hosts.
+    stages. The smaller number has larger micro-batches, which read parameters less often. Micro-batches of the largest
+    number split over powers of two of devices, as most stages have; others also over odd numbers of hosts.
     """
     if request.num_microbatches is not None:
         return [request.num_microbatches]
     examples = num_examples(traced)
     smallest = min(SMALLEST_MICROBATCH, max(1, cluster.num_devices // 16))
-    largest = examples / max(smallest, cluster.num_devices // (MOST_STAGES * SHARING))
-    largest = min(largest, MICROBATCHES_A_STAGE * min(cluster.num_devices, MOST_STAGES))
-    several = 2 if is_long(traced) else MICROBATCH_SIZES  # each size is traced and priced anew
-    targets = [max(1.0, largest / MICROBATCH_RATIO**i) for i in range(several)]
+    largest = min(examples / smallest, MICROBATCHES_A_STAGE * cluster.num_devices)
     groups = examples // odd_part(examples, cluster)
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
-    of = [groups if i or stages_are_odd else examples for i in range(several)]
-    numbers = [nearest_divisor(n, number) for n, number in zip(of, targets, strict=True)]
-    return list(dict.fromkeys(numbers))
+    most = nearest_divisor(groups if stages_are_odd else examples, largest)
+    return list(dict.fromkeys((most, nearest_divisor(groups, max(1.0, largest / MICROBATCH_RATIO)))))
 
 
 def _odd(n: int) -> int:
@@ -164,20 +156,11 @@ def submesh_sizes(cluster: Cluster, request: PlanRequest, num_layers: int) -> li
             break
         enough.insert(0, size)
     if total // enough[0] <= MOST_PARTS:
-        odd = next((d for d in divisors(cluster.num_domains) if d % 2 and 1 < d <= MOST_ODD), 0)
+        odd = next((d for d in divisors(cluster.num_domains) if d % 2 and d > 1), 0)
         of_odd = [n * d for d in divisors(cluster.num_domains) if odd and _odd(d) == odd]
         return sorted({*enough, *(size for size in of_odd if size * num_layers >= total)})
     chain = [*inside, *(n * of_hosts for of_hosts in _divisor_chain(cluster.num_domains))]
     return sorted({size for size in chain if size * num_layers >= total})
-
-
-def sizes_for(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanRequest, is_largest: bool) -> list[int]:
-    """The submesh sizes for the micro-batches of a step; unless these are the largest micro-batches, only sizes that
-    share their examples among at most `SHARING` devices each.
-    """
-    sizes = submesh_sizes(cluster, request, len(microbatched.layers))
-    examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
-    return [size for size in sizes if is_largest or size <= max(sizes[0], SHARING * examples)]
 
 
 def _divisor_chain(n: int) -> list[int]:
@@ -201,10 +184,6 @@ def own_meshes(cluster: Cluster, best: LogicalMesh) -> list[LogicalMesh]:
     """
     meshes = [] if cluster.parts else meshes_inside(cluster)
     return meshes if 0 < len(meshes) <= FEW_MESHES else [best]
-
-
-# Numbers of micro-batches for several stages differ by this factor at least: a table is made for each.
-APART = 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +304,7 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
     found = []
     for low, high in ((below, best), (best, above)):
         if low is not None and high is not None:
-            between = [m for m in numbers if APART * low <= m <= high / APART]
+            between = [m for m in numbers if low < m < high]
             found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
     if below is None:
         found += [m for m in numbers if 2 * m <= best][-1:]

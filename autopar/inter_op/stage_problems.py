@@ -26,8 +26,8 @@ from autopar.inter_op.search_space import (
     is_long,
     meshes_inside,
     schedules_of,
-    sizes_for,
     stage_numbers,
+    submesh_sizes,
 )
 from autopar.inter_op.stage_choice import choice_of
 from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, layer_policies, undominated
@@ -263,16 +263,15 @@ class PosedProblems:
         self,
         microbatched: MicrobatchedStep,
         *,
-        is_largest: bool = False,
         sizes_between: tuple[float, float] = (0, math.inf),
     ) -> list[Posed]:
         """The problems for a number of micro-batches: each schedule and, for scans, each number of stages, on submeshes
-        of these sizes. `is_largest`: no micro-batches that are searched are larger.
+        of these sizes.
         """
         posed: list[Posed] = []
         least, most = sizes_between
         with self.context.progress.pass_("layer costs"):
-            sizes = self.sizes(microbatched, is_largest)
+            sizes = self.sizes(len(microbatched.layers))
             sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
             self.decided.read.clear()
             priced = self.priced(microbatched, sizes, self.screen)
@@ -288,12 +287,12 @@ class PosedProblems:
             posed += [(problem, (m, options)) for problem, options in problems]
         return posed
 
-    def sizes(self, microbatched: MicrobatchedStep, is_largest: bool) -> dict[int, Sequence[int]]:
+    def sizes(self, num_layers: int) -> dict[int, Sequence[int]]:
         """The sizes of submeshes to price, for each part of the cluster and for the whole of it."""
         cluster, request = self.context.cluster, self.context.request
         if not cluster.parts:
-            return {WHOLE: sizes_for(microbatched, cluster, request, is_largest)}
-        of_parts = {n: sizes_for(microbatched, at, request, is_largest) for n, at in enumerate(cluster.parts)}
+            return {WHOLE: submesh_sizes(cluster, request, num_layers)}
+        of_parts = {n: submesh_sizes(at, request, num_layers) for n, at in enumerate(cluster.parts)}
         return {**of_parts, WHOLE: [cluster.num_devices]}
 
     def priced(

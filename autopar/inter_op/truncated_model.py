@@ -37,16 +37,13 @@ from autopar.plan.options import WORTHWHILE
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.partial_sums import Partials, find_partials
 
-# The layers of a run that a short step has, and a shorter one: two apart, since a
-# collective may sum gradients of two layers. Runs of at most so many are built as they are.
-SHORT, SHORTER, WHOLE_UP_TO = 6, 4, 12
+# The layers of a run that a short step has; a shorter one has two fewer, since a collective may sum gradients of two
+# layers. Runs of at most twice as many are built as they are.
+SHORT = 6
 # Where a collective may sum gradients of more layers, two of them may take one collective more or less than two others:
 # for all that are left out, this may come to `ESTIMATE_ERROR` of the least time of the step. By this part an estimate's
 # time may be too long: layers are decided alike for it that are not where it is built (seen with BERT of 340M).
 ESTIMATE_ERROR = 0.01
-# Short steps are joined to fewer programs (`join_where_it_pays`) where that saves this part of what it must in the
-# whole one, of which their update is another part.
-JOINED_FROM = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +93,12 @@ def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float 
     part of `least_s`, the least time of the whole step: no two layers are like the others.
     """
     graph, layers = microbatched.graph, microbatched.layers
-    if microbatched.step.parts > 1 or len(layers) <= WHOLE_UP_TO:
+    if microbatched.step.parts > 1 or len(layers) <= 2 * SHORT:
         return None
     assignment = assign_layers(graph, layers)
-    long = [tuple(run) for run in runs_of_layers(graph, assignment, len(layers)) if len(run) > WHOLE_UP_TO]
+    long = [tuple(run) for run in runs_of_layers(graph, assignment, len(layers)) if len(run) > 2 * SHORT]
     combined_bytes = overlap_of(cluster.device.platform).combined_bytes
-    least_bytes = combined_bytes * cluster.num_devices / (SHORT - SHORTER)
+    least_bytes = combined_bytes * cluster.num_devices / 2
     summed = _summed_bytes(graph, assignment)
     uneven = [run for run in long if summed.get(run[0], 0) < least_bytes]
     uneven_s = sum(map(_more_layers, map(len, uneven))) * _summing_s(cluster, combined_bytes)
@@ -133,7 +130,7 @@ def _summed_bytes(graph: OpGraph, assignment: LayerAssignment) -> dict[int | Non
 
 def _more_layers(num_layers: int) -> float:
     """How many times a run of so many layers has more than a short one what the short one has more than the shorter."""
-    return (num_layers - SHORT) / (SHORT - SHORTER)
+    return (num_layers - SHORT) / 2
 
 
 def _summing_s(cluster: Cluster, nbytes: int) -> float:
@@ -192,9 +189,6 @@ def estimate(
         planned = planned_stage(0, at, costs.on(models[0]), sharding, graphs.schedule.mesh_of_stage[0], 0)
         return stage_program(step, graphs.graph, microbatched.layers, [planned], submeshes, graphs.schedule, cluster)
 
-    def joined_early(staged: StagedStep) -> StagedStep:
-        return join_where_it_pays(staged, limits.limit_bytes, JOINED_FROM)
-
     def of_whole(decisions: StageDecisions) -> Estimate:
         ((_, sharding),) = decisions
         at_short = simulated(stage, graphs.costs[0], sharding)
@@ -207,7 +201,8 @@ def estimate(
         least_s = WORTHWHILE * apart.step_time_s
         if _at_whole(_once_s(at_short), map(_once_s, at_shorter), more) < least_s:
             return apart
-        joined = _extended(joined_early(at_short), [joined_early(each) for each in at_shorter], more)
+        at_short, *at_shorter = (join_where_it_pays(each, limits.limit_bytes) for each in (at_short, *at_shorter))
+        joined = _extended(at_short, at_shorter, more)
         joined = dataclasses.replace(joined, least_s=all_least_s)
         # As `join_where_it_pays` decides for the whole step.
         pays = joined.step_time_s + least_s <= apart.step_time_s
@@ -276,7 +271,7 @@ def _once_s(staged: StagedStep) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Shorter:
-    """A stage with `SHORTER` layers of a run: the whole step has `more` times the difference to the short one beyond
+    """A stage with two layers of a run fewer: the whole step has `more` times the difference to the short one beyond
     that. `paired_ops`: of neighbours that are alike in the short stage, and decided alike.
     """
 
@@ -301,13 +296,12 @@ def _shorter_stages(
     assignment = assign_layers(stage.graph, in_stage)
     equal = runs_of_layers(stage.graph, assignment, len(layers))
     shorter: list[_Shorter] = []
-    left_out = SHORT - SHORTER
     for run, num_layers in runs.items():
         # The ends of a run may differ in the stage, where layers recompute what they read of others.
         alike = max((tuple(layer for layer in run if layer in same) for same in equal), key=len)
-        if len(alike) < left_out + 2:  # what is left out lies between two that stay
+        if len(alike) < 4:  # what is left out lies between two that stay
             return None
-        dropped = drop_layers(stage.graph, assignment, len(layers), {alike: len(alike) - left_out})
+        dropped = drop_layers(stage.graph, assignment, len(layers), {alike: len(alike) - 2})
         if dropped is None:
             return None
         neighbours = (zip(dropped.members[a], dropped.members[b], strict=True) for a, b in itertools.pairwise(alike))

@@ -22,7 +22,7 @@ from autopar import solver
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.roofline import is_fusible
 from autopar.intra_op.choice_graph import ChoiceGraph, Layouts, Reshard
-from autopar.intra_op.masks import SECONDS, Masks
+from autopar.intra_op.masks import GivenUp, Masks
 from autopar.intra_op.symmetry import fold, joined
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.layout import Layout
@@ -236,7 +236,7 @@ def price_constraints(ilp: Ilp, pinned: Mapping[int, np.ndarray], masks: Masks, 
     """In place of step (5), to relax it: each dropped constraint has a price, and the seconds of the plan, at most
     `most_s`, break ties. Pins are kept.
     """
-    seconds = SECONDS / most_s
+    seconds = GivenUp.SECONDS.price / most_s
     node_cost: list[np.ndarray] = []
     for node, cost in enumerate(ilp.node_cost):
         price = masks.price_of_node(node) if node not in pinned else None

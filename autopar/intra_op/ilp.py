@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +14,6 @@ from autopar.attention.checks import check_heads, check_rings
 from autopar.cost.cost_model import CostModel
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.choice_graph import ChoiceGraph
-from autopar.intra_op.closed_pins import made_as_pinned, without_axes
 from autopar.intra_op.formulation import (
     charge_batch,
     charge_microbatching,
@@ -28,7 +27,7 @@ from autopar.intra_op.formulation import (
 from autopar.intra_op.masks import Masks
 from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure, discount_overlap, slacks_s
-from autopar.ir.graph import Op, OpGraph
+from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.lowering.lower import Relaxation, ShardingPlan, SolverReport
 from autopar.passes.fold_step import ONE_EACH, Weights
@@ -36,6 +35,7 @@ from autopar.passes.saved_arrays import offloaded_on, saved_arrays
 from autopar.plan.options import NEARLY_EQUAL
 from autopar.sharding.constraints import Constraints
 from autopar.sharding.pins import PinnedLayout
+from autopar.sharding.strategies import Strategy
 
 # Rounds of the solver: a time limit would make plans depend on the load of the machine. For whole steps on one mesh, 8
 # to 128 rounds prove the same optima (58 programs of 18 steps); for layers and stages, more than 16 rounds find
@@ -274,3 +274,80 @@ def pinned_nodes(
         elif not pin.is_wish:
             raise pin.impossible("another pin constrains an operation that is decided together with it")
     return made_as_pinned(choices, pins, allowed)
+
+
+# Programs of which all layouts are pinned: what their operations do, as a partitioner has them do it.
+#
+# An operation makes its result as it is pinned, or sums of which the pinned result is made by a reduction. It keeps
+# what all of its operands split of a factor that it sums over. Mesh axes without a pin split nothing.
+
+Allowed = dict[int, np.ndarray]
+
+
+def without_axes(choices: ChoiceGraph, idle: frozenset[int]) -> Allowed:
+    """For each node, the strategies that split nothing over the `idle` mesh axes; nothing where there are none."""
+
+    def spares(layouts: Sequence[Layout]) -> bool:
+        return not any(idle & {*layout.sharded_axes, *layout.partial} for layout in layouts)
+
+    allowed: Allowed = {}
+    for number, node in enumerate(choices.nodes if idle else ()):
+        good = np.ones(node.size, bool)
+        if node.layouts:
+            good &= [spares([layout]) for layout in node.layouts]
+        for _, strategies in node.members:
+            good &= [spares((*s.operands, *s.results)) and not idle & {*s.combined, *s.ring} for s in strategies]
+        allowed[number] = good
+    return allowed
+
+
+def made_as_pinned(choices: ChoiceGraph, pins: Mapping[int, PinnedLayout], allowed: Allowed) -> Allowed:
+    """For each node, of the strategies that are `allowed`, those under which values that are pinned `as_made` are made
+    so; all of them where there would be none.
+    """
+    closed = {value: pin for value, pin in pins.items() if pin.as_made}
+    if not closed:
+        return allowed
+    found = dict(allowed)
+
+    def require(node: int, good: Sequence[bool]) -> None:
+        together = found[node] & good if node in found else np.array(good, bool)
+        if together.any():
+            found[node] = together
+
+    for value, pin in closed.items():
+        if (raw := choices.unreduced.get(value)) is not None:
+            require(raw.node, [pin.is_made_by(layout) for layout in raw.layouts])
+    for number, node in enumerate(choices.nodes):
+        for op, strategies in node.members:
+            kept = list(_summed(op, pins))
+            require(number, [_reads_as_pinned(strategy, kept) for strategy in strategies])
+    return found
+
+
+def _summed(op: Op, pins: Mapping[int, PinnedLayout]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(operand, dimension, mesh axes) of each factor that an operation sums over, where all operands that have it are
+    pinned to the same axes.
+    """
+    if op.rule is None:
+        return
+    places: dict[int, list[tuple[int, int]]] = {}
+    for i, dims in enumerate(op.rule.operands):
+        for d, factors in enumerate(dims):
+            if len(factors) == 1 and op.rule.factors[factors[0]].kind in (FactorKind.SUM, FactorKind.EXTREMUM):
+                places.setdefault(factors[0], []).append((i, d))
+    for at in places.values():
+        wanted = {_axes(op, pins, i, d) for i, d in at}
+        axes = wanted.pop()
+        if axes and not wanted:
+            yield from ((i, d, axes) for i, d in at)
+
+
+def _axes(op: Op, pins: Mapping[int, PinnedLayout], operand: int, dim: int) -> tuple[int, ...] | None:
+    atom = op.inputs[operand]
+    pin = pins.get(atom) if isinstance(atom, int) else None
+    return None if pin is None else pin.dims[dim]
+
+
+def _reads_as_pinned(strategy: Strategy, kept: Sequence[tuple[int, int, tuple[int, ...]]]) -> bool:
+    return all(strategy.operands[i].dims[d] == axes for i, d, axes in kept)

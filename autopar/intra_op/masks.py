@@ -9,6 +9,7 @@ requirements as possible, and their values stay whole. Before that, it permits f
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,10 +21,23 @@ from autopar.kernels.operation import NAME as KERNEL
 from autopar.lowering.lower import Relaxation
 from autopar.sharding.constraints import Constraints
 
-# What giving up counts, beside the part of all bytes that it concerns: to compute a value whole, to keep it whole, to
-# keep weights in parts that are gathered over the axis that has them. The plan's time, as a part of the longest that a
-# choice could take, decides between equals, and which ways are opened.
-COMPUTED_WHOLE, KEPT_WHOLE, GATHERED, SECONDS, OPENED = 1.0, 0.5, 10.0, 1e-2, 1e-8
+
+class GivenUp(enum.IntEnum):
+    """What a relaxation gives up, the dearest first: weights kept in parts that are gathered over the axis that has
+    them, a value computed whole, a value kept whole, the plan's time (as a part of the longest that a choice could
+    take), a way that is opened. Later ones decide between what is equal in those before.
+    """
+
+    GATHERED = enum.auto()
+    COMPUTED_WHOLE = enum.auto()
+    KEPT_WHOLE = enum.auto()
+    SECONDS = enum.auto()
+    OPENED = enum.auto()
+
+    @property
+    def price(self) -> float:
+        """Two orders of magnitude between one and the next."""
+        return 100.0**-self
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +175,8 @@ class Masks:
             return None
         price = np.where(mask.allowed, 0.0, np.inf)
         for wish in mask.wishes:
-            penalty = (KEPT_WHOLE if wish.is_kept else COMPUTED_WHOLE) + self._part(wish.value)
-            price = price + np.where(wish.granted, 0.0, penalty)
+            what = GivenUp.KEPT_WHOLE if wish.is_kept else GivenUp.COMPUTED_WHOLE
+            price = price + np.where(wish.granted, 0.0, what.price * (1 + self._part(wish.value)))
         return price
 
     def price_of_edge(self, reshard: Reshard) -> np.ndarray | None:
@@ -170,9 +184,10 @@ class Masks:
         allowed = self.pairs(reshard)
         if allowed is None:
             return None
-        price = np.where(allowed, 0.0, OPENED)
+        price = np.where(allowed, 0.0, GivenUp.OPENED.price)
         if self.choices.nodes[reshard.source.node].kind != "transfer":
-            price = price + np.where(self._pairs_of(reshard, self.constraints.gathers_weights), GATHERED, 0.0)
+            gathers = self._pairs_of(reshard, self.constraints.gathers_weights)
+            price = price + np.where(gathers, GivenUp.GATHERED.price, 0.0)
         return price
 
     def _part(self, value: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -102,32 +102,35 @@ def least_bytes(solver_input: SolverInput, graph: OpGraph, values: frozenset[tup
     return total
 
 
-def search_price(
-    attempt: Callable[[float], bool | None], rising: Sequence[float], *, halve_by: float | None = None
-) -> None:
+# Where memory is short: how many prices of a byte are tried, the first one (as a part of the seconds divided by the
+# bytes of what is decided), and the ratio of neighbouring ones.
+MOST_PRICES, FIRST_PRICE, PRICE_RISE = 6, 0.02, 4.0
+
+
+def search_price(attempt: Callable[[float], bool | None], seconds_per_byte: float, *, goes_on: bool = False) -> None:
     """Searches for a price of a byte under which the memory suffices (the Lagrangian relaxation of formula (4)).
 
     Args:
         attempt: Plans under a price, and returns whether the plan fits; None ends the search.
-        rising: The prices until a plan fits. The search makes at most as many attempts.
-        halve_by: The ratio of neighbouring prices, for a search that goes on when a plan fits: the interval between the
-            highest price that was too low and the lowest that fits is halved on a logarithmic scale. None ends the
-            search at the first plan that fits.
+        seconds_per_byte: Of what is decided; the prices are parts and multiples of it, rising until a plan fits.
+        goes_on: Whether the search goes on when a plan fits: the interval between the highest price that was too low
+            and the lowest that fits is then halved on a logarithmic scale.
     """
-    too_low, fits_at = 0.0, None
-    for next_rise in rising:
-        s_per_byte = next_rise
-        if fits_at is not None and halve_by is not None:
-            s_per_byte = (fits_at * max(too_low, fits_at / halve_by)) ** 0.5
-            if s_per_byte > 0.8 * fits_at:
-                return
+    too_low, fits_at, s_per_byte = 0.0, None, FIRST_PRICE * seconds_per_byte
+    for _ in range(MOST_PRICES):
         fits = attempt(s_per_byte)
-        if fits is None or (fits and halve_by is None):
+        if fits is None or (fits and not goes_on):
             return
         if fits:
             fits_at = s_per_byte
         else:
             too_low = s_per_byte
+        if fits_at is None:
+            s_per_byte *= PRICE_RISE
+        else:
+            s_per_byte = (fits_at * max(too_low, fits_at / PRICE_RISE)) ** 0.5
+            if s_per_byte > 0.8 * fits_at:
+                return
 
 
 def _copied_share(choices: ChoiceGraph, reshard: Reshard) -> np.ndarray:

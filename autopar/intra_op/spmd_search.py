@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.cost.cost_model import EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION, CostModel, NodeCosts
+from autopar.cost.cost_model import EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.intra_op.build_choice_graph import tables_of
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
 from autopar.intra_op.memory_prices import MemoryPrices, search_price
@@ -38,16 +37,8 @@ from autopar.plan.options import Effort
 from autopar.sharding.pins import PinsOnMesh
 from autopar.solver import Solution, Status
 
-# Where memory is short: how many prices of a byte are tried, the first one (as a part of the step's time divided by the
-# peak), and by how much it rises until a plan fits. The first is low: where compute decides the time, bytes are cheap.
-MEMORY_ROUNDS, FIRST_PRICE, PRICE_RISE = 14, 1e-4, 5.0
 IMPOSSIBLE = "impossible"  # what is said of a mesh on which constraints leave nothing
 LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
-# Of the time by which the busiest stream of a step of three or four layers waits for the other, what is left at least
-# in the whole step, which has more to do meanwhile: 0.77 or more in GPT of 12 layers on 8 H100, eleven programs.
-LASTING_WAIT = 0.5
-# What may count of a send that computing can hide: how much of it does depends on what else is sent.
-EXPOSED_FRACTIONS = (EXPOSED_FRACTION, LEAST_EXPOSED_FRACTION)
 
 
 def search_mesh(
@@ -62,7 +53,7 @@ def search_mesh(
 
     The ILP is solved without memory first. Its objective adds up computation and communication, an upper bound of the
     time with overlap by which plans are compared. On platforms with overlap, and without a recipe, the ILP is re-solved
-    with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTIONS`), and the search continues
+    with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTION`), and the search continues
     from the fastest plan. Where the exact peak of that plan is over the limit, bytes get a price
     (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
@@ -168,18 +159,14 @@ class _MeshSearch:
     def left_s(self) -> float:
         return max(self.until_s - time.perf_counter(), 1.0)
 
-    def least_s(self, solution: Solution, slow_s: float) -> tuple[float, bool]:
+    def least_s(self, solution: Solution) -> tuple[float, bool]:
         """(seconds that a solution takes at least, whether it sends anything), of a folded program: how long the busier
-        stream has work; where that is less than `slow_s`, with what it waits for the other in a step of as few layers,
-        of which the whole one keeps `LASTING_WAIT`.
+        stream has work.
         """
         assert self.step is not None, "of a whole program the time itself costs as little"
-        model, costs, sharding = self.intra_op.model, self.intra_op.costs, self.intra_op.decode(solution)
-        ran = timed_sharding(self.step.graph, model, sharding, costs).ran
-        if ran.busy_s >= slow_s or not model.overlap.kinds:
-            return ran.busy_s, ran.send_s > 0
-        shallow = timed_sharding(self.step.shallow_graph, model, sharding, costs).ran
-        return ran.busy_s + LASTING_WAIT * (shallow.end_s - shallow.busy_s), ran.send_s > 0
+        sharding = self.intra_op.decode(solution)
+        ran = timed_sharding(self.step.graph, self.intra_op.model, sharding, self.intra_op.costs).ran
+        return ran.busy_s, ran.send_s > 0
 
     def fastest(self, slow_s: float) -> tuple[TimedSharding, Exposure] | float:
         """The fastest solution on the clock, with what counted of a send that can hide; or, where none can take less
@@ -206,7 +193,7 @@ class _MeshSearch:
             return ((0.0, solution, exposure) for solution, exposure in self.solutions())
         found: list[tuple[float, Solution, Exposure]] = []
         for solution, exposure in self.solutions():
-            at_least_s, sends = self.least_s(solution, slow_s)
+            at_least_s, sends = self.least_s(solution)
             found.append((at_least_s, solution, exposure))
             if not sends:
                 break
@@ -238,10 +225,9 @@ class _MeshSearch:
 
     def exposures(self) -> Iterator[Exposure]:
         """Of what is sent before a loop it depends on all else that is whether it hides: both are tried."""
-        for fraction in EXPOSED_FRACTIONS:
-            yield Exposure(fraction)
-            if self.intra_op.sends_before_loops:
-                yield Exposure(fraction, before_loops=False)
+        yield Exposure(EXPOSED_FRACTION)
+        if self.intra_op.sends_before_loops:
+            yield Exposure(EXPOSED_FRACTION, before_loops=False)
 
     def timed(self, solution: Solution) -> TimedSharding:
         """A solution on the clock, on the whole step."""
@@ -319,9 +305,7 @@ class _MeshSearch:
                 priced |= over_limit_values(over_time, compiler, limit_bytes)
             return fits
 
-        first_s = best.step_time_s / best.peak_bytes * FIRST_PRICE
-        rising = list(itertools.accumulate([first_s, *[PRICE_RISE] * (MEMORY_ROUNDS - 1)], operator.mul))
-        search_price(attempt, rising, halve_by=PRICE_RISE)
+        search_price(attempt, best.step_time_s / best.peak_bytes, goes_on=True)
         return smallest
 
 

@@ -1,5 +1,5 @@
-"""Folding of repeated layers: of each run of equal layers, the first and the last stay, and one or two between them if
-asked for.
+"""Folding of repeated layers: of each run of equal layers, the first and the last stay, and one between them if asked
+for.
 
 The decisions for one of forty equal layers serve all of them, so the search needs no others. The layers that stay count
 for the whole run.
@@ -111,16 +111,15 @@ class FoldedGraph:
 
     `layer_of[op.id]` of the operations that stay (None as in `LayerAssignment`, but only where several layers read what
     is made); `stands_for[l]` is the layer that layer l is like, itself where it stays; `weight[l]` how many layers one
-    that stays counts for, and `op_weight[op.id]` an operation of it; `home_of[i]` the layer of the i-th input;
-    `paired_ops` the operations of each layer of a run that stays with those of the next one that is decided like it;
-    `members[l]` the operations of layer l of the whole graph, in an order in which those of equal layers correspond.
+    that stays counts for; `home_of[i]` the layer of the i-th input; `paired_ops` the operations of each layer of a run
+    that stays with those of the next one that is decided like it; `members[l]` the operations of layer l of the whole
+    graph, in an order in which those of equal layers correspond.
     """
 
     graph: OpGraph
     layer_of: dict[int, int | None]
     stands_for: tuple[int, ...]
     weight: dict[int, float]
-    op_weight: dict[int, float]
     home_of: tuple[int, ...]
     paired_ops: tuple[tuple[Op, Op], ...]
     members: Mapping[int, Sequence[Op]] = dataclasses.field(repr=False, compare=False)
@@ -130,30 +129,28 @@ class FoldedGraph:
         """Which values may stay partial sums, on whatever mesh."""
         return find_partials(self.graph)
 
+    def weight_of(self, op: Op) -> float:
+        """For how many operations of the whole graph one of the smaller graph counts."""
+        layer = self.layer_of[op.id]
+        return 1.0 if layer is None else self.weight[layer]
+
     def copies(self) -> dict[int, float]:
         """For each value of the smaller graph, for how many of the whole one it counts, where that is not one."""
         counts = {v: self.weight.get(home, 1.0) for v, home in zip(self.graph.block.inputs, self.home_of, strict=True)}
         for op in self.graph.block.ops:
-            counts.update(dict.fromkeys(op.outputs, self.op_weight.get(op.id, 1.0)))
+            counts.update(dict.fromkeys(op.outputs, self.weight_of(op)))
         return {v: n for v, n in counts.items() if n != 1.0}
 
 
 def fold_layers(
-    graph: OpGraph,
-    assignment: LayerAssignment,
-    num_layers: int,
-    *,
-    ends_apart: bool = False,
-    ends_free_up_to: int = 0,
+    graph: OpGraph, assignment: LayerAssignment, num_layers: int, *, ends_apart: bool = False
 ) -> FoldedGraph:
     """Drops the inner layers of every run of three or more equal ones.
 
-    The first and last layer of a run stay. Each is weighted by half of the run's length. With `ends_apart` they
-    count for themselves, and the
-    second one stays for all between: then what is sent between neighbours counts as often as the whole graph sends it,
-    from the layer in front of the run to its first, within the run, and from its last to the layer behind. Of layers of
-    at most `ends_free_up_to` operations two stay for all between: these are decided alike, and the first and the last
-    layer of the run on their own.
+    The first and last layer of a run stay. Each is weighted by half of the run's length. With `ends_apart` they count
+    for themselves, and the second one stays for all between: then what is sent between neighbours counts as often as
+    the whole graph sends it, from the layer in front of the run to its first, within the run, and from its last to the
+    layer behind.
 
     Readers of a dropped layer read its counterpart in a layer that stays: later operations that of the layer that ran
     first, so that every value is computed before it is read. A run without such counterparts (a layer reads a value of
@@ -162,14 +159,7 @@ def fold_layers(
     members = members_of(graph, assignment)
     kinds = layer_kinds(graph, members, num_layers)
     equal = [list(run) for _, run in itertools.groupby(range(num_layers), key=lambda layer: kinds[layer])]
-    runs = [
-        _Run(
-            layers=tuple(run),
-            ends_apart=ends_apart,
-            ends_free=ends_apart and len(run) > 4 and len(members[run[0]]) <= ends_free_up_to,
-        )
-        for run in equal
-    ]
+    runs = [_Run(layers=tuple(run), ends_apart=ends_apart) for run in equal]
     runs = [run for run in runs if len(run.staying) < len(run.layers)]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     while True:
@@ -192,7 +182,7 @@ def drop_layers(
     count for themselves. None where a run cannot be made shorter.
     """
     members = members_of(graph, assignment)
-    shorter = [_Run(layers=layers, ends_apart=True, ends_free=False, stay=stay) for layers, stay in runs.items()]
+    shorter = [_Run(layers=layers, ends_apart=True, stay=stay) for layers, stay in runs.items()]
     layer_of = dict(zip((op.id for op in graph.block.ops), assignment.layer_of, strict=True))
     folded = _drop_inner_layers(shorter, graph, assignment, layer_of, members, num_layers)
     return folded if isinstance(folded, FoldedGraph) else None
@@ -200,13 +190,12 @@ def drop_layers(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Neighbouring layers of equal structure. `ends_apart` as in `fold_layers`; `ends_free`: the first and the last are
-    decided on their own; `stay`: how many stay, each for itself (0: those that stand for the run).
+    """Neighbouring layers of equal structure. `ends_apart` as in `fold_layers`; `stay`: how many stay, each for itself
+    (0: those that stand for the run).
     """
 
     layers: tuple[int, ...]
     ends_apart: bool
-    ends_free: bool
     stay: int = 0
 
     @property
@@ -215,42 +204,20 @@ class _Run:
         first, last = self.layers[0], self.layers[-1]
         if self.stay:
             return (*self.layers[: self.stay - 1], last)
-        if self.ends_free:
-            return first, first + 1, last - 1, last
         return tuple(sorted({first, first + 1, last} if self.ends_apart and last > first else {first, last}))
-
-    @property
-    def alike(self) -> tuple[int, ...]:
-        """The layers that stay and are decided alike."""
-        return self.staying[1:-1] if self.ends_free else self.staying
 
     @property
     def stand_ins(self) -> tuple[int, int]:
         """The two layers that stand for those that are dropped: for readers behind them, and in front of them."""
-        return self.alike[-2], self.alike[-1]
+        return self.staying[-2], self.staying[-1]
 
     def weights(self) -> dict[int, float]:
         if self.stay:
             return dict.fromkeys(self.staying, 1.0)
-        if self.ends_free:
-            first, one, other, last = self.staying
-            return {first: 1.0, last: 1.0} | dict.fromkeys((one, other), (len(self.layers) - 2) / 2)
         if self.ends_apart:
             first, inner, last = self.staying
             return {first: 1.0, inner: float(len(self.layers) - 2), last: 1.0}
         return dict.fromkeys(self.staying, len(self.layers) / 2)
-
-    def inner_weights(self, members: Mapping[int, Sequence[Op]], position: Mapping[int, int]) -> dict[int, float]:
-        """With free ends, how many operations one of the two inner layers counts for. `position[op.id]`: in the graph.
-
-        Of two that are like one another the one that runs later reads what the layer before it made (in a backward
-        pass, the layer behind it), as all but the first of the inner layers do. The other reads from an end of the run.
-        """
-        weights: dict[int, float] = {}
-        for pair in zip(*(members[layer] for layer in self.alike), strict=True):
-            earlier, later = sorted((op.id for op in pair), key=position.__getitem__)
-            weights |= {earlier: 1.0, later: float(len(self.layers) - 3)}
-        return weights
 
     def stands_for(self) -> dict[int, int]:
         if self.ends_apart:
@@ -277,14 +244,10 @@ def _drop_inner_layers(
     layer_of = {**layer_of, **alone}
     weight = {layer: 1.0 for layer in range(num_layers) if layer not in dropped}
     stands_for = {layer: layer for layer in range(num_layers)}
-    position = {op.id: place for place, op in enumerate(graph.block.ops)}
     for run in runs:
         weight |= run.weights()
         stands_for |= run.stands_for()
     op_weight = {op.id: weight[its] for op in kept if (its := layer_of[op.id]) is not None}
-    for run in runs:
-        if run.ends_free:
-            op_weight |= run.inner_weights(members, position)
     counted = tuple(_with_count(op, n) if (n := op_weight.get(op.id, 1.0)) != 1.0 else op for op in kept)
     used = {v for op in counted for v in read_by(op)}
     inputs = [i for i, v in enumerate(graph.block.inputs) if assignment.homes[i] not in dropped or v in used]
@@ -294,13 +257,12 @@ def _drop_inner_layers(
         paired_ops=tuple(
             (stays[a.id], stays[b.id])
             for run in runs
-            for one, other in itertools.pairwise(run.alike)
+            for one, other in itertools.pairwise(run.staying)
             for a, b in zip(members[one], members[other], strict=True)
         ),
         layer_of={op.id: layer_of[op.id] for op in counted},
         stands_for=tuple(stands_for[layer] for layer in range(num_layers)),
         weight=weight,
-        op_weight=op_weight,
         home_of=tuple(assignment.homes[i] for i in inputs),
         members=members,
     )

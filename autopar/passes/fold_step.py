@@ -19,10 +19,6 @@ from autopar.passes.layers import find_layers
 from autopar.sharding.partial_sums import Partials, find_partials, same_partials
 from autopar.sharding.semantics import annotate_semantics
 
-# Up to so many operations a layer is thin: what is sent at the ends of a run weighs against its arithmetic, so that the
-# ends are decided on their own, and one layer more to decide costs little.
-THIN_LAYER_OPS = 24
-
 _SECTION = {Role.FORWARD: Section.FORWARD, Role.BACKWARD: Section.BACKWARD, Role.UPDATE: Section.AFTER}
 
 
@@ -54,24 +50,6 @@ class FoldedStep:
     value_of: Mapping[int, int]
     weights: Weights
 
-    @lazy
-    def shallow_graph(self) -> OpGraph:
-        """The folded graph as a step of its own, of so few layers: each operation counts for itself alone. Operations
-        that do so in the folded graph are the same objects.
-        """
-        weight_of = self.weights.of_op
-
-        def once(block: Block) -> Block:
-            ops = (
-                replaced(op, count=op.count / weight_of.get(op.id, 1.0), blocks=tuple(map(once, op.blocks)))
-                if op.blocks or op.id in weight_of
-                else op
-                for op in block.ops
-            )
-            return dataclasses.replace(block, ops=tuple(ops))
-
-        return dataclasses.replace(self.graph, block=once(self.graph.block))
-
 
 def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None:
     """The step with its repeated layers taken out; None where nothing is repeated, or where an operation or value would
@@ -85,7 +63,7 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     cut = _with_sections(graph, lambda op: Section.BEFORE if op.id in before else sections[op.role])
     layers = find_layers(cut, flops)
     assignment = assign_layers(cut, layers)
-    folded = fold_layers(cut, assignment, len(layers), ends_apart=True, ends_free_up_to=THIN_LAYER_OPS)
+    folded = fold_layers(cut, assignment, len(layers), ends_apart=True)
     if len(folded.graph.block.ops) == len(graph.block.ops):
         return None
     whole = _with_sections(folded.graph, lambda op: Section.WHOLE)
@@ -102,7 +80,7 @@ def fold_step(graph: OpGraph, flops: Callable[[Op], float]) -> FoldedStep | None
     weight_of = {
         inner.id: weight
         for op in whole.block.ops
-        if (weight := folded.op_weight.get(op.id, 1.0)) != 1.0
+        if (weight := folded.weight_of(op)) != 1.0
         for inner in _with_inner(op)
     }
     return FoldedStep(

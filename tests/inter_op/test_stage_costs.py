@@ -15,13 +15,13 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import decide_stages, mesh_options, stage_problems
 from autopar.inter_op.build_stages import build, cut_layers
-from autopar.inter_op.fit_stages import LEANER, BuildLimits
+from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.layer_decisions import layer_decisions
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import PricedOption, layer_policies, stage_options, undominated
 from autopar.inter_op.stage_problems import DecidedOptions, tables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
-from autopar.intra_op.memory_prices import MemoryPrices, price_memory, saved_values, state_values
+from autopar.intra_op.memory_prices import MOST_PRICES, MemoryPrices, price_memory, saved_values, state_values
 from autopar.ir.graph import UNREDUCED, OpKind, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.assign_layers import assign_layers
@@ -263,7 +263,7 @@ def test_the_least_bytes_of_state_are_those_that_the_constraints_leave(zero, par
 
 @pytest.mark.parametrize(
     ("zero", "to_beat_s", "solved"),
-    [(0, math.inf, 1), (3, 0.0, 1), (3, math.inf, 1 + LEANER)],
+    [(0, math.inf, 1), (3, 0.0, 1), (3, math.inf, 1 + MOST_PRICES)],
     ids=["the state alone is too large", "it takes too long", "it may come to fit"],
 )
 def test_what_cannot_fit_or_win_is_not_decided_again(monkeypatch, zero, to_beat_s, solved):

@@ -19,7 +19,6 @@ from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.truncated_model import (
     ESTIMATE_ERROR,
     SHORT,
-    WHOLE_UP_TO,
     Estimate,
     _extended,
     estimate,
@@ -114,7 +113,7 @@ def test_no_decisions_take_less_than_what_others_compute(step, policy):
 
 def test_that_holds_where_another_mesh_splits_what_one_cannot():
     """Four examples with four heads: one axis of eight devices splits neither, two axes do both."""
-    step = of_case("gpt", 2, layers=WHOLE_UP_TO + 1, width=256, heads=4, vocabulary=1000, length=1020, batch=8)
+    step = of_case("gpt", 2, layers=2 * SHORT + 1, width=256, heads=4, vocabulary=1000, length=1020, batch=8)
     short = short_step(step, ON, 1000.0)
     meshes = LogicalMesh(axis_sizes=(8,)), GRID
     estimates = [estimate(short, one_stage(step, "nothing", mesh), ON, limits()) for mesh in meshes]
@@ -132,7 +131,7 @@ def test_a_short_step_has_six_layers_of_a_run_and_what_is_beside_it(step):
 
 
 def test_few_layers_are_built_as_they_are():
-    assert short_step(cut(WHOLE_UP_TO, 4), ON) is None
+    assert short_step(cut(2 * SHORT, 4), ON) is None
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -163,14 +162,14 @@ def of_case(name, num_microbatches, **sizes):
 
 def test_layers_of_which_the_first_recomputes_more_than_the_others():
     """What all layers of a Llama read is made again in the backward pass of the first."""
-    step, on = of_case("llama", 2, layers=WHOLE_UP_TO + 2), Cluster.preset("tpu-v5e", topology="2x4")
+    step, on = of_case("llama", 2, layers=2 * SHORT + 2), Cluster.preset("tpu-v5e", topology="2x4")
     choice = one_stage(step, "input")
     found = estimate(short_step(step, on, 1000.0), choice, on, limits())
     assert found.step_time_s == pytest.approx(build(step, choice, on, limits()).step_time_s, rel=1e-3)
 
 
 def test_what_is_built_a_little_larger_than_estimated_is_made_leaner():
-    step, on = of_case("llama", 2, layers=WHOLE_UP_TO + 2), Cluster.preset("dgx-h100")
+    step, on = of_case("llama", 2, layers=2 * SHORT + 2), Cluster.preset("dgx-h100")
     choice = one_stage(step, "input", LogicalMesh(axis_sizes=(8,)))
     estimated = estimate(short_step(step, on, 1000.0), choice, on, limits()).peak_bytes[0]
     built = build(step, choice, on, limits()).peak_bytes[0]

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost.roofline import flops_of
 from autopar.frontend.tracing import trace
-from autopar.ir.graph import OpKind, Section, read_by
+from autopar.ir.graph import OpKind, read_by
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers, layer_kinds, members_of
@@ -73,33 +73,6 @@ def test_a_chain_whose_ends_stand_apart():
     assert smaller.weight == {0: 1.0, 1: 1.0, 2: 2.0, 4: 1.0, 5: 1.0}
     assert flops(smaller.graph) == flops(graph)
     assert_is_a_graph(smaller.graph)
-
-
-def test_a_chain_whose_ends_are_free():
-    """Layers 1 to 6 are equal: 1 and 6 are decided on their own, 2 and 5 alike, for 3 and 4 too.
-
-    What 5 reads of the layer before it counts for 3, 4 and 5, and what 2 reads of the gradient behind it for 2, 3 and
-    4; 2 reads once from 1, and 5 once from 6.
-    """
-    graph = chain(8)
-    layers = find_layers(graph, flops_of)
-    assignment = assign_layers(graph, layers)
-    smaller = fold_layers(graph, assignment, len(layers), ends_apart=True, ends_free_up_to=99)
-    assert smaller.stands_for == (0, 1, 2, 2, 2, 5, 6, 7)
-    assert smaller.weight == {0: 1.0, 1: 1.0, 2: 2.0, 5: 2.0, 6: 1.0, 7: 1.0}
-    assert {(smaller.layer_of[a.id], smaller.layer_of[b.id]) for a, b in smaller.paired_ops} == {(2, 5)}
-    products = [op for op in smaller.graph.block.ops if op.primitive == "dot_general"]
-    counts = [
-        [(layer, op.count / graph.num_microbatches) for op in products if op.section is section
-         and (layer := smaller.layer_of[op.id]) in (1, 2, 5, 6)]
-        for section in (Section.FORWARD, Section.BACKWARD)
-    ]  # fmt: skip
-    assert counts[0] == [(1, 1.0), (2, 1.0), (5, 3.0), (6, 1.0)]
-    assert set(counts[1]) == {(6, 1.0), (5, 1.0), (2, 3.0), (1, 1.0)}
-    assert flops(smaller.graph) == flops(graph)
-    assert_is_a_graph(smaller.graph)
-    whole = fold_layers(graph, assignment, len(layers), ends_apart=True, ends_free_up_to=3)
-    assert whole.stands_for == (0, 1, 2, 2, 2, 2, 6, 7)  # these layers are not as thin as that
 
 
 @pytest.mark.parametrize("num_layers", [2, 3, 4])
