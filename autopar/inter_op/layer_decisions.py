@@ -14,6 +14,7 @@ from autopar.intra_op.memory_prices import (
     FIRST_PRICE,
     MemoryPrices,
     held_values,
+    priced_values,
     saved_values,
     search_price,
     state_values,
@@ -81,12 +82,13 @@ class LayerDecider:
         # The layers that stay of a run stand for equal ones: what is best for one of them is so for the other.
         tables = SharedTables(folded.graph, model, folded.partials)
         self.intra_op = IntraOp(folded.graph, model, paired_ops=folded.paired_ops, tables=tables)
-        state, copies = state_values(folded.graph), folded.copies()
+        state, copies = priced_values(folded.graph), folded.copies()
         saved = saved_values(folded.graph, self.intra_op.saved_in_host)
         self.state_prices = MemoryPrices(s_per_byte=lowest_price(model), values=state, copies=copies)
         self.saved_prices = dataclasses.replace(self.state_prices, values=saved)
         several = copies | {v: copies.get(v, 1.0) * in_flight for v, _ in saved}
         self.both_prices = dataclasses.replace(self.state_prices, values=state | saved, copies=several)
+        self.tie_prices = dataclasses.replace(self.state_prices, values=state_values(folded.graph))
         self.home_prices = dataclasses.replace(self.state_prices, values=held_values(folded.graph))
         self.decided_by_choice: dict[tuple[int, ...], Decided] = {}
         self.terms = ObjectiveWeights(s_per_byte=lowest_price(model), exposed_fraction=model.exposed_fraction)
@@ -100,6 +102,8 @@ class LayerDecider:
     def decide(self, terms: ObjectiveWeights) -> Sequence[int] | None:
         """The choice under these terms, which is added to those found."""
         prices = self.both_prices if terms.in_flight else self.state_prices
+        if terms == self.terms:  # memory is not short
+            prices = self.tie_prices
         solution = self.intra_op.solve(
             time_limit_s=self.time_limit_s,
             prices=dataclasses.replace(prices, s_per_byte=terms.s_per_byte),

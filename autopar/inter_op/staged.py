@@ -17,11 +17,12 @@ from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware.cluster import Cluster, memory_share
+from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
-from autopar.intra_op.memory_prices import MemoryPrices, saved_values, state_values
+from autopar.intra_op.memory_prices import MemoryPrices, priced_values, saved_values, state_values
 from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.layout import Layout
@@ -310,9 +311,10 @@ def stage_problem(
 def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) -> ShardingPlan:
     """The decisions of one stage under the weights. Raises: SolverError."""
     saved = saved_values(problem.graph, problem.saved_in_host) if terms.in_flight else frozenset()
+    is_short = terms.s_per_byte > lowest_price(problem.model)
     prices = MemoryPrices(
         s_per_byte=terms.s_per_byte,
-        values=state_values(problem.graph) | saved,
+        values=saved | (priced_values if is_short else state_values)(problem.graph),
         copies=dict.fromkeys((v for v, _ in saved), float(terms.in_flight)),
     )
     solution = problem.solve(

@@ -10,7 +10,7 @@ import numpy as np
 from autopar import solver
 from autopar.intra_op.choice_graph import ChoiceGraph, LayoutSite, Reshard
 from autopar.intra_op.formulation import SolverInput, shards
-from autopar.ir.graph import ALL, REDUCED, UNREDUCED, OpGraph, OpKind, Section, read_by
+from autopar.ir.graph import ALL, REDUCED, UNREDUCED, OpGraph, OpKind, Role, Section, read_by
 from autopar.passes.saved_arrays import waiting_in_host
 
 
@@ -40,6 +40,18 @@ def state_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
     return frozenset((v, state) for v in values for state in (UNREDUCED, ALL))
 
 
+def priced_values(graph: OpGraph) -> frozenset[tuple[int, str]]:
+    """The values that memory is priced for where it is short: what may occupy it through the whole step, and what loops
+    read or make turn by turn, such as the parameters and the gradients of scanned layers. All of that is there as long
+    as the loop runs, in whichever copies it reads.
+    """
+    loops = [op for op in graph.block.ops if op.kind is OpKind.SCAN and op.section.repeats]
+    read = {v for op in loops for v in op.inputs[op.num_consts + op.num_carry :] if isinstance(v, int)}
+    stacks = read.union(*(op.outputs[op.num_carry :] for op in loops))
+    states = (UNREDUCED, REDUCED, ALL, *(role.value for role in Role))
+    return state_values(graph) | {(v, state) for v in stacks for state in states}
+
+
 def saved_values(graph: OpGraph, offloaded: frozenset[int] = frozenset()) -> frozenset[tuple[int, str]]:
     """The values that occupy memory of a device from the forward pass of a micro-batch to its backward pass: without
     those that are `offloaded`.
@@ -55,18 +67,20 @@ def saved_values(graph: OpGraph, offloaded: frozenset[int] = frozenset()) -> fro
 def price_memory(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices) -> SolverInput:
     """The problem with the bytes of `prices.values` added to its costs.
 
-    A value at its site costs its bytes under each strategy of the node; a copy costs only where it differs from its
-    source, so its price goes to an edge between the two, behind all other edges.
+    A value at its site costs its bytes under each strategy of the node; a copy, or what a loop reads, costs only where
+    it differs from its source, so its price goes to an edge between the two, behind all other edges.
     """
     choices, problem = solver_input.choices, solver_input.problem
     site_bytes: dict[LayoutSite, float] = {}
     copy_bytes: dict[int, float] = {}
+    read_bytes: dict[int, float] = {}  # of values that loops read with no copy between, by the value
     for value, state in sorted(prices.values):  # sums of floats, in an order that no hash seed changes
         nbytes = graph.values[value].nbytes * prices.copies.get(value, 1.0)
         site = _site(choices, value, state)
         if site is None:
-            continue
-        if state in (UNREDUCED, REDUCED):
+            if state not in (UNREDUCED, REDUCED, ALL):
+                read_bytes[value] = nbytes
+        elif state in (UNREDUCED, REDUCED):
             site_bytes[site] = site_bytes.get(site, 0) + nbytes
         else:
             copy_bytes[site.node] = copy_bytes.get(site.node, 0) + nbytes
@@ -76,8 +90,11 @@ def price_memory(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices
     edges = list(problem.edges)
     for edge, number in zip(problem.edges, solver_input.reshard_of_edge, strict=True):
         reshard = choices.reshards[number]
-        nbytes = copy_bytes.get(reshard.target.node, 0)
-        if nbytes and choices.nodes[reshard.target.node].kind == "copy":
+        kind = choices.nodes[reshard.target.node].kind
+        nbytes = copy_bytes.get(reshard.target.node, 0.0) if kind == "copy" else 0.0
+        if kind == "boundary":
+            nbytes = read_bytes.get(reshard.value, 0.0)
+        if nbytes:
             matrix = prices.s_per_byte * nbytes * _copied_share(choices, reshard)
             edges.append(dataclasses.replace(edge, cost=matrix))
     priced = dataclasses.replace(problem, node_cost=tuple(node_cost), edges=tuple(edges))

@@ -195,3 +195,22 @@ def test_recomputation_that_fits_where_the_tables_say_that_none_does_is_found(re
     ).predicted
     assert max(found.peak_bytes) <= limit_bytes
     assert found.step_time_s <= asked.step_time_s
+
+
+def test_where_memory_is_short_no_stack_of_scanned_layers_is_whole_on_a_device():
+    """Eight matrices of 16 MB: ample memory has them gathered before the loop, and their gradients summed behind it."""
+
+    def train_step(params, x):
+        def loss(params):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0] ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    arguments = jax.ShapeDtypeStruct((8, 2048, 2048), "float32"), jax.ShapeDtypeStruct((256, 2048), "float32")
+    recipe = recipes.cut(recipes.zero(3), num_microbatches=2)
+    matrix_bytes = 2048 * 2048 * 4
+    for limit_bytes in (1 << 30, 7 * matrix_bytes):
+        search = autopar.Search(memory_limit_bytes=limit_bytes)
+        plan = autopar.plan(train_step, *arguments, cluster="dgx-h100", plan=recipe, search=search, cache_dir=None)
+        is_short = limit_bytes < 8 * matrix_bytes
+        assert (max(plan.predicted.peak_bytes) < 8 * matrix_bytes) == is_short
