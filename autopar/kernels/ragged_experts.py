@@ -541,11 +541,39 @@ class _Run:
         return self.here[value]
 
     def rows_there(self, value: int) -> Any:
-        if value not in self.there:
+        if value not in self.there and self.are_experts(value):
+            self.there[value] = self.exchange.expert_numbers().astype(self.experts.dtype)
+        elif value not in self.there and self.sent_before(value, {}) < self.made.nbytes[value]:
+            op = self.reader.maker[value]
+            self.there.update(zip(op.outputs, self.bound(op, True), strict=True))
+        elif value not in self.there:
             dim = self.reader.rows[value].dim
             sent = self.exchange.to_experts(jnp.moveaxis(self.here[value], dim, 0))
             self.there[value] = jnp.moveaxis(sent, 0, dim)
         return self.there[value]
+
+    def are_experts(self, value: int) -> bool:
+        """Whether rows are the numbers of their experts, which devices of experts know."""
+        op = self.reader.maker[value]
+        role = self.region.roles[op.id]
+        if not isinstance(role, Entry) or role.per_token > 1:
+            return False
+        source = role.sources[op.outputs.index(value)]
+        return isinstance(source, int) and self.reader.front(source) == self.made.order.experts
+
+    def sent(self, value: int, found: dict[int, float]) -> float:
+        """The bytes that are sent for rows to be where experts are: of them, or of those that they are computed of."""
+        if value not in found:
+            is_there = value in self.there or self.are_experts(value)
+            found[value] = 0.0 if is_there else min(self.made.nbytes[value], self.sent_before(value, found))
+        return found[value]
+
+    def sent_before(self, value: int, found: dict[int, float]) -> float:
+        op = self.reader.maker[value]
+        if self.region.roles[op.id] is not None or is_grouped_product(op.eqn):
+            return math.inf
+        rows = (a for a in op.inputs if isinstance(a, int) and self.reader.rows_of(a) is not None)
+        return math.fsum(self.sent(self.reader.front(a), found) for a in rows)
 
     def read(self, atom: Atom, there: bool) -> Any:
         """An operand, its rows where they are asked for."""

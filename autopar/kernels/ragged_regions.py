@@ -299,7 +299,15 @@ class RegionReader:
         if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and is_inside:
             self.known[op.outputs[0]] = Known(source=order, table=numbers_of.table[place.table])
             return
+        if self.are_experts(order, source):
+            source = order.experts
         self.enters(order, op, Entry(sources=(source,), per_token=self.per_token(order, op, place, shape[0])))
+
+    def are_experts(self, order: Order, value: int) -> bool:
+        """Whether values are the experts of an order, read once more."""
+        one, other = (self.fresh.values[v] for v in (order.experts, value))
+        same = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return same and _root(self, value, _IN_ORDER) == _root(self, order.experts, _IN_ORDER)
 
     def per_token(self, order: Order, op: Op, place: Known, count: int) -> int:
         """How many choices each of `count` tokens has by the index of tokens that a place has."""

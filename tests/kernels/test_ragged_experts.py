@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import recipes
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -24,7 +25,7 @@ from autopar.kernels.row_exchange import Devices, RowExchange
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
-from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, batch, gated, scattered, state, step
+from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, WIDTH, batch, gated, scattered, state, step
 from tests.small_steps import assert_close, slow_cluster
 
 WAYS = {
@@ -112,6 +113,20 @@ def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
             for made, (first, second), names in zip(whole, parts, function.rule.results, strict=True):
                 joined = np.concatenate([first, second], names.index(name)) if name in names else first + second
                 np.testing.assert_allclose(joined, made, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_rows_of_a_table_of_experts_are_looked_up_where_experts_are():
+    for op in passes(graph_of(step(LAYERS_AS_WRITTEN["biased"]))):
+        function, avals = op.eqn.params["function"], [v.aval for v in op.eqn.invars]
+        of_experts = {i for i, names in enumerate(function.rule.operands) if EXPERT_FACTOR in names}
+        parts = [
+            jax.ShapeDtypeStruct((a.shape[0] // 2, *a.shape[1:]), a.dtype) if i in of_experts or "t" in names else a
+            for i, (a, names) in enumerate(zip(avals, function.rule.operands, strict=True))
+        ]
+        program = jax_compat.open_jaxpr(function.exchanging_program(parts, 2, "cpu"))
+        sent = [e.invars[0].aval for e in jax_compat.equations_in(program) if e.primitive.name == "all_to_all"]
+        rows = {(a.shape[2:], a.dtype.kind) for a in sent if a.ndim == 3}
+        assert rows <= {((WIDTH,), "f"), ((1,), "f")}  # rows and their weights: neither biases nor numbers of experts
 
 
 def test_an_axis_of_experts_splits_tokens_too():

@@ -50,6 +50,7 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
             tunix_models.tunix_qwen3_splash,
             tunix_models.tunix_gemma,
             tunix_models.tunix_gemma3,
+            tunix_models.tunix_gemma4_experts,
         ),
         "flax": (flax_models.nnx_scanned_transformer, flax_models.linen_float8),
         "qwix": (low_precision.qwix_int8,),
