@@ -26,7 +26,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
-from autopar.ir.primitives import LOCALLY_SUMMING, linear_operands
+from autopar.ir.primitives import LOCALLY_SUMMING, SCATTERS, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
@@ -175,6 +175,7 @@ class Dims:
             for f in factors:
                 if self.of(atom)[d] not in are_cut:
                     places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
+        self.whole.update(self.of(atom)[d] for atom, d in numbered_dims(op))
         for f, at in places.items():
             names = [name for name, alone in at if alone]
             kind = rule.factors[f].kind
@@ -246,6 +247,16 @@ class Dims:
         for place in shares:
             self.shares.setdefault(place, set()).add(name)
         return are_sums
+
+
+def numbered_dims(op: Op) -> list[tuple[Atom, int]]:
+    """The dimensions of an operation's arrays in which indices number the places, which a part has not all of."""
+    if op.primitive == "gather":
+        return [(op.inputs[0], d) for d in op.eqn.params["dimension_numbers"].start_index_map]
+    if op.primitive in SCATTERS:
+        dims = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        return [(array, d) for array in (op.inputs[0], op.outputs[0]) for d in dims]
+    return []
 
 
 def pieces_in(op: Op, reader: RegionReader) -> Iterator[tuple[Atom, Atom, int, Pieces]]:

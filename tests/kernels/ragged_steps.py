@@ -87,8 +87,17 @@ def by_choice(x, p, chosen, weights):
     """All first choices before all second ones."""
     flat = chosen.T.reshape(-1)
     order = jnp.argsort(flat)
-    tokens = order % x.shape[0]
+    tokens = jnp.tile(jnp.arange(x.shape[0]), TOP_K)[order]
     out = gated(x[tokens], p, jnp.bincount(flat, length=EXPERTS)) * weights.T.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[tokens].add(out)
+
+
+def numbered(x, p, chosen, weights):
+    """Tokens are numbered by data, from which no order is seen."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    tokens = ((jnp.cumsum(jnp.ones_like(flat)) - 1) // TOP_K)[order]
+    out = gated(x[tokens], p, jnp.bincount(flat, length=EXPERTS)) * weights.reshape(-1)[order][:, None]
     return jnp.zeros_like(x).at[tokens].add(out)
 
 
@@ -125,6 +134,7 @@ def biased(x, p, chosen, weights):
 LAYERS_AS_WRITTEN = {
     "shared": shared,
     "by_choice": by_choice,
+    "numbered": numbered,
     "fused": fused,
     "fused_in_parts": fused_in_parts,
     "biased": biased,
