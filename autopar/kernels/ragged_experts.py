@@ -168,6 +168,7 @@ class Dims:
         rule = self.rule_of(op)
         cuts = [(self.of(a)[d], self.of(b)[d], how) for a, b, d, how in pieces_in(op, self.reader)]
         cuts += self.larger_parts(op, rule)
+        cuts = [cut for cut in cuts if None not in cut]
         self.cuts += cuts
         are_cut = {name for of, piece, _ in cuts for name in (of, piece)}
         places: dict[int, list[tuple[Any, bool]]] = {}

@@ -209,8 +209,8 @@ class RegionReader:
             self.on_rows(order, op, known)
         except NotUnderstood as error:
             self.refused(order, op, error.why)
-            made = (v for v in op.outputs if self.shape(v)[:1] == (order.num_rows,))
-            self.rows.update((v, Rows(order=order, dim=0)) for v in made if v not in self.rows)
+            if op.primitive == "gather" and not self.regions[order.experts].products:  # its products say why
+                self.rows[op.outputs[0]] = Rows(order=order, dim=0)
 
     def sort(self, op: Op, known: Sequence[Known | None]) -> bool:
         """Whether it is a sort by experts, or one that inverts the order of such a sort."""

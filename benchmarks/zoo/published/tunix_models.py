@@ -165,7 +165,10 @@ def tunix_gemma3() -> Case:
 
 
 def tunix_gemma4_experts() -> Case:
-    """With a mixture of experts by ragged products beside the dense layer; gate and up are one matrix."""
+    """With a mixture of experts by ragged products beside the dense layer; gate and up are one matrix.
+
+    What scales the last layer's result has no gradient, for the norm after it undoes it.
+    """
     from tunix.models.gemma4.model import Gemma4, ModelConfig
 
     config = _resized(
@@ -180,7 +183,8 @@ def tunix_gemma4_experts() -> Case:
         param_dtype=jnp.float32,
         dtype=jnp.float32,
     )
-    return trainer_case("tunix_gemma4_experts", lambda rngs: Gemma4(config, rngs=rngs))
+    case = trainer_case("tunix_gemma4_experts", lambda rngs: Gemma4(config, rngs=rngs))
+    return dataclasses.replace(case, zero_gradient=rf"\['layers'\]\[{LAYERS - 1}\]\['skip_scale'\]")
 
 
 def _resized(config: Any, **others: Any) -> Any:
