@@ -41,6 +41,8 @@ PER_MICROBATCH = {
     "hf_clip": ("**",),
     "hk_resnet": ("*batchnorm*",),
     "keras_convnet": ("batch_normalization",),
+    "keras_hub_qwen3_moe": ("**",),  # the loss that balances experts
+    "keras_hub_qwen_moe": ("**",),
     "linen_float8": ("Fp8DotGeneralOp_*",),
     "ott_sinkhorn": ("**",),
     "qwix_int8": ("Dense_*",),
@@ -57,6 +59,18 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
+# Of mixtures of experts alone; by the number of devices that each needs.
+EXPERT_RECIPES = {
+    "expert_parallel()": (1, recipes.expert_parallel()),
+    "experts and tensor_parallel": (4, recipes.combine(ep=2, tp=2)),
+    "experts and zero(3)": (2, recipes.combine(ep=2, zero=3)),
+    "experts in two stages": (4, recipes.combine(pp=2, ep=2, num_microbatches=2)),
+}
+RECIPES |= {name: recipe for name, (_, recipe) in EXPERT_RECIPES.items()}
+MIXTURES = (
+    "keras_hub_gpt_oss", "keras_hub_mixtral", "keras_hub_qwen3_moe", "keras_hub_qwen_moe", "levanter_mixtral",
+    "tunix_gemma4_experts", "tunix_qwen3_experts",
+)  # fmt: skip
 EQUAL, WRONG, REFUSED, BROKEN = "equal", "WRONG", "refused", "BROKEN"
 
 
@@ -121,6 +135,17 @@ def in_loops(case: Case, step: autopar.Step, initial: PyTree) -> tuple[list[PyTr
         state, found = in_a_loop(step, step.compile(*args), args)
         metrics.append(found)
     return metrics, state
+
+
+def recipes_of(case: str, devices: int) -> list[str]:
+    """Those that a case is run under on so many devices."""
+
+    def runs(recipe: str) -> bool:
+        if recipe in EXPERT_RECIPES:
+            return case in MIXTURES and devices >= EXPERT_RECIPES[recipe][0]
+        return recipe != STAGES_PER_MICROBATCH or case in PER_MICROBATCH
+
+    return [r for r in RECIPES if runs(r) and (devices > 1 or "stages" not in r)]
 
 
 def case_of(name: str) -> Case:
@@ -225,9 +250,7 @@ def main() -> None:
     for devices in () if args.show else args.devices:
         for name in args.cases or every:
             have = {} if args.again else load()
-            wanted = [r for r in args.recipes if (name, devices, r) not in have]
-            wanted = [r for r in wanted if r != STAGES_PER_MICROBATCH or name in PER_MICROBATCH]
-            wanted = [r for r in wanted if devices > 1 or "stages" not in r]
+            wanted = [r for r in recipes_of(name, devices) if r in args.recipes and (name, devices, r) not in have]
             if wanted and importlib.util.find_spec(every[name]) is None:
                 print(f"{name} is left out: {every[name]} is not installed (the extra `published`)", file=sys.stderr)
                 continue

@@ -69,6 +69,9 @@ def known_of(op: Op, reads: Sequence[Known | None], out: tuple[int, ...]) -> Kno
         return None
     if op.primitive in _SHAPES:
         return _reshaped(op, known[0], out)
+    if op.primitive == "tile":
+        is_small = known[0].source is None and not _is_large(out)
+        return Known(source=None, table=np.tile(known[0].table, op.eqn.params["reps"])) if is_small else None
     if op.primitive == "convert_element_type":
         dtype = op.eqn.params["new_dtype"]
         return _combined(lambda x: np.asarray(x).astype(dtype), known, out)

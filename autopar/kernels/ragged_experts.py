@@ -13,7 +13,8 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common import jax_compat
 from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
-from autopar.ir.primitives import LOCALLY_SUMMING, linear_operands
-from autopar.ir.rewrite import Fresh, in_order, params_of_part, remove_dead, renumbered
+from autopar.ir.primitives import LOCALLY_SUMMING, SCATTERS, linear_operands
+from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels import operation
 from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
@@ -47,6 +48,8 @@ from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
 EXPERT_FACTOR = "e"
+PIECES = operation.UNNAMED
+RESULT = -1  # in place of an operand's number
 NAME = "ragged experts"
 
 
@@ -64,15 +67,37 @@ class Argument:
     per_token: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """A dimension that is so many equal pieces: one behind the other, or element by element (`alternate`)."""
+
+    count: int
+    alternate: bool = False
+
+    def spelled(self, size: int) -> tuple[int, int]:
+        return (size // self.count, self.count) if self.alternate else (self.count, size // self.count)
+
+
+WHOLE = Pieces(count=1)
+
+
 class Dims:
-    """The dimensions of the values of a pass; those that stand for one factor of an operation are one."""
+    """The dimensions of the values of a pass; those that stand for one factor of an operation are one.
+
+    So are a dimension and pieces of it, as gate and up are of their one product: a part of it is that of each piece.
+    """
 
     def __init__(self, ops: Sequence[Op], region: Region, reader: RegionReader) -> None:
         self.ops, self.region, self.reader = ops, region, reader
         self.sets: DisjointSet = DisjointSet([TOKENS, CHOICES, ROWS, EXPERTS])
         self.whole: set[Any] = set()
+        self.pieces: dict[Any, Pieces] = {}  # of dimensions that are several
+        self.cuts: list[tuple[Any, Any, Pieces]] = []
+        # By operation and operand, the dimensions over which they are added to sums.
+        self.shares: dict[tuple[int, int], set[Any]] = {}
         for op in ops:
             self.read(op)
+        self.join_pieces()
         for op in ops:  # what tells experts apart beside products needs all of them
             beside = region.roles[op.id] is None and not is_grouped_product(op.eqn)
             if beside and any(self.sets[EXPERTS] in self.of(a) for a in (*op.inputs, *op.outputs)):
@@ -87,6 +112,25 @@ class Dims:
         for name in names:
             self.sets.add(name)
         return tuple(self.sets[name] for name in names)
+
+    def pieces_of(self, value: int, dim: int) -> Pieces:
+        return self.pieces.get((self.reader.front(value), dim), WHOLE)
+
+    def join_pieces(self) -> None:
+        """Joins dimensions and their pieces; where one is cut in two ways, both are whole."""
+        for of, piece, how in self.cuts:
+            members = self.sets.subset(of)
+            several = [name for name in members if self.pieces.setdefault(name, how) != how]
+            if several or {ROWS, EXPERTS} & (members | self.sets.subset(piece)):
+                self.whole |= {of, piece}
+        for _ in self.cuts:  # what is whole makes its pieces whole, and those what they are pieces of
+            for of, piece, _ in self.cuts:
+                if self.is_whole(of) or self.is_whole(piece) or self.sets.subset(piece) & self.pieces.keys():
+                    self.whole |= {of, piece}
+        for of, piece, _ in self.cuts:
+            if not self.is_whole(of):
+                self.join(of, piece)
+        self.pieces = {name: how for name, how in self.pieces.items() if not self.is_whole(name)}
 
     def join(self, one: Any, other: Any) -> None:
         if one is not None and other is not None:
@@ -122,10 +166,17 @@ class Dims:
 
     def factors(self, op: Op) -> None:
         rule = self.rule_of(op)
+        cuts = [(self.of(a)[d], self.of(b)[d], how) for a, b, d, how in pieces_in(op, self.reader)]
+        cuts += self.larger_parts(op, rule)
+        cuts = [cut for cut in cuts if None not in cut]
+        self.cuts += cuts
+        are_cut = {name for of, piece, _ in cuts for name in (of, piece)}
         places: dict[int, list[tuple[Any, bool]]] = {}
         for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs)):
             for f in factors:
-                places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
+                if self.of(atom)[d] not in are_cut:
+                    places.setdefault(f, []).append((self.of(atom)[d], len(factors) == 1))
+        self.whole.update(self.of(atom)[d] for atom, d in numbered_dims(op))
         for f, at in places.items():
             names = [name for name, alone in at if alone]
             kind = rule.factors[f].kind
@@ -134,6 +185,21 @@ class Dims:
                 self.whole.update(self.sets[name] for name, _ in at if name is not None)
             for a, b in itertools.pairwise(names):
                 self.join(a, b)
+
+    def larger_parts(self, op: Op, rule: Rule) -> list[tuple[Any, Any, Pieces]]:
+        """Of dimensions that a reshape cuts in two, or makes of two: they, and the larger of these."""
+        if op.primitive != "reshape":
+            return []
+        at = [(self.of(atom)[d], factors) for atom, d, factors in rule.factored_dims((*op.inputs, *op.outputs))]
+        found = []
+        for of, factors in at:
+            if len(factors) == 2:
+                sizes = [rule.factors[f].size for f in factors]
+                larger = sizes.index(max(sizes))
+                how = Pieces(count=sizes[1 - larger], alternate=larger == 0)
+                found += [(of, name, how) for name, alone in at if alone == (factors[larger],)]
+                self.whole.update(name for name, alone in at if alone == (factors[1 - larger],))
+        return found
 
     def summed_over(self, op: Op, name: Any) -> bool:
         """Whether an operation sums over a dimension."""
@@ -144,10 +210,12 @@ class Dims:
     def summands(self, name: Any, exits: Sequence[Op]) -> bool | None:
         """Whether results are sums of those that devices make with parts of a dimension; None where it must be whole.
 
-        A result either has the dimension, or is linear in what was summed over it.
+        A result has the dimension, or is linear in what was summed over it; of what is not, such as a bias that is
+        added to the sum, each device adds a share (`shares`).
         """
         name, front = self.sets[name], self.reader.front
         partial: set[int] = set()
+        shares: list[tuple[int, int]] = []
         left: list[tuple[bool, bool]] = []
         for op in self.ops:
             role = self.region.roles[op.id]
@@ -161,8 +229,10 @@ class Dims:
             else:
                 reads = {i for i, a in enumerate(op.inputs) if isinstance(a, int) and front(a) in partial}
                 sums = self.summed_over(op, name)
-                if (sums and reads) or (reads and reads not in linear_sets(op)):
+                together = min((x for x in linear_sets(op) if reads <= x), key=len, default=None)
+                if reads and (sums or together is None):
                     return None
+                shares += [(op.id, i) for i in (together or set()) - reads if reads]
                 is_partial = sums or bool(reads)
             has = [name in map(self.sets.__getitem__, self.of(v)) for v in op.outputs]
             if is_partial and any(has):
@@ -171,9 +241,77 @@ class Dims:
                 partial.update(op.outputs)
             if op in exits:
                 left += [(is_partial, h) for h in has]
-        if not all(p or h for p, h in left):
+                shares += [(op.id, RESULT)] if not is_partial and not all(has) else []
+        are_sums = any(p for p, _ in left)
+        if not are_sums and not all(h for _, h in left):
             return None
-        return any(p for p, _ in left)
+        for place in shares:
+            self.shares.setdefault(place, set()).add(name)
+        return are_sums
+
+
+def numbered_dims(op: Op) -> list[tuple[Atom, int]]:
+    """The dimensions of an operation's arrays in which indices number the places, which a part has not all of."""
+    if op.primitive == "gather":
+        return [(op.inputs[0], d) for d in op.eqn.params["dimension_numbers"].start_index_map]
+    if op.primitive in SCATTERS:
+        dims = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        return [(array, d) for array in (op.inputs[0], op.outputs[0]) for d in dims]
+    return []
+
+
+def pieces_in(op: Op, reader: RegionReader) -> Iterator[tuple[Atom, Atom, int, Pieces]]:
+    """Values of an operation of which one is several pieces as large as the other along a dimension, and which."""
+    params, name = op.eqn.params, op.primitive
+    if name not in ("slice", "split", "pad", "concatenate"):
+        return
+    is_cut = name in ("slice", "split")
+    ends = [(op.inputs[0], v) for v in op.outputs] if is_cut else [(op.outputs[0], a) for a in op.inputs]
+    if name == "pad":
+        ends = ends[:1]
+    sizes = [[reader.shape(part) for _, part in ends]]
+    if any(shape != sizes[0][0] for shape in sizes[0]):
+        return
+    for of, part in ends:
+        for d, (n, size) in enumerate(zip(reader.shape(of), reader.shape(part), strict=True)):
+            count = n // size if size else 0
+            if size == 1 or n == size or count * size != n:
+                continue
+            first, step = 0, 1
+            if name == "slice":
+                first, step = params["start_indices"][d], (params["strides"] or (1,) * len(sizes[0][0]))[d]
+            elif name == "pad":
+                first, _, step = params["padding_config"][d]
+                step += 1
+            if step == count and 0 <= first < count:
+                yield of, part, d, Pieces(count=count, alternate=True)
+            elif step == 1 and first >= 0 and first % size == 0:
+                yield of, part, d, Pieces(count=count)
+
+
+def params_in_pieces(eqn: Any, whole: Sequence[int], part: Sequence[int]) -> dict[str, Any]:
+    """The parameters of an equation between dimensions and their pieces, on parts of each piece. `whole`, `part`: the
+    shape of its first operand.
+    """
+    params, name = eqn.params, eqn.primitive.name
+    scales = list(zip(part, whole, strict=True))
+    if name == "split":
+        n, of = scales[params["axis"]]
+        return {"sizes": tuple(size * n // of for size in params["sizes"])}
+    if name == "pad":
+        ends = zip(params["padding_config"], scales, strict=True)
+        return {
+            "padding_config": tuple(end if end[2] else (end[0] * n // of, end[1] * n // of, 0) for end, (n, of) in ends)
+        }
+    if name != "slice":
+        return {}
+    starts, limits, steps = [], [], params["strides"] or (1,) * len(scales)
+    for first, limit, step, (n, of) in zip(
+        params["start_indices"], params["limit_indices"], steps, scales, strict=True
+    ):
+        starts.append(first if step > 1 else first * n // of)
+        limits.append(limit if n == of else starts[-1] + (-(-(limit - first) // step) * n // of - 1) * step + 1)
+    return {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
 
 
 def sums_parts(op: Op) -> bool:
@@ -207,6 +345,9 @@ class Pass:
         self.arguments = self.read_arguments()
         self.results = [self.result(op) for op in exits]
         self.rule = self.written_rule()
+        self.whole_sizes = {
+            name: n for a in self.arguments for name, n in zip(self.names(a), self.shape(a), strict=True)
+        }
 
     def read_arguments(self) -> list[Argument]:
         found: dict[tuple[int, bool], Argument] = {}
@@ -266,28 +407,42 @@ class Pass:
 
     def shape(self, argument: Argument) -> tuple[int, ...]:
         """The shape in which a pass has it: tokens are a dimension of their own."""
-        shape = self.reader.shape(argument.value)
+        own = tuple({TOKENS: self.tokens, CHOICES: self.choices}[x] for x in self.lead(argument))
+        return (*own, *self.spelled(argument, self.reader.shape(argument.value)[argument.lead or 0 :]))
+
+    def lead(self, argument: Argument) -> tuple[Any, ...]:
+        """The dimensions of tokens and choices that it has in front."""
         if argument.lead is None:
-            return shape
-        own = (self.tokens,) if argument.per_token > 1 else (self.tokens, self.choices)
-        return (*own, *shape[argument.lead :])
+            return ()
+        both = (CHOICES, TOKENS) if self.region.by_choice else (TOKENS, CHOICES)
+        return (TOKENS,) if argument.per_token > 1 else both
+
+    def spelled(self, argument: Argument, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of all dimensions behind these, where pieces have one of their own."""
+        found: list[int] = []
+        for d, n in enumerate(sizes, argument.lead or 0):
+            pieces = self.dims.pieces_of(argument.value, d)
+            found += pieces.spelled(n) if pieces.count > 1 else (n,)
+        return tuple(found)
 
     def names(self, argument: Argument) -> tuple[Any, ...]:
-        names = tuple(self.dims.sets[x] for x in self.dims.of(argument.value))
-        if argument.lead is None:
-            return names
-        own = (TOKENS,) if argument.per_token > 1 else (TOKENS, CHOICES)
-        return (*own, *names[argument.lead :])
+        names = list(self.lead(argument))
+        for d, name in enumerate(self.dims.of(argument.value)):
+            if d >= (argument.lead or 0):
+                pieces, own = self.dims.pieces_of(argument.value, d), self.dims.sets[name]
+                both = (own, PIECES) if pieces.alternate else (PIECES, own)
+                names += both if pieces.count > 1 else (own,)
+        return tuple(names)
 
     def written_rule(self) -> KernelRule:
         arrays = [self.names(a) for a in (*self.arguments, *self.results)]
-        texts = {TOKENS: TOKENS, CHOICES: CHOICES}
-        whole, summed = {CHOICES}, set()
+        texts = {TOKENS: TOKENS, CHOICES: CHOICES, PIECES: PIECES}
+        whole, summed = {CHOICES, PIECES}, set()
         rows, experts = self.dims.sets[ROWS], self.dims.sets[EXPERTS]
         for name in (x for names in arrays for x in names):
             if name in texts:
                 continue
-            texts[name] = EXPERT_FACTOR if name == experts else f"d{len(texts) - 2}"
+            texts[name] = EXPERT_FACTOR if name == experts else f"d{len(texts) - 3}"
             if name == experts and not self.dims.is_whole(name):
                 continue
             repeated = any(names.count(name) > 1 for names in arrays)
@@ -353,8 +508,8 @@ class _Run:
         self.sizes: dict[Any, int] = {}
         for argument, array in zip(made.arguments, arrays, strict=True):
             self.sizes.update(zip(made.names(argument), array.shape, strict=True))
-            if argument.lead is not None and argument.per_token == 1:
-                array = array.reshape((-1, *array.shape[2:]))
+            sizes = self.sizes_of(argument.value)[argument.lead or 0 :]
+            array = array.reshape((*((-1,) if argument.lead is not None else ()), *sizes))
             self.outer[argument.value, argument.lead is not None] = array
         self.experts = self.outer[made.order.experts, True]
 
@@ -382,10 +537,10 @@ class _Run:
             self.run(op)
         made = []
         for op, result in zip(self.made.exits, self.made.results, strict=True):
-            array = self.here[op.outputs[0]]
-            if result.lead is not None and result.per_token == 1:
-                array = array.reshape((-1, self.made.choices, *array.shape[1:]))
-            made.append(array)
+            array = self.share_of(op, RESULT, self.here[op.outputs[0]])
+            tokens = {TOKENS: -1, CHOICES: self.made.choices}
+            lead = [tokens[x] for x in self.made.lead(result)]
+            made.append(array.reshape((*lead, *self.made.spelled(result, array.shape[bool(lead) :]))))
         return tuple(made)
 
     # Rows here and there
@@ -398,11 +553,39 @@ class _Run:
         return self.here[value]
 
     def rows_there(self, value: int) -> Any:
-        if value not in self.there:
+        if value not in self.there and self.are_experts(value):
+            self.there[value] = self.exchange.expert_numbers().astype(self.experts.dtype)
+        elif value not in self.there and self.sent_before(value, {}) < self.made.nbytes[value]:
+            op = self.reader.maker[value]
+            self.there.update(zip(op.outputs, self.bound(op, True), strict=True))
+        elif value not in self.there:
             dim = self.reader.rows[value].dim
             sent = self.exchange.to_experts(jnp.moveaxis(self.here[value], dim, 0))
             self.there[value] = jnp.moveaxis(sent, 0, dim)
         return self.there[value]
+
+    def are_experts(self, value: int) -> bool:
+        """Whether rows are the numbers of their experts, which devices of experts know."""
+        op = self.reader.maker[value]
+        role = self.region.roles[op.id]
+        if not isinstance(role, Entry) or role.per_token > 1:
+            return False
+        source = role.sources[op.outputs.index(value)]
+        return isinstance(source, int) and self.reader.front(source) == self.made.order.experts
+
+    def sent(self, value: int, found: dict[int, float]) -> float:
+        """The bytes that are sent for rows to be where experts are: of them, or of those that they are computed of."""
+        if value not in found:
+            is_there = value in self.there or self.are_experts(value)
+            found[value] = 0.0 if is_there else min(self.made.nbytes[value], self.sent_before(value, found))
+        return found[value]
+
+    def sent_before(self, value: int, found: dict[int, float]) -> float:
+        op = self.reader.maker[value]
+        if self.region.roles[op.id] is not None or is_grouped_product(op.eqn):
+            return math.inf
+        rows = (a for a in op.inputs if isinstance(a, int) and self.reader.rows_of(a) is not None)
+        return math.fsum(self.sent(self.reader.front(a), found) for a in rows)
 
     def read(self, atom: Atom, there: bool) -> Any:
         """An operand, its rows where they are asked for."""
@@ -420,15 +603,22 @@ class _Run:
 
     def local_shape(self, value: int, there: bool) -> tuple[int, ...]:
         num_rows = self.exchange.num_places if there else self.experts.shape[0]
-        sizes, names = self.sizes | {self.dims.sets[ROWS]: num_rows}, self.dims.of(value)
-        return tuple(sizes.get(x, n) for x, n in zip(names, self.reader.shape(value), strict=True))
+        return self.sizes_of(value, {self.dims.sets[ROWS]: num_rows})
+
+    def sizes_of(self, value: int, known: Mapping[Any, int] = MappingProxyType({})) -> tuple[int, ...]:
+        """The sizes of a value's dimensions here, where they are known; else those of all devices."""
+        sizes, at = {**self.sizes, **known}, enumerate(zip(self.dims.of(value), self.reader.shape(value), strict=True))
+        return tuple(sizes[x] * self.dims.pieces_of(value, d).count if x in sizes else n for d, (x, n) in at)
+
+    def token_of(self, choices: Any, per_token: int) -> Any:
+        return choices % (choices.shape[0] // per_token) if self.region.by_choice else choices // per_token
 
     # Operations
 
     def run(self, op: Op) -> None:
         role = self.region.roles[op.id]
         if isinstance(role, Entry):
-            index = self.order if role.per_token == 1 else self.order // role.per_token
+            index = self.order if role.per_token == 1 else self.token_of(self.order, role.per_token)
             for a, v in zip(role.sources, op.outputs, strict=False):
                 if isinstance(a, int) and v in self.reader.rows:
                     self.here[v] = self.outer[a, True].at[index].get(mode="promise_in_bounds")
@@ -456,7 +646,7 @@ class _Run:
             return back if role.base is None else back + self.outer[role.base, True]
         shape = (rows.shape[0] // role.per_token, *rows.shape[1:])
         base = jnp.zeros(shape, rows.dtype) if role.base is None else self.outer[role.base, True]
-        return base.at[self.order // role.per_token].add(rows, mode="promise_in_bounds")
+        return base.at[self.token_of(self.order, role.per_token)].add(rows, mode="promise_in_bounds")
 
     def product(self, op: Op) -> list[Any]:
         there = self.devices is not None
@@ -466,7 +656,7 @@ class _Run:
 
     def bound(self, op: Op, there: bool) -> list[Any]:
         """An equation on the rows that there are. Sums over them leave out the filling after those of experts."""
-        operands = [self.read(a, there) for a in op.inputs]
+        operands = [self.share_of(op, i, self.read(a, there)) for i, a in enumerate(op.inputs)]
         role = self.region.roles[op.id]
         if there and isinstance(role, Exit):
             operands = [
@@ -476,7 +666,16 @@ class _Run:
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
         part = [tuple(np.shape(a)) for a in operands[:1]]
         sizes = self.local_shape(op.outputs[-1], there)
-        return jax_compat.bind(op.eqn, operands, **params_of_part(op.eqn, sizes, whole, part))
+        params = params_of_part(op.eqn, sizes, whole, part)
+        for of_all, of_part in zip(whole, part, strict=True):
+            params |= params_in_pieces(op.eqn, of_all, of_part)
+        return jax_compat.bind(op.eqn, operands, **params)
+
+    def share_of(self, op: Op, operand: int, array: Any) -> Any:
+        """What this device adds to a sum of an array that all devices have."""
+        names = self.made.dims.shares.get((op.id, operand), ())
+        share = math.prod(self.sizes[x] / self.made.whole_sizes[x] for x in names if x in self.sizes)
+        return array if share == 1 else array * jnp.asarray(share, array.dtype)
 
     def without_filling(self, array: Any, dim: int) -> Any:
         is_row = self.exchange.is_row().reshape([-1 if d == dim else 1 for d in range(array.ndim)])
@@ -558,6 +757,7 @@ class _Writer:
         self.added: list[Op] = []
         self.of_first: set[int] = set()
         self.replaced: dict[int, int] = {}
+        self.makers = makers(block.ops)
 
     def run(self) -> Block:
         reader = RegionReader(self.block, self.fresh, self.constants)
@@ -602,6 +802,10 @@ class _Writer:
         own = self.fresh.values[value]
         if own.shape == shape:
             return value
+        maker = self.makers.get(value)
+        source = maker.inputs[0] if maker is not None and maker.primitive == "reshape" else None
+        if isinstance(source, int) and self.fresh.values[source].shape == shape:
+            return source
         eqn = _equation(lambda a: a.reshape(shape), [jax.ShapeDtypeStruct(own.shape, own.dtype)], like)
         return self.operation(eqn, [value], like, rule=None, key=equation_key(eqn)).outputs[0]
 

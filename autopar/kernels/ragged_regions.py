@@ -116,11 +116,13 @@ Role = Entry | Exit | None
 @dataclasses.dataclass(slots=True, eq=False)
 class Region:
     """The operations of one order in a block: by id, what they are (None: on rows as they lie). `spread`: values that
-    are the same for all rows, and the dimension of rows.
+    are the same for all rows, and the dimension of rows. `by_choice`: the first choices of all tokens come before all
+    second ones, rather than the choices of a token one after the other.
     """
 
     order: Order
     num_tokens: int = 0
+    by_choice: bool = False
     roles: dict[int, Role] = dataclasses.field(default_factory=dict)
     products: list[Op] = dataclasses.field(default_factory=list)
     spread: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -207,6 +209,8 @@ class RegionReader:
             self.on_rows(order, op, known)
         except NotUnderstood as error:
             self.refused(order, op, error.why)
+            if op.primitive == "gather" and not self.regions[order.experts].products:  # its products say why
+                self.rows[op.outputs[0]] = Rows(order=order, dim=0)
 
     def sort(self, op: Op, known: Sequence[Known | None]) -> bool:
         """Whether it is a sort by experts, or one that inverts the order of such a sort."""
@@ -295,23 +299,32 @@ class RegionReader:
         if numbers_of is not None and numbers_of.source is None and len(shape) == 1 and is_inside:
             self.known[op.outputs[0]] = Known(source=order, table=numbers_of.table[place.table])
             return
+        if self.are_experts(order, source):
+            source = order.experts
         self.enters(order, op, Entry(sources=(source,), per_token=self.per_token(order, op, place, shape[0])))
+
+    def are_experts(self, order: Order, value: int) -> bool:
+        """Whether values are the experts of an order, read once more."""
+        one, other = (self.fresh.values[v] for v in (order.experts, value))
+        same = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return same and _root(self, value, _IN_ORDER) == _root(self, order.experts, _IN_ORDER)
 
     def per_token(self, order: Order, op: Op, place: Known, count: int) -> int:
         """How many choices each of `count` tokens has by the index of tokens that a place has."""
         if count and order.num_rows % count == 0:
             times = order.num_rows // count
-            if place.is_same(order.places // times):
-                return self.checked_tokens(order, op, times)
-        raise NotUnderstood(
-            op, f"an index of {count} tokens other than choice // {max(order.num_rows // max(count, 1), 1)}"
-        )
+            for by_choice, token in enumerate((order.places // times, order.places % count)):
+                if place.is_same(token):
+                    return self.checked_tokens(order, op, times, bool(by_choice))
+        times = max(order.num_rows // max(count, 1), 1)
+        raise NotUnderstood(op, f"an index of {count} tokens other than choice // {times} or choice % {count}")
 
-    def checked_tokens(self, order: Order, op: Op, times: int) -> int:
+    def checked_tokens(self, order: Order, op: Op, times: int, by_choice: bool) -> int:
         region, tokens = self.regions[order.experts], order.num_rows // times
-        if times > 1 and region.num_tokens not in (0, tokens):
+        if times > 1 and region.num_tokens and (region.num_tokens, region.by_choice) != (tokens, by_choice):
             raise NotUnderstood(op, "rows of other tokens")
-        region.num_tokens = tokens if times > 1 else region.num_tokens
+        if times > 1:
+            region.num_tokens, region.by_choice = tokens, by_choice
         return times
 
     def scatter(self, order: Order, op: Op, place: Known) -> None:

@@ -45,7 +45,8 @@ class RowExchange:
         self.starts = jnp.cumsum(self.sent) - self.sent
         self.target = experts // own  # the device of each sorted row
         self.sizes = jnp.sum(self.coming, 0)
-        self.order = jnp.argsort(self.expert_of_places(), stable=True)
+        self.own, self.of_places = own, self.expert_of_places()
+        self.order = jnp.argsort(self.of_places, stable=True)
         self.all_sent: Any = lax.all_gather(self.sent, devices.axes) if devices.is_ragged else None
 
     @property
@@ -69,6 +70,11 @@ class RowExchange:
     def is_row(self) -> Any:
         """Of each place at the experts whether there is a row."""
         return jnp.arange(self.num_places) < jnp.sum(self.sizes)
+
+    def expert_numbers(self) -> Any:
+        """Of each place at the experts, in their order, which of all experts it is; the last one's of filling."""
+        first = lax.axis_index(self.devices.axes) * self.own
+        return jnp.minimum(jnp.sort(self.of_places), self.own - 1) + first
 
     def to_experts(self, rows: Any) -> Any:
         """Rows in sorted order, sorted by expert on the devices of the experts; filling comes after them."""

@@ -67,7 +67,77 @@ def scaled(x, p, chosen, weights):
     return jnp.einsum("tkd,tk->td", out[order.argsort()].reshape(*chosen.shape, -1), weights)
 
 
+def shared(x, p, chosen, weights):
+    """DeepSeek's: experts chosen by a corrected sigmoid from the best groups of experts, weighted by the plain one, and
+    an expert beside them that all tokens share.
+    """
+    scores = jax.nn.sigmoid(x @ p["router"] + p["skew"] * (jnp.arange(EXPERTS) == 0))
+    corrected = scores + p["bias"][:, 0]
+    groups = corrected.reshape(-1, 4, EXPERTS // 4)
+    _, best = jax.lax.top_k(jnp.sum(jax.lax.top_k(groups, 2)[0], -1), 2)
+    within = jnp.sum(jax.nn.one_hot(best, 4), axis=1)[..., None] > 0
+    _, chosen = jax.lax.top_k(jnp.where(within, groups, -jnp.inf).reshape(scores.shape), TOP_K)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    weights = 2.5 * weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+    beside = (jax.nn.silu(x @ p["gate"][0]) * (x @ p["up"][0])) @ p["down"][0]
+    return beside + unsorted(x, p, chosen, weights.astype(x.dtype))
+
+
+def by_choice(x, p, chosen, weights):
+    """All first choices before all second ones."""
+    flat = chosen.T.reshape(-1)
+    order = jnp.argsort(flat)
+    tokens = jnp.tile(jnp.arange(x.shape[0]), TOP_K)[order]
+    out = gated(x[tokens], p, jnp.bincount(flat, length=EXPERTS)) * weights.T.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[tokens].add(out)
+
+
+def numbered(x, p, chosen, weights):
+    """Tokens are numbered by data, from which no order is seen."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    tokens = ((jnp.cumsum(jnp.ones_like(flat)) - 1) // TOP_K)[order]
+    out = gated(x[tokens], p, jnp.bincount(flat, length=EXPERTS)) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[tokens].add(out)
+
+
+def fused(x, p, chosen, weights):
+    """Gate and up in one matrix, the halves of whose product are gate and up."""
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    both = jax.lax.ragged_dot(x[order // TOP_K], jnp.concatenate([p["gate"], p["up"]], axis=-1), sizes)
+    gate, up = jnp.split(both, 2, axis=-1)
+    out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["down"], sizes) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+def fused_in_parts(x, p, chosen, weights):
+    """Gemma 4's: gate and up are parts of a matrix, of whose product they are taken by a dimension of two."""
+    order, sizes = jnp.argsort(chosen.ravel()), jnp.bincount(chosen.ravel(), length=EXPERTS)
+    both = jnp.stack([p["gate"], p["up"]], axis=1).transpose(0, 2, 1, 3).reshape(EXPERTS, -1, 2 * HIDDEN)
+    made = jax.lax.ragged_dot(x[order // TOP_K], both, sizes).reshape(-1, 2, HIDDEN)
+    out = jax.lax.ragged_dot(jax.nn.gelu(made[:, 0]) * made[:, 1], p["down"], sizes)[jnp.argsort(order)]
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, x.shape[-1]), weights)
+
+
+def biased(x, p, chosen, weights):
+    """GPT-OSS's: columns of gate and up alternate, and each expert adds a bias to both of its products."""
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    experts = chosen.reshape(-1)[order]
+    both = jnp.stack([p["gate"], p["up"]], axis=-1).reshape(EXPERTS, -1, 2 * HIDDEN)
+    made = jax.lax.ragged_dot(x[order // TOP_K], both, sizes) + p["inner_bias"][experts]
+    gate, up = jnp.clip(made[:, ::2], max=7.0), jnp.clip(made[:, 1::2], -7.0, 7.0)
+    hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+    out = jax.lax.ragged_dot(hidden, p["down"], sizes) + p["bias"][experts]
+    return jnp.zeros_like(x).at[order // TOP_K].add(out * weights.reshape(-1)[order][:, None])
+
+
 LAYERS_AS_WRITTEN = {
+    "shared": shared,
+    "by_choice": by_choice,
+    "numbered": numbered,
+    "fused": fused,
+    "fused_in_parts": fused_in_parts,
+    "biased": biased,
     "scattered": scattered,
     "unsorted": unsorted,
     "repeated": repeated,
@@ -83,7 +153,9 @@ def state(layers=LAYERS, dtype=jnp.float32):
         "down": (EXPERTS, HIDDEN, WIDTH),
     }  # fmt: skip
     made = {n: 0.3 * jax.random.normal(k, (layers, *s), dtype) for (n, s), k in zip(shapes.items(), keys, strict=True)}
-    return made | {"bias": jnp.zeros((layers, EXPERTS, WIDTH), dtype)}
+    key = jax.random.key(2)
+    biases = {"bias": (EXPERTS, WIDTH), "inner_bias": (EXPERTS, 2 * HIDDEN)}
+    return made | {n: 0.1 * jax.random.normal(key, (layers, *s), dtype) for n, s in biases.items()}
 
 
 def batch():
@@ -98,6 +170,7 @@ def step(layer, scanned=False, checkpoint=False, dtype=None, skew=0.0, balance=0
             p = jax.tree.map(lambda a: a.astype(dtype), p)
         rows = x.reshape(-1, x.shape[-1])
         probabilities, weights, chosen = route(rows, p["router"], skew)
+        p = p | {"skew": skew}
         made = layer(rows.astype(p["gate"].dtype), p, chosen, weights.astype(p["gate"].dtype))
         x = x + made.reshape(x.shape).astype(x.dtype)
         if not balance:

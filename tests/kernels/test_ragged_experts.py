@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import recipes
+from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -24,7 +25,7 @@ from autopar.kernels.row_exchange import Devices, RowExchange
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
-from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, batch, gated, scattered, state, step
+from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, WIDTH, batch, gated, scattered, state, step
 from tests.small_steps import assert_close, slow_cluster
 
 WAYS = {
@@ -100,7 +101,9 @@ def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
 
 @pytest.mark.parametrize("layer", LAYERS_AS_WRITTEN)
 def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
-    for op in passes(graph_of(step(LAYERS_AS_WRITTEN[layer]))):
+    found = passes(graph_of(step(LAYERS_AS_WRITTEN[layer])))
+    assert found
+    for op in found:
         function, arrays = op.eqn.params["function"], arrays_of(op)
         whole = function(*arrays)
         for name in sorted(function.rule.split - {EXPERT_FACTOR}):
@@ -112,6 +115,52 @@ def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
             for made, (first, second), names in zip(whole, parts, function.rule.results, strict=True):
                 joined = np.concatenate([first, second], names.index(name)) if name in names else first + second
                 np.testing.assert_allclose(joined, made, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def inner_width(rule, is_matrix=lambda names: EXPERT_FACTOR in names and len(names) == 3):
+    """The factor of the rows of the second matrix."""
+    return next(names[1] for names in reversed(rule.operands) if is_matrix(names))
+
+
+@pytest.mark.parametrize("layer", ["fused", "fused_in_parts", "biased"])
+def test_gate_and_up_in_one_matrix_are_split_by_their_columns(layer):
+    forward, backward = passes(graph_of(step(LAYERS_AS_WRITTEN[layer])))
+    for op in (forward, backward):
+        rule = op.eqn.params["function"].rule
+        both = next(names for names in rule.operands if len(names) == 4)
+        assert inner_width(rule) in rule.split
+        assert set(both[2:]) == {inner_width(rule), "_"}
+        assert "_" in rule.whole
+
+
+def test_choices_lie_one_after_the_other_by_a_remainder_too():
+    def layer(x, p, chosen, weights):
+        flat = chosen.T.reshape(-1)
+        tokens = jnp.argsort(flat) % x.shape[0]
+        return jnp.zeros_like(x).at[tokens].add(gated(x[tokens], p, jnp.bincount(flat, length=EXPERTS)))
+
+    forward, _ = passes(graph_of(step(layer)))
+    assert forward.eqn.invars[0].aval.shape == (TOP_K, 64)
+
+
+def test_tokens_that_data_number_are_whole():
+    forward, _ = passes(graph_of(step(LAYERS_AS_WRITTEN["numbered"])))
+    rule = forward.eqn.params["function"].rule
+    assert rule.results[0][0] in rule.whole
+
+
+def test_rows_of_a_table_of_experts_are_looked_up_where_experts_are():
+    for op in passes(graph_of(step(LAYERS_AS_WRITTEN["biased"]))):
+        function, avals = op.eqn.params["function"], [v.aval for v in op.eqn.invars]
+        of_experts = {i for i, names in enumerate(function.rule.operands) if EXPERT_FACTOR in names}
+        parts = [
+            jax.ShapeDtypeStruct((a.shape[0] // 2, *a.shape[1:]), a.dtype) if i in of_experts or "t" in names else a
+            for i, (a, names) in enumerate(zip(avals, function.rule.operands, strict=True))
+        ]
+        program = jax_compat.open_jaxpr(function.exchanging_program(parts, 2, "cpu"))
+        sent = [e.invars[0].aval for e in jax_compat.equations_in(program) if e.primitive.name == "all_to_all"]
+        rows = {(a.shape[2:], a.dtype.kind) for a in sent if a.ndim == 3}
+        assert rows <= {((WIDTH,), "f"), ((1,), "f")}  # rows and their weights: neither biases nor numbers of experts
 
 
 def test_an_axis_of_experts_splits_tokens_too():
@@ -257,7 +306,7 @@ def test_numbers_of_experts_are_within_known_limits(numbers, is_found):
         (backwards, "groups whose sizes are not"),
         (padded, "another number of groups than the products before it"),
         (added, "rows that are added to others"),
-        (elsewhere, "an index of 64 tokens other than choice // 2"),
+        (elsewhere, "rows of other tokens"),
     ],
 )
 def test_other_mixtures_stay_as_they_are_and_say_why(layer, why):
@@ -309,6 +358,13 @@ def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
     [
         ("scattered", "unrolled", 8, recipes.data_parallel()),
         ("unsorted", "scanned, checkpoint", 4, recipes.expert_parallel()),
+        pytest.param("biased", "scanned, checkpoint", 4, recipes.combine(ep=2, tp=2), marks=pytest.mark.slow),
+        pytest.param("fused_in_parts", "scanned", 2, recipes.tensor_parallel(), marks=pytest.mark.slow),
+        pytest.param("by_choice", "unrolled", 2, recipes.combine(pp=2, num_microbatches=2), marks=pytest.mark.slow),
+        pytest.param("numbered", "unrolled", 2, recipes.expert_parallel(), marks=pytest.mark.slow),
+        pytest.param(
+            "shared", "unrolled", 4, recipes.combine(pp=2, ep=2, num_microbatches=2), marks=pytest.mark.slow,
+        ),
         pytest.param("scattered", "scanned", 1, None, marks=pytest.mark.slow),
         pytest.param("unsorted", "scanned", 2, recipes.data_parallel(), marks=pytest.mark.slow),
         pytest.param("keyed", "scanned", 4, recipes.zero(3), marks=pytest.mark.slow),

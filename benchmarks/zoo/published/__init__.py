@@ -50,10 +50,16 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
             tunix_models.tunix_qwen3_splash,
             tunix_models.tunix_gemma,
             tunix_models.tunix_gemma3,
+            tunix_models.tunix_gemma4_experts,
         ),
         "flax": (flax_models.nnx_scanned_transformer, flax_models.linen_float8),
         "qwix": (low_precision.qwix_int8,),
-        "keras_hub": (keras_models.keras_hub_mixtral,),
+        "keras_hub": (
+            keras_models.keras_hub_mixtral,
+            keras_models.keras_hub_qwen_moe,
+            keras_models.keras_hub_qwen3_moe,
+            keras_models.keras_hub_gpt_oss,
+        ),
     }.items()
 }
 

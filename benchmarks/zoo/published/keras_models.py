@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,10 @@ def keras_case(
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         def loss_fn(trainable: PyTree) -> tuple[jax.Array, PyTree]:
-            logits, updated = model.stateless_call(trainable, non_trainable, batch[inputs], training=True)
-            return loss_of(batch[labels], logits), updated
+            logits, updated, losses = model.stateless_call(
+                trainable, non_trainable, batch[inputs], training=True, return_losses=True
+            )
+            return loss_of(batch[labels], logits) + sum(losses), updated
 
         trainable, non_trainable, optimizer_variables = state
         (loss, non_trainable_updated), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
@@ -92,25 +95,47 @@ def keras_transformer() -> Case:
     return keras_case(name="keras_transformer", create=create)
 
 
-def keras_hub_mixtral() -> Case:
-    """KerasHub's: all experts compute all tokens, and the router's weights select among their results."""
+def _hub(name: str, backbone: str, **options: Any) -> Case:
+    """A decoder of KerasHub's with a mixture of experts, all of which compute all tokens; the router's weights select
+    among their results.
+    """
     import keras
     import keras_hub
 
     def create() -> PyTree:
-        backbone = keras_hub.models.MixtralBackbone(
-            vocabulary_size=VOCABULARY,
-            num_layers=LAYERS,
-            num_query_heads=HEADS,
-            hidden_dim=WIDTH,
-            intermediate_dim=2 * WIDTH,
-            num_key_value_heads=KV_HEADS,
-            num_experts=4,
-            sliding_window=LENGTH,
-        )
+        sizes = {
+            "vocabulary_size": VOCABULARY, "num_layers": LAYERS, "num_query_heads": HEADS, "hidden_dim": WIDTH,
+            "num_key_value_heads": KV_HEADS, "num_experts": 4,
+        }  # fmt: skip
+        made = getattr(keras_hub.models, backbone)(**sizes | options)
         tokens = keras.Input((LENGTH,), dtype="int32")
         padding = keras.ops.ones_like(tokens)
-        hidden = backbone({"token_ids": tokens, "padding_mask": padding})
-        return keras.Model(tokens, backbone.token_embedding(hidden, reverse=True))
+        hidden = made({"token_ids": tokens, "padding_mask": padding})
+        return keras.Model(tokens, made.token_embedding(hidden, reverse=True))
 
-    return keras_case(name="keras_hub_mixtral", create=create)
+    return keras_case(name=name, create=create)
+
+
+def keras_hub_mixtral() -> Case:
+    return _hub("keras_hub_mixtral", "MixtralBackbone", intermediate_dim=2 * WIDTH, sliding_window=LENGTH)
+
+
+def keras_hub_qwen_moe() -> Case:
+    """With a shared expert, and the loss that balances experts over all tokens of the batch."""
+    return _hub(
+        "keras_hub_qwen_moe", "QwenMoeBackbone", intermediate_dim=2 * WIDTH, moe_intermediate_dim=WIDTH,
+        shared_expert_intermediate_dim=WIDTH, top_k=2, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def keras_hub_qwen3_moe() -> Case:
+    """With normalised weights of the experts chosen, and the loss that balances experts."""
+    return _hub(
+        "keras_hub_qwen3_moe", "Qwen3MoeBackbone", intermediate_dim=2 * WIDTH, moe_intermediate_dim=WIDTH, head_dim=8,
+        top_k=2, norm_top_k_prob=True, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def keras_hub_gpt_oss() -> Case:
+    """With gate and up in one matrix, column by column, and a bias of each expert."""
+    return _hub("keras_hub_gpt_oss", "GptOssBackbone", intermediate_dim=WIDTH, sliding_window=LENGTH)

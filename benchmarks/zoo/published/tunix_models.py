@@ -164,6 +164,29 @@ def tunix_gemma3() -> Case:
     return trainer_case("tunix_gemma3", lambda rngs: Gemma3(config, rngs=rngs))
 
 
+def tunix_gemma4_experts() -> Case:
+    """With a mixture of experts by ragged products beside the dense layer; gate and up are one matrix.
+
+    What scales the last layer's result has no gradient, for the norm after it undoes it.
+    """
+    from tunix.models.gemma4.model import Gemma4, ModelConfig
+
+    config = _resized(
+        ModelConfig.gemma4_26b_a4b(),
+        global_key_size=8,
+        num_global_kv_heads=1,
+        sliding_window_size=LENGTH // 2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        expert_dim=WIDTH,
+        moe_dense_hidden_dim=2 * WIDTH,
+        param_dtype=jnp.float32,
+        dtype=jnp.float32,
+    )
+    case = trainer_case("tunix_gemma4_experts", lambda rngs: Gemma4(config, rngs=rngs))
+    return dataclasses.replace(case, zero_gradient=rf"\['layers'\]\[{LAYERS - 1}\]\['skip_scale'\]")
+
+
 def _resized(config: Any, **others: Any) -> Any:
     return dataclasses.replace(
         config,
