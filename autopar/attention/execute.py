@@ -170,7 +170,9 @@ class _BlockSteps:
         assert self.gradients is not None, "gradients are made in a backward pass"
         out, log_sum, change = rows
         along = ring.change_along(self.form, self.gradients, out, change)
-        given = change, log_sum, jnp.ones_like(log_sum), along
+        # Weights of a row that sees nothing have no number, as plain jax's.
+        total = jnp.where(jnp.isneginf(log_sum), 0.0, jnp.ones_like(log_sum))
+        given = change, log_sum, total, along
         return ring.block_backward(self.form, self.gradients, self.places, at, (q, k, v), given)
 
     def native_result(self, out: Any, log_sum: Any) -> Arrays:
