@@ -10,7 +10,7 @@ Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.exp
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -238,7 +238,7 @@ class CanonicalShape:
 
 
 # The forward and the backward pass of each library.
-KERNEL_CALLS = {
+KERNEL_CALLS: dict[Kernel, tuple[Callable[..., Any], Callable[..., Any]]] = {
     Kernel.CUDNN: (jax_local.cudnn_forward, jax_local.cudnn_backward),
     Kernel.TPU_FLASH: (jax_local.tpu_forward, jax_local.tpu_backward),
 }

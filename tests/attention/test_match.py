@@ -114,6 +114,21 @@ def recomputed(q, k, v, batch):
     return jax.checkpoint(lambda q, k, v: causal(q, k, v, batch))(q, k, v)
 
 
+def of_a_library(q, k, v, batch):
+    """As tokamax's: a rule for `jax.vmap`, and residuals that `jax.checkpoint` need not keep."""
+    called = jax.custom_batching.sequential_vmap(lambda q, k, v: plain(q, k, v, batch=None))
+
+    def forward(q, k, v):
+        return called(q, k, v), (q, k, v)
+
+    def backward(saved, change):
+        return jax.vjp(lambda q, k, v: plain(q, k, v, batch=None), *saved)[1](change)
+
+    attention = jax.custom_vjp(called)
+    attention.defvjp(forward, backward, optimize_remat=True)
+    return attention(q, k, v)
+
+
 def numbers(heads=H):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     state = {name: 0.3 * jax.random.normal(next(keys), s.shape) for name, s in shapes(heads).items()}
@@ -133,6 +148,7 @@ def numbers(heads=H):
         (stock, H),
         (stock, 1),
         (recomputed, H),
+        (of_a_library, H),
     ],
 )
 def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
