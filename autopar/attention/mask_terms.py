@@ -285,8 +285,8 @@ class ArrayReader:
             source, before = op.inputs[0], self.moved_back(op, labels)
             if isinstance(source, int) and before is not None:
                 return self.array(source, before)
-        number = self.equals.number(value)
-        return self.counted_out(value, labels) or ("array", self.first_here.get(number, number), labels)
+        earliest = value if value in self.own else self.equals.number(value)
+        return self.counted_out(value, labels) or ("array", earliest, labels)
 
     def first(self, value: int) -> int:
         """The first array of the block that is computed as one of its values is."""
