@@ -99,8 +99,7 @@ class _KernelSteps:
 
     def forward(self, q: Any, k: Any, v: Any, at: At, is_own: bool) -> Arrays:
         run, _ = KERNEL_CALLS[self.kernel]
-        # Its own positions are in order on each device, so that the mask is that of neighbouring ones.
-        out, largest, total = run(q, k, v, scale=self.mask.scale, causal=self.mask.causal and is_own)
+        out, largest, total = run(q, k, v, **self._options(at, is_own))
         return out.astype(self.exact), largest + jnp.log(total)
 
     def joined(self, one: Arrays, other: Arrays) -> Arrays:
@@ -115,8 +114,17 @@ class _KernelSteps:
         out, log_sum, change = rows
         _, run = KERNEL_CALLS[self.kernel]
         saved = (out, log_sum, jnp.ones_like(log_sum))
-        made = run(q, k, v, saved, change, scale=self.mask.scale, causal=self.mask.causal and is_own)
+        made = run(q, k, v, saved, change, **self._options(at, is_own))
         return tuple(a.astype(self.exact) for a in made)
+
+    def _options(self, at: At, is_own: bool) -> dict[str, Any]:
+        mask, arrays = self.mask, [*at.arrays]
+        if mask.segments is not None:
+            of_key = mask.segments[1]
+            arrays[of_key] = at.keys.taken(arrays[of_key], self.form.arrays[of_key].index(KEY))
+        # Its own positions are in order on each device, so that the mask is that of neighbouring ones.
+        causal = mask.causal and is_own
+        return {"scale": mask.scale, "causal": causal, "segments": self.shape.segments(mask, arrays)}
 
     def native_result(self, out: Any, log_sum: Any) -> Arrays:
         form = self.form
@@ -162,7 +170,9 @@ class _BlockSteps:
         assert self.gradients is not None, "gradients are made in a backward pass"
         out, log_sum, change = rows
         along = ring.change_along(self.form, self.gradients, out, change)
-        given = change, log_sum, jnp.ones_like(log_sum), along
+        # Weights of a row that sees nothing have no number, as plain jax's.
+        total = jnp.where(jnp.isneginf(log_sum), 0.0, jnp.ones_like(log_sum))
+        given = change, log_sum, total, along
         return ring.block_backward(self.form, self.gradients, self.places, at, (q, k, v), given)
 
     def native_result(self, out: Any, log_sum: Any) -> Arrays:
@@ -425,7 +435,8 @@ def run(
     form: AttentionForm, gradients: Gradients | None, places: Places, args: Sequence[Any], library: Kernel
 ) -> tuple[Any, ...]:
     """Forward, or with gradients backward."""
-    shapes, dtypes = [a.shape for a in args[:3]], [a.dtype for a in args[:3]]
+    read = args[len(args) - len(form.arrays) :]
+    shapes, dtypes = [a.shape for a in args[:3]], [a.dtype for a in (*args[:3], *read)]
     count, positions = places.size(form.position), shapes[0][form.query.index(form.position)]
     kernel = kernels.kernel_of(form, shapes, dtypes, library, count)
     steps = kernels.runs_in_steps(form, kernel, positions, count)
@@ -437,4 +448,4 @@ def run(
     passed = (query, key, value), (out, largest, total)
     if steps:
         return backward(form, gradients, kernel, places, *passed, tuple(rest))
-    return kernels.backward(form, gradients, kernel, *passed, rest[0])
+    return kernels.backward(form, gradients, kernel, *passed, *rest)

@@ -123,22 +123,26 @@ COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DistanceMask:
     """Scores are `scale` times the product of query and key, but for hidden ones. `causal`: a query sees its own
-    position and those before it, else all.
+    position and those before it, else all. `segments`: of these a query sees those of its own segment, by the numbers
+    of the arrays that have the segments of queries and of keys.
     """
 
     scale: float
     causal: bool
+    segments: tuple[int, int] | None = None
 
 
 @functools.cache
 def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     """The mask of attention over so many positions; None where scores are computed in another way."""
-    if form.arrays or not _by_distance(form.score, form.position):
+    segments = _segments(form) if form.arrays else None
+    score = _with_segments(form.score, same=True)
+    if (form.arrays and segments is None) or not _by_distance(score, form.position):
         return None
     distance = np.arange(-positions + 1, positions)
     query = np.maximum(distance, 0)
     at = {form.position: query, KEY: query - distance}
-    none, one, two = (evaluated(form.score, at, x) for x in (0.0, 1.0, 2.0))
+    none, one, two = (evaluated(score, at, x) for x in (0.0, 1.0, 2.0))
     hidden = two <= HIDDEN
     none, one, two = (of[~hidden] for of in (none, one, two))
     if not one.size or np.any(none) or not np.allclose(two, 2.0 * one[0], rtol=_ROUNDING, atol=0.0):
@@ -146,7 +150,34 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     if not np.allclose(one, one[0], rtol=_ROUNDING, atol=0.0):
         return None
     causal = bool(np.array_equal(hidden, distance < 0))
-    return DistanceMask(scale=float(one[0]), causal=causal) if causal or not hidden.any() else None
+    if not causal and hidden.any():
+        return None
+    if segments and not np.all(evaluated(_with_segments(form.score, same=False), at, 2.0) <= HIDDEN):
+        return None
+    return DistanceMask(scale=float(one[0]), causal=causal, segments=segments)
+
+
+def _segments(form: AttentionForm) -> tuple[int, int] | None:
+    """The arrays of a form where they are the segments of queries and of keys, the same array twice: then each query is
+    of the segment of the key of its own position.
+    """
+    same = list(form.sources) == [0] * len(form.arrays)
+    of_query = [i for i, names in enumerate(form.arrays) if form.position in names]
+    of_key = [i for i, names in enumerate(form.arrays) if KEY in names]
+    if not same or len(of_query) != 1 or len(of_key) != 1 or len(form.arrays) != 2:
+        return None
+    (i,), (j,) = of_query, of_key
+    return (i, j) if form.arrays[i].replace(form.position, KEY) == form.arrays[j] else None
+
+
+def _with_segments(node: Expression, *, same: bool) -> Expression:
+    """An expression with each comparison of two arrays as it is inside of a segment, or between two."""
+    match node:
+        case ("eq" | "ne" as name, (), ("array", _), ("array", _)):
+            return ("const", same if name == "eq" else not same, "bool")
+        case ("score",) | ("iota", _, _) | ("array", _) | ("const", _, _):
+            return node
+    return (*node[:2], *(_with_segments(operand, same=same) for operand in node[2:]))
 
 
 def evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.ndarray:

@@ -10,7 +10,7 @@ Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.exp
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,11 @@ class Kernel(enum.Enum):
         return self is not Kernel.BLOCKS
 
     @property
+    def takes_segments(self) -> bool:
+        """Whether scores between segments of packed sequences are hidden inside of the kernel."""
+        return self is not Kernel.CUDNN
+
+    @property
     def writes_scores(self) -> bool:
         """Whether blocks of scores go to memory."""
         return self is Kernel.BLOCKS
@@ -41,7 +46,7 @@ class Kernel(enum.Enum):
 
 # Side of the blocks of scores that kernels compute or leave out.
 _BLOCK = 128
-LANES = 128  # of a TPU's registers
+LANES, SUBLANES = 128, 8  # of a TPU's registers
 _CUDNN_WIDTH, _CUDNN_WIDTH_MULTIPLE = 128, 8  # of a head: the most on every card, and the multiple
 
 
@@ -64,8 +69,8 @@ def library_on(device: Any) -> Kernel:
 def kernel_of(
     form: AttentionForm, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any], library: Kernel, ring: int
 ) -> Kernel:
-    """The kernel for one device's part of queries, keys and values, of these shapes and types: one of the library, or
-    blocks. Among `ring` devices positions are split.
+    """The kernel for one device's part of queries, keys and values of these shapes: one of the library, or blocks.
+    `dtypes`: theirs, and those of the arrays that scores read. Among `ring` devices positions are split.
     """
     return Kernel.BLOCKS if _obstacle(form, shapes, dtypes, library, ring) else library
 
@@ -78,13 +83,15 @@ def _obstacle(
         return ""
     if _dims(form) is None:
         return "dimensions that are no heads"
-    if len(set(dtypes)) > 1:
+    if len(set(dtypes[:3])) > 1:
         return "operands of several types"
     positions, width = shapes[0][form.query.index(form.position)], shapes[0][inner_dim(form)]
     keys, of_values = shapes[1][form.key.index(KEY)], shapes[2][_outer_dim(form)]
     mask = distance_mask(form, max(positions, keys) * ring)
     if mask is None:
-        return "a mask or a bias that is not causal"
+        return "a mask or a bias that is not causal" + (", or of segments" if library.takes_segments else "")
+    if mask.segments is not None and (found := _obstacle_of_segments(form, mask.segments, dtypes[3:], library)):
+        return found
     if width != of_values:
         return f"values of another width ({of_values}) than keys ({width})"
     if mask.causal and keys != positions:
@@ -101,6 +108,18 @@ def _obstacle(
     return "" if dtype in (jnp.bfloat16, jnp.float32) else f"{dtype} (bfloat16 or float32)"
 
 
+def _obstacle_of_segments(
+    form: AttentionForm, segments: tuple[int, int], dtypes: Sequence[Any], library: Kernel
+) -> str:
+    if not library.takes_segments:
+        return "segments of packed sequences"
+    apart, _ = _dims(form) or ("", "")
+    if not {*form.arrays[segments[0]]} <= {*apart[:-1], form.position, NONE}:
+        return "segments that heads have of their own"
+    exact = all(jnp.dtype(t).kind in "biu" and jnp.dtype(t).itemsize <= 4 for t in dtypes)
+    return "" if exact else f"segments of {dtypes[0]} (integers of 32 bits at most)"
+
+
 def kernel_for(eqn: Any, library: Kernel, ring: int) -> Kernel:
     """The kernel for an equation of a pass, whose positions are split among `ring` devices."""
     return Kernel.BLOCKS if obstacle_for(eqn, library, ring) else library
@@ -113,7 +132,8 @@ def obstacle_for(eqn: Any, library: Kernel, ring: int) -> str:
         tuple(n // ring if x in (form.position, KEY) else n for n, x in zip(a.shape, names, strict=True))
         for a, names in zip(avals, (form.query, form.key, form.value), strict=True)
     ]
-    return _obstacle(form, shapes, [a.dtype for a in avals], library, ring)
+    read = [v.aval for v in eqn.invars[len(eqn.invars) - len(form.arrays) :]]
+    return _obstacle(form, shapes, [a.dtype for a in (*avals, *read)], library, ring)
 
 
 def runs_in_steps(form: AttentionForm, kernel: Kernel, positions: int, ring: int) -> bool:
@@ -175,6 +195,24 @@ class CanonicalShape:
         heads = self.of([*self.apart[-1:], *grouped])
         return array.reshape((self.of(self.apart[:-1]), heads, *array.shape[len(self.apart) + len(grouped) :]))
 
+    def segments(self, mask: DistanceMask, arrays: Sequence[Any]) -> tuple[Any, Any] | None:
+        """(examples, positions) of the segments of queries and of keys, of the arrays that scores read; None where the
+        mask has none.
+        """
+        if mask.segments is None:
+            return None
+        of_query, of_key = mask.segments
+        return self._of_examples(arrays, of_query, self.form.position), self._of_examples(arrays, of_key, KEY)
+
+    def _of_examples(self, arrays: Sequence[Any], number: int, position: str) -> Any:
+        array, names = arrays[number], self.form.arrays[number]
+        array = array.reshape([n for n, x in zip(array.shape, names, strict=True) if x != NONE])
+        has, dims = names.replace(NONE, ""), (*self.apart[:-1], position)
+        array = jnp.einsum(f"{has}->{''.join(x for x in dims if x in has)}", array)
+        array = jnp.expand_dims(array, [d for d, x in enumerate(dims) if x not in has])
+        sizes = *(self.size[x] for x in self.apart[:-1]), array.shape[-1]
+        return jnp.broadcast_to(array, sizes).reshape(-1, sizes[-1]).astype(jnp.int32)
+
     def of(self, letters: Sequence[str]) -> int:
         n = 1
         for letter in letters:
@@ -200,17 +238,20 @@ class CanonicalShape:
 
 
 # The forward and the backward pass of each library.
-KERNEL_CALLS = {
+KERNEL_CALLS: dict[Kernel, tuple[Callable[..., Any], Callable[..., Any]]] = {
     Kernel.CUDNN: (jax_local.cudnn_forward, jax_local.cudnn_backward),
     Kernel.TPU_FLASH: (jax_local.tpu_forward, jax_local.tpu_backward),
 }
 
 
-def forward(form: AttentionForm, kernel: Kernel, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+def forward(
+    form: AttentionForm, kernel: Kernel, query: Any, key: Any, value: Any, *arrays: Any
+) -> tuple[Any, Any, Any]:
     """As `ring.forward`, on one device that has all positions."""
     shape, mask = CanonicalShape(form, query), _mask(form, query)
     run, _ = KERNEL_CALLS[kernel]
-    out, largest, total = run(*shape.operands(query, key, value), scale=mask.scale, causal=mask.causal)
+    options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
+    out, largest, total = run(*shape.operands(query, key, value), **options)
     rows = [shape.back(a, form.rows, form.position) for a in (largest, total)]
     return shape.back(out, form.out, form.position), rows[0], rows[1]
 
@@ -222,6 +263,7 @@ def backward(
     operands: tuple[Any, Any, Any],
     saved: tuple[Any, Any, Any],
     change: Any,
+    *arrays: Any,
 ) -> tuple[Any, Any, Any]:
     """As `ring.backward`, on one device that has all positions."""
     shape, mask = CanonicalShape(form, operands[0]), _mask(form, operands[0])
@@ -230,7 +272,8 @@ def backward(
     largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
     change = shape.into(change, gradients.out, form.position)
     _, run = KERNEL_CALLS[kernel]
-    made = run(q, k, v, (out, largest, total), change, scale=mask.scale, causal=mask.causal)
+    options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
+    made = run(q, k, v, (out, largest, total), change, **options)
     return (
         shape.back(made[0], gradients.query, form.position),
         shape.back(made[1], gradients.key, KEY),

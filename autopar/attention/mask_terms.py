@@ -259,8 +259,9 @@ class ArrayReader:
         if (number := self.filled(atom)) is not None:
             return ("const", number, value.dtype)
         if atom in self.outside:
+            # Made of smaller arrays (segments, lengths), it is computed of them where it is read.
             found = self.tree_of(self.outside[atom], labels, depth)
-            if found is not None and all(node[1] in self.own for node in nodes_of(found) if node[0] == "array"):
+            if found is not None and self.read_size(found) < value.size:
                 return found
         op = self.makers.get(atom)
         large = sum(n != 1 for n in value.shape)
@@ -272,6 +273,10 @@ class ArrayReader:
         found = self.expanded(op, labels, depth + 1)
         return found if found is not None else self.array(atom, labels)
 
+    def read_size(self, tree: Expression) -> int:
+        """The elements of the arrays that an expression reads."""
+        return sum(self.values[value].size for value in {node[1] for node in nodes_of(tree) if node[0] == "array"})
+
     def array(self, value: int, labels: Labels) -> Expression:
         """An array as it was before its dimensions were moved: one of segments, say, that meets scores twice."""
         value = self.first(value)
@@ -280,7 +285,8 @@ class ArrayReader:
             source, before = op.inputs[0], self.moved_back(op, labels)
             if isinstance(source, int) and before is not None:
                 return self.array(source, before)
-        return self.counted_out(value, labels) or ("array", value, labels)
+        earliest = value if value in self.own else self.equals.number(value)
+        return self.counted_out(value, labels) or ("array", earliest, labels)
 
     def first(self, value: int) -> int:
         """The first array of the block that is computed as one of its values is."""

@@ -49,7 +49,7 @@ from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, walk
 from autopar.ir.rewrite import Fresh, in_order, remove_dead, renumbered
-from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
+from autopar.ir.scan_pairs import JoinedBodies, closed, with_joined_scans
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
 
@@ -579,7 +579,7 @@ def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS) -> OpGraph:
     while wanted:
         fresh = Fresh(named)
         sought = Sought(named=named, products=wanted, kernel=kernel)
-        block = _rewritten(graph.block, sought, fresh, Around({}, {}))
+        block = closed(_rewritten(graph.block, sought, fresh, Around({}, {})), fresh)
         left = wanted & {op.id for op in walk(block)}
         if not left:
             values = tuple(replaced(v, dimensions=(), purpose=None) for v in fresh.values)

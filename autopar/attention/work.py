@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from autopar.attention.form import KEY, exact_type, goes_round, sizes_of
-from autopar.attention.kernels import LANES, Kernel, runs_in_steps, visible_share
+from autopar.attention.kernels import LANES, SUBLANES, Kernel, runs_in_steps, visible_share
 from autopar.attention.ring import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
@@ -72,13 +72,18 @@ def block_bytes(eqn: Any, split: int = 1, ring: int = 1) -> int:
 
 def row_bytes(eqn: Any, kernel: Kernel) -> int:
     """Bytes that a kernel takes for numbers of each row of scores beside its operands and results: the TPU's has each
-    number once for each lane, of two arrays; backward it has those of a third one for each key of a block too.
+    number once for each lane, of two arrays; backward it has those of a third one for each key of a block too. Segments
+    of queries it has once for each lane, those of keys for each sublane.
     """
     if kernel is not Kernel.TPU_FLASH:
         return 0
-    sizes = sizes_of(eqn)
-    rows = functools.reduce(lambda n, letter: n * sizes[letter], eqn.params["form"].rows, 4)
-    return rows * (2 * LANES + (0 if eqn.params["gradients"] is None else tpu_block(sizes[KEY])))
+    form, sizes = eqn.params["form"], sizes_of(eqn)
+
+    def of(letters: str) -> int:
+        return functools.reduce(lambda n, letter: n * sizes[letter], letters, 4)
+
+    segments = sum(of(names) * (SUBLANES if KEY in names else LANES) for names in form.arrays)
+    return segments + of(form.rows) * (2 * LANES + (0 if eqn.params["gradients"] is None else tpu_block(sizes[KEY])))
 
 
 def repeated_operands(eqn: Any, kernel: Kernel) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ INLINED_CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "remat_opt": "fwd_jaxpr",  # of `jax.custom_vjp` with `optimize_remat`
     "custom_lin": None,
 }
 REMAT_CALLS = frozenset({"remat", "remat2", "checkpoint"})

@@ -150,7 +150,7 @@ def _flash() -> Any:
     return importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
 
-def cudnn_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[Any, Any, Any]:
+def cudnn_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool, segments: None = None) -> tuple[Any, Any, Any]:
     """(result, largest, total): cuDNN gives the logarithm of a row's sum, which stands for the largest of total one."""
     cudnn = _cudnn()
     out, log_sum = cudnn._dot_product_attention_fwd_impl(
@@ -160,7 +160,15 @@ def cudnn_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tupl
 
 
 def cudnn_backward(
-    q: Any, k: Any, v: Any, saved: tuple[Any, Any, Any], change: Any, *, scale: float, causal: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    saved: tuple[Any, Any, Any],
+    change: Any,
+    *,
+    scale: float,
+    causal: bool,
+    segments: None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
     cudnn, (out, largest, total) = _cudnn(), saved
@@ -185,19 +193,34 @@ def _cudnn_options(scale: float, causal: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tpu_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[Any, Any, Any]:
-    """(result, largest, total)."""
+Segments = tuple[Any, Any]
+
+
+def tpu_forward(
+    q: Any, k: Any, v: Any, *, scale: float, causal: bool, segments: Segments | None = None
+) -> tuple[Any, Any, Any]:
+    """(result, largest, total). `segments` of queries and of keys: (examples, positions) each; a row sees some key of
+    its own, if not here then in another part of the keys.
+    """
     flash = _flash()
     k, v = (_repeated(a, q) for a in (k, v))
     n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
     out, total, largest = flash._flash_attention_impl(
-        q, k, v, None, None, True, causal, scale, 1, n, of_keys, of_keys, False
+        q, k, v, None, _segment_ids(segments), True, causal, scale, 1, n, of_keys, of_keys, False
     )
     return out, largest, total
 
 
 def tpu_backward(
-    q: Any, k: Any, v: Any, saved: tuple[Any, Any, Any], change: Any, *, scale: float, causal: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    saved: tuple[Any, Any, Any],
+    change: Any,
+    *,
+    scale: float,
+    causal: bool,
+    segments: Segments | None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
     flash, (out, largest, total) = _flash(), saved
@@ -208,10 +231,14 @@ def tpu_backward(
     n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
     common = {"sm_scale": scale, "causal": causal, "mask_value": flash.DEFAULT_MASK_VALUE, "debug": False}
     blocks = {"block_q_major": n, "block_k_major": of_keys, "block_k": of_keys}
-    args = (q, k, v, None, None, total, largest, change, along)
+    args = (q, k, v, None, _segment_ids(segments), total, largest, change, along)
     k_change, v_change = flash._flash_attention_bwd_dkv(*args, **blocks, block_q=n, **common)
     q_change, _ = flash._flash_attention_bwd_dq(*args, **blocks, **common)
     return q_change, _gathered(k_change, shared), _gathered(v_change, shared)
+
+
+def _segment_ids(segments: Segments | None) -> Any:
+    return None if segments is None else _flash().SegmentIds(*segments)
 
 
 def tpu_block(positions: int) -> int:

@@ -6,8 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-from autopar.ir.graph import Atom, Block, Op, OpKind, Value, read_by
-from autopar.ir.rewrite import Fresh, reading, scan_equation
+from autopar.common.records import replaced
+from autopar.ir.graph import Atom, Block, Op, OpKind, Value, free_values, read_by
+from autopar.ir.rewrite import Fresh, named, reading, scan_equation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +180,18 @@ def _with_constants(scan: Op, constants: Sequence[tuple[Atom, int]], fresh: Fres
         num_consts=k + len(constants),
         blocks=(dataclasses.replace(body, inputs=(*body.inputs[:k], *inner, *body.inputs[k:])),),
     )
+
+
+def closed(block: Block, fresh: Fresh) -> Block:
+    """The block with each value of it that the body of a scan reads as a constant of that scan."""
+    ops: list[Op] = []
+    for op in block.ops:
+        if op.blocks:
+            op = replaced(op, blocks=tuple(closed(inner, fresh) for inner in op.blocks))
+        if op.kind is OpKind.SCAN and (around := sorted(free_values(op.blocks[0]))):
+            (body,), names = op.blocks, {v: fresh.copy_of(v) for v in around}
+            inside = tuple(reading(inner, names) for inner in body.ops)
+            body = dataclasses.replace(body, ops=inside, outputs=named(body.outputs, names))
+            op = _with_constants(replaced(op, blocks=(body,)), list(names.items()), fresh)
+        ops.append(op)
+    return dataclasses.replace(block, ops=tuple(ops))

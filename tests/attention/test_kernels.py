@@ -73,9 +73,49 @@ def test_a_mask_that_does_not_go_by_the_distance_is_none():
     assert distance_mask(form, 8) is None
 
 
-def chosen(dtype, library, positions=256, width=16, form=FORM, ring=1):
+SAME, OTHER = (("array", 0), ("array", 1)), (("array", 1), ("array", 0))
+AND_CAUSAL = ("and", (), ("ge", (), *POSITIONS))
+
+
+def packed(condition, hidden=-1e30, arrays=("bq", "bk"), sources=(0, 0)):
+    score = ("select_n", (), condition, ("const", hidden, "float32"), SCALED)
+    return dataclasses.replace(FORM, score=score, arrays=arrays, sources=sources)
+
+
+PACKED = packed((*AND_CAUSAL, ("eq", (), *SAME)))
+
+
+@pytest.mark.parametrize(
+    ("form", "mask"),
+    [
+        (PACKED, DistanceMask(scale=0.25, causal=True, segments=(0, 1))),
+        (packed(("eq", (), *OTHER), -np.inf), DistanceMask(scale=0.25, causal=False, segments=(0, 1))),
+        (packed((*AND_CAUSAL, ("not", (), ("ne", (), *SAME)))), DistanceMask(scale=0.25, causal=True, segments=(0, 1))),
+        (packed((*AND_CAUSAL, ("ne", (), *SAME))), None),  # a query does not see itself
+        (packed(("or", *AND_CAUSAL[1:], ("eq", (), *SAME))), None),  # what lies before is seen in other segments too
+        (packed((*AND_CAUSAL, ("ge", (), *SAME))), None),  # earlier segments are seen
+        (packed((*AND_CAUSAL, ("eq", (), *SAME)), -10.0), None),  # nothing is hidden
+        (packed((*AND_CAUSAL, ("eq", (), *SAME)), sources=(0, 1)), None),  # a row may see nothing
+        (packed((*AND_CAUSAL, ("eq", (), *SAME)), arrays=("bq", "bhk")), None),
+        (packed((*AND_CAUSAL, ("and", (), ("eq", (), *SAME), ("array", 2))), arrays=("bq", "bk", "bk")), None),
+    ],
+)
+def test_segments_are_found_where_all_between_two_is_hidden(form, mask):
+    assert distance_mask(form, 8) == mask
+
+
+def chosen(dtype, library, positions=256, width=16, form=FORM, ring=1, segments="int32"):
     shapes = [(2, positions, 2, 2, width), (2, positions, 2, width), (2, positions, 2, width)]
-    return kernel_of(form, shapes, [jnp.dtype(dtype)] * 3, library, ring)
+    dtypes = [jnp.dtype(dtype)] * 3 + [jnp.dtype(segments)] * len(form.arrays)
+    return kernel_of(form, shapes, dtypes, library, ring)
+
+
+def test_the_kernel_of_tpus_takes_segments_of_examples():
+    assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=PACKED) is Kernel.TPU_FLASH
+    assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=PACKED, segments="float32") is Kernel.BLOCKS
+    of_heads = dataclasses.replace(PACKED, arrays=("bhq", "bhk"))
+    assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=of_heads) is Kernel.BLOCKS
+    assert chosen(jnp.bfloat16, Kernel.CUDNN, form=PACKED) is Kernel.BLOCKS
 
 
 def test_each_kernel_takes_its_types_and_sizes():
@@ -108,16 +148,22 @@ def test_of_causal_attention_a_kernel_computes_the_blocks_on_the_diagonal_and_be
 
 
 @pytest.mark.slow
-def test_the_kernel_of_tpus_computes_what_blocks_do():
+@pytest.mark.parametrize(("form", "arrays"), [(FORM, ()), (PACKED, ("bq", "bk")), (PACKED, ("q", "_k"))])
+def test_the_kernel_of_tpus_computes_what_blocks_do(form, arrays):
     """Interpreted, as there is no TPU."""
+    form = dataclasses.replace(form, arrays=arrays)
     keys = jax.random.split(jax.random.key(0), 4)
-    query, change = (jax.random.normal(key, (1, 128, 2, 2, 8)) for key in keys[:2])
-    key, value = (jax.random.normal(key, (1, 128, 2, 8)) for key in keys[2:])
+    query, change = (jax.random.normal(key, (2, 128, 2, 2, 8)) for key in keys[:2])
+    key, value = (jax.random.normal(key, (2, 128, 2, 8)) for key in keys[2:])
     gradients = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
+    segments = np.stack([np.repeat([1, 2, 1], [50, 48, 30]), np.repeat([1, 2, 0], [3, 100, 25])])
+    shaped = {"b": segments, "q": segments[0], "_": segments[:1]}
+    read = [jnp.asarray(shaped[letters[0]]) for letters in arrays]
 
     def passes(library):
-        made = execute.run(FORM, None, ring.HERE, (query, key, value), library)
-        return (*made, *execute.run(FORM, gradients, ring.HERE, (query, key, value, *made, change), library))
+        made = execute.run(form, None, ring.HERE, (query, key, value, *read), library)
+        args = (query, key, value, *made, change, *read)
+        return (*made, *execute.run(form, gradients, ring.HERE, args, library))
 
     with pltpu.force_tpu_interpret_mode():
         found = passes(Kernel.TPU_FLASH)

@@ -114,6 +114,21 @@ def recomputed(q, k, v, batch):
     return jax.checkpoint(lambda q, k, v: causal(q, k, v, batch))(q, k, v)
 
 
+def of_a_library(q, k, v, batch):
+    """As tokamax's: a rule for `jax.vmap`, and residuals that `jax.checkpoint` need not keep."""
+    called = jax.custom_batching.sequential_vmap(lambda q, k, v: plain(q, k, v, batch=None))
+
+    def forward(q, k, v):
+        return called(q, k, v), (q, k, v)
+
+    def backward(saved, change):
+        return jax.vjp(lambda q, k, v: plain(q, k, v, batch=None), *saved)[1](change)
+
+    attention = jax.custom_vjp(called)
+    attention.defvjp(forward, backward, optimize_remat=True)
+    return attention(q, k, v)
+
+
 def numbers(heads=H):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     state = {name: 0.3 * jax.random.normal(next(keys), s.shape) for name, s in shapes(heads).items()}
@@ -133,6 +148,7 @@ def numbers(heads=H):
         (stock, H),
         (stock, 1),
         (recomputed, H),
+        (of_a_library, H),
     ],
 )
 def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
@@ -192,6 +208,38 @@ def test_scans_over_layers_stack_no_scores():
     assert operations(graph) == [("attention", Role.FORWARD), ("attention_backward", Role.BACKWARD)]
     scans = [op for op in graph.block.ops if op.primitive == "scan"]
     assert not any(graph.values[v].shape == (2, B, H, L, L) for scan in scans for v in scan.outputs)
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_mask_that_layers_of_a_scan_share_is_computed_of_segments_inside_of_it(is_recomputed):
+    def step(state, batch):
+        segments = batch["length"][:, None] > jnp.arange(L)
+        seen = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((L, L), bool))
+
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+            scores = jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
+            return x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape), None
+
+        layer = jax.checkpoint(layer) if is_recomputed else layer
+        return jax.grad(lambda state: jnp.sum(jnp.sin(jax.lax.scan(layer, batch["x"], state)[0])))(state)
+
+    state, batch = numbers()
+    state = tuple(jnp.stack([state[name], -state[name]]) for name in "qkv")
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
+    passes = [op for op in graph.ops() if op.primitive.startswith("attention")]
+    assert len(passes) == 2 + is_recomputed
+    for op in passes:
+        form = op.eqn.params["form"]
+        assert sorted(names.replace(form.position, "q")[-1] for names in form.arrays) == ["k", "q"]
+        assert all(graph.values[v].size == B * L for v in op.inputs[-2:])
+    made_here = [graph.values[v] for op in graph.ops() for v in op.outputs]
+    assert not any(value.shape[-2:] == (L, L) and value.dtype == "bool" for value in made_here)
     env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
     run_ops(graph.block.ops, env, graph)
     for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):

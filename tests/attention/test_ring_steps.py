@@ -12,7 +12,7 @@ from autopar.attention import execute, ring
 from autopar.attention.form import Gradients
 from autopar.attention.kernels import Kernel
 from autopar.attention.ring_order import exchanges, ring_order
-from tests.attention.test_kernels import FORM, form_of
+from tests.attention.test_kernels import AND_CAUSAL, FORM, PACKED, SAME, form_of, packed
 from tests.attention.test_match import plain
 
 GRADIENTS = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
@@ -25,23 +25,24 @@ def operands(positions, width=8):
     return query, key, value, change
 
 
-def passes(places, library):
+def passes(places, library, form=FORM):
     """(result, logarithm of each row's sum, gradients of queries, keys and values)."""
 
-    def run(query, key, value, change):
-        out, largest, total = execute.run(FORM, None, places, (query, key, value), library)
-        args = (query, key, value, out, largest, total, change)
-        return out, largest + jnp.log(total), *execute.run(FORM, GRADIENTS, places, args, library)
+    def run(query, key, value, change, *arrays):
+        out, largest, total = execute.run(form, None, places, (query, key, value, *arrays), library)
+        args = (query, key, value, out, largest, total, change, *arrays)
+        return out, largest + jnp.log(total), *execute.run(form, GRADIENTS, places, args, library)
 
     return run
 
 
-def on_devices(count, library):
+def on_devices(count, library, form=FORM):
     split, rows = PartitionSpec(None, "sequence"), PartitionSpec(None, None, None, "sequence")
     mesh = Mesh(np.array(jax.devices()[:count]), ("sequence",))
     places = ring.Places(axes={"q": ("sequence",)}, sizes={"sequence": count})
-    specs = {"in_specs": (split,) * 4, "out_specs": (split, rows, split, split, split)}
-    return jax.jit(jax.shard_map(passes(places, library), mesh=mesh, check_vma=False, **specs))
+    arrays = tuple(split if "q" in names else PartitionSpec() for names in form.arrays)
+    specs = {"in_specs": (*(split,) * 4, *arrays), "out_specs": (split, rows, split, split, split)}
+    return jax.jit(jax.shard_map(passes(places, library, form), mesh=mesh, check_vma=False, **specs))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -98,12 +99,33 @@ def test_only_causal_rings_of_two_halves_are_balanced():
     assert not ring_order(form_of(plain), 8, 4).balanced
 
 
+def test_rows_that_see_nothing_have_no_number_as_in_plain_jax():
+    """Segments of queries that no key has: their weights are no numbers, which gradients of all values add up."""
+    form = packed((*AND_CAUSAL, ("eq", (), *SAME)), -np.inf, sources=(0, 1))
+    query, key, value, change = operands(16)
+    segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [5, 7, 4]), np.repeat([4, 1, 3], [6, 6, 4])]))
+    of_keys = jnp.where(segments == 3, 9, segments)
+    seen = jnp.tril(segments[:, :, None] == of_keys[:, None, :])[:, None, None]
+
+    def plain_attention(query, key, value):
+        scores = 0.25 * jnp.einsum("bqhgd,bkhd->bhgqk", query, key)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
+
+    out, pull = jax.vjp(plain_attention, query, key, value)
+    assert ring_order(form, 4, 4).balanced
+    made = on_devices(4, Kernel.BLOCKS, form)(query, key, value, change, segments, of_keys)
+    for a, b in zip((out, *pull(change)), (made[0], *made[2:]), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6)
+
+
 @pytest.mark.slow
-def test_the_kernel_of_tpus_runs_the_steps_of_a_ring():
+@pytest.mark.parametrize("form", [FORM, PACKED])
+def test_the_kernel_of_tpus_runs_the_steps_of_a_ring(form):
     """Interpreted, as there is no TPU."""
-    args = operands(512)
-    expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS))(*args)
+    segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [100, 300, 112]), np.repeat([1, 2, 0], [200, 250, 62])]))
+    args = (*operands(512), *(segments for _ in form.arrays))
+    expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS, form))(*args)
     with pltpu.force_tpu_interpret_mode():
-        found = on_devices(2, Kernel.TPU_FLASH)(*args)
+        found = on_devices(2, Kernel.TPU_FLASH, form)(*args)
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
