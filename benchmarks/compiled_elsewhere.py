@@ -1,6 +1,6 @@
 """Our predictions beside the programs that XLA's GPU and TPU compilers make, for hardware that is not here.
 
-    python -m benchmarks.compiled_elsewhere                             25 rows; no GPU, no TPU needed
+    python -m benchmarks.compiled_elsewhere                             30 rows; no GPU, no TPU needed
     python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     rows whose names have all these parts
     python -m benchmarks.compiled_elsewhere --again                     predicts anew what is kept already
 
@@ -71,13 +71,14 @@ _LONG = {
     "layers": 2, "width": 1024, "heads": 8, "kv_heads": 2, "feed_forward": 3584, "vocabulary": 32_768,
     "length": 8192, "batch": 8, "block": 1024, "dtype": "bfloat16",
 }  # fmt: skip
-# Dense in 32 and in 16 bits, a mixture of experts, a long context, and that with fused attention.
+# Dense in 32 and in 16 bits, a mixture of experts, a long context, that with fused attention, a recurrence.
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "one-layer gpt": lambda: plain("one_layer_gpt"),
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
     "one-layer moe": lambda: plain("one_layer_moe"),
     "llama 8k": lambda: zoo("llama", **_LONG),
     "llama 8k blockwise": lambda: zoo("llama", "blockwise", **_LONG | {"block": _LONG["length"]}),
+    "lstm": lambda: zoo("lstm", width=1024, features=256, length=128, batch=512),
 }
 
 # A call of a kernel of attention, of jax's or cuDNN's. Where attention is as written, XLA's TPU compiler makes a kernel

@@ -7,6 +7,8 @@ parallelism as a recipe.
     python -m benchmarks.ledger --short                rows of one stage from models of 2 and 4 layers: equal layers
                                                        add equal times, so a line through both is taken; memory is not
                                                        told
+    python -m benchmarks.ledger NAME --search          the free search beside the published plans of such rows, with all
+                                                       layers; `--keep` keeps it beside the rows' predictions
     python -m benchmarks.ledger --page                 plans nothing; writes both from the rows that are kept
 
 One set of constants a kind of device, those of `autopar.hardware.presets`. Rows of runs with flash attention are
@@ -227,6 +229,31 @@ def entry_of(row: Row, *, short: bool) -> Entry:
     )
 
 
+def searched(row: Row) -> ledger_page.Search:
+    """The free search beside the published plan. Raises: AutoparError where one of them finds no plan."""
+    step, *arguments = step_of(row)
+    found = autopar.plan(
+        step, *arguments, cluster=cluster_of(row), cache_dir=None, search=autopar.Search(**options_of(row))
+    )
+    return ledger_page.Search(
+        published_plan_s=predicted(row, short=False).step_time_s,
+        step_time_s=found.predicted.step_time_s,
+        plan=str(found).split(".\n")[0].split(": ", 1)[1].replace("\n", " "),
+        search_version=SEARCH_VERSION,
+        made_on=datetime.date.today().isoformat(),
+    )
+
+
+def with_search(row: Row, entry: Entry) -> Entry:
+    try:
+        made = searched(row)
+    except AutoparError as error:
+        print(f"{row.key}: {_in_short(error)}", flush=True)
+        return entry
+    print(f"{row.key}: {made}", flush=True)
+    return dataclasses.replace(entry, search=made)
+
+
 def named(parts: Sequence[str]) -> list[Row]:
     """The rows whose names contain one of these, or all."""
     return [row for key, row in ROWS.items() if not parts or any(part in key for part in parts)]
@@ -237,6 +264,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", help=f"parts of names, of {', '.join(ROWS)}")
     parser.add_argument("--short", action="store_true", help="models of fewer layers, where there is one stage")
     parser.add_argument("--as-written", action="store_true", help="flash attention too is planned as it is written")
+    parser.add_argument("--search", action="store_true", help="the free search beside rows that are kept")
     parser.add_argument("--keep", action="store_true", help="write the ledger and the errors")
     parser.add_argument("--page", action="store_true", help="write the ledger and the errors from the rows kept")
     arguments = parser.parse_args()
@@ -244,9 +272,13 @@ def main() -> int:
     for row in [] if arguments.page else named(arguments.rows):
         if arguments.as_written:
             row = dataclasses.replace(row, flash=False)
-        entry = entry_of(row, short=arguments.short)
-        print(" | ".join(ledger_page.cells(row, entry)), flush=True)
-        kept[row.key] = entry
+        if arguments.search:
+            kept[row.key] = with_search(row, kept[row.key])
+        else:
+            entry = entry_of(row, short=arguments.short)
+            print(" | ".join(ledger_page.cells(row, entry)), flush=True)
+            beside = kept[row.key].search if row.key in kept else None
+            kept[row.key] = dataclasses.replace(entry, search=beside)
         if arguments.keep:
             ledger_page.save(kept)
     if arguments.page:

@@ -29,6 +29,7 @@ COLUMNS = (
     "row", "card", "kind", "", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published",
     "predicted", "ratio", "interval", "memory published", "predicted", "planned in", "made",
 )  # fmt: skip
+SEARCH_COLUMNS = ("row", "published plan", "free search", "factor", "plan of the search", "made")
 CARD_COLUMNS = ("card", "kind", "", "rows", "median error", "within 10 %", "worst ratio", "median ratio")
 
 
@@ -39,6 +40,11 @@ ABOUT = (
     "the H200s, where it is compiled); predicted is the memory that lives at once. Rows may use the memory that the "
     "driver, or the compiler, reports of their devices: the published runs fitted."
 )
+BESIDE = "## The free search beside the published plans"
+ABOUT_SEARCH = (
+    "`python -m benchmarks.ledger ROW --search`: the step of a row with all its layers, on its cluster and in its "
+    "memory, by the same model of costs. Above 1 the search is faster than the published plan."
+)
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "
     "out: from the errors of its card and kind of step, or of that kind on all cards where there are fewer than "
@@ -47,9 +53,23 @@ ABOUT_INTERVALS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan and
+    under that of the free search, and what the latter is.
+    """
+
+    published_plan_s: float
+    step_time_s: float
+    plan: str
+    search_version: int
+    made_on: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """A row as it was predicted: seconds of a step, and bytes of the fullest device; no bytes of models of fewer
     layers, for where the peak lies depends on their number. `planned_s`: processor time. `why`: the reason for none.
+    `search`: the free search beside it.
     """
 
     device: str
@@ -61,6 +81,7 @@ class Entry:
     planned_s: float = 0.0
     is_short: bool = False
     why: str = ""
+    search: Search | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +104,11 @@ class Told:
 
 def load() -> dict[str, Entry]:
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    return {key: Entry(**values) for key, values in kept.items() if key in ROWS}
+    return {
+        key: Entry(**values | {"search": Search(**values["search"]) if values.get("search") else None})
+        for key, values in kept.items()
+        if key in ROWS
+    }
 
 
 def save(kept: Mapping[str, Entry]) -> None:
@@ -165,6 +190,17 @@ def cells(row: Row, entry: Entry, between: tuple[float, float] | None = None) ->
     ]
 
 
+def _beside(key: str, search: Search) -> list[str]:
+    return [
+        key,
+        f"{search.published_plan_s:.2f} s",
+        f"{search.step_time_s:.2f} s",
+        f"{search.published_plan_s / search.step_time_s:.3f}x",
+        search.plan,
+        f"{search.made_on}, version {search.search_version}",
+    ]
+
+
 def _summary(found: Sequence[Told]) -> list[str]:
     """Number, median error, share within the target, worst and median of the ratios."""
     ratios = [one.ratio for one in found]
@@ -218,6 +254,7 @@ def page(kept: Mapping[str, Entry]) -> str:
     resolved = "none" if width is None else f"{math.exp(width) - 1:.0%}".replace("%", " %")
     sources = dict.fromkeys((ROWS[key].table, ROWS[key].source) for key in kept)
     notes = {ROWS[key].note: [k for k in kept if ROWS[k].note == ROWS[key].note] for key in kept if ROWS[key].note}
+    beside = [_beside(key, entry.search) for key, entry in kept.items() if entry.search is not None]
     missing = [f"- {key}: not predicted yet." for key in ROWS if key not in kept]
     parts = [
         "# Ledger of published step times",
@@ -232,6 +269,7 @@ def page(kept: Mapping[str, Entry]) -> str:
         markdown(("rows", "card", "inside", "share"), _coverage_lines(found)),
         "## Rows",
         markdown(COLUMNS, [cells(ROWS[key], entry, between.get(key)) for key, entry in kept.items()]),
+        *((BESIDE, ABOUT_SEARCH, markdown(SEARCH_COLUMNS, beside)) if beside else ()),
         "## Sources",
         "\n".join(f"- {table}: {source}." for table, source in sources),
         "## Notes on rows",

@@ -78,6 +78,8 @@ LEFT_OUT = {
     "four experts of a token; one row has a regression that its source notes.",
     "megatron-bridge 26.06: Nemotron 3 Nano and Super (7 rows)": "the zoo has no mixture of experts with state-space "
     "layers.",
+    "primus: Qwen3 235B-A22B on 32 MI355X, stages of eight schedules, and Llama 2 7B on 8 MI300X, of six": "neither "
+    "batches nor micro-batches are published (AMD-AGI/Primus@fd1eeabbad, docs_deprecated/tech_blogs/primus_pipeline).",
     "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
     "to all positions in each layer.",
 }

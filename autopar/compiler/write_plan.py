@@ -27,7 +27,7 @@ from autopar.cost.compiler_options import exchange_options_of, options_of, unlik
 from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import crossing_s, timeline_of
-from autopar.cost.roofline import flops_of, main_dtype
+from autopar.cost.roofline import flops_of, main_dtype, peak_dtype
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
 from autopar.hardware.cluster import Cluster, peak_flops_per_s
@@ -166,7 +166,7 @@ def flops_in(graph: OpGraph) -> Flops:
             done += flops
             recomputed += flops if op.recomputes else 0.0
             if op.primitive in MATRIX_PRODUCTS or op.primitive in ATTENTION_PASSES:
-                by_dtype[str(op.eqn.invars[0].aval.dtype)] += flops
+                by_dtype[peak_dtype(op.eqn)] += flops
     return Flops(done=done, recomputed=recomputed, by_dtype=by_dtype, main=main_dtype(graph))
 
 

@@ -36,6 +36,7 @@ from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, is_inexact, multiplications
 from autopar.kernels import cudnn
 from autopar.kernels.local import local_work, runs_locally
+from autopar.kernels.scaled import is_scaled_product, scaled_type
 from autopar.sharding.strategies import Strategy
 
 # Passes in bfloat16 that XLA's TPU compiler makes of a float32 product at each `jax.lax.Precision` (bfloat16_3x and
@@ -61,6 +62,8 @@ class ProductRate:
 
 def product_rate(eqn: Any, platform: Platform) -> ProductRate:
     """Of a product or convolution, whose operands are its first two."""
+    if is_scaled_product(eqn):
+        return ProductRate(scaled_type(eqn))
     operand = _operand_type(*(v.aval.dtype for v in eqn.invars[:2]))
     if operand in _REAL_PARTS:  # four products of real and imaginary parts
         real = product_rate_of(_REAL_PARTS[operand], eqn.params["precision"], platform)
@@ -120,7 +123,12 @@ def main_dtype(graph: OpGraph) -> str:
     if not products:
         return "float32"
     largest = max(products, key=lambda op: max(v.aval.size for v in (*op.eqn.invars, *op.eqn.outvars)))
-    return str(largest.eqn.invars[0].aval.dtype)
+    return peak_dtype(largest.eqn)
+
+
+def peak_dtype(eqn: Any) -> str:
+    """The type by whose peak a product's arithmetic is counted: of its first operand, or the format of its blocks."""
+    return scaled_type(eqn) if is_scaled_product(eqn) else str(eqn.invars[0].aval.dtype)
 
 
 # Halves of arrays are cut out and written, arrive, and are read and put together.

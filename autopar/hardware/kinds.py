@@ -64,7 +64,8 @@ class DeviceKind:
     Attributes:
         name: As people write it, `H100-SXM5`.
         peak_flops: (dtype, peak arithmetic operations per second of matrix units) of products with such operands. Must
-            name float32, which stands for dtypes that are not named; all float8 are one.
+            name float32, which stands for dtypes that are not named; all float8 are one. Products of scaled blocks go
+            by their format (`autopar.kernels.scaled`), where matrix units take it.
         flops_efficiency: (dtype, share of that peak that large matrix products reach); float32 stands for others here
             too.
         memory_bytes: Memory of one device.
@@ -185,20 +186,23 @@ class DeviceKind:
         return predicted_s if times is None else times.corrected_s(predicted_s)
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for a dtype by its numpy name; float8 that is not listed goes as float16, int4 and int2 as int8
-        (compilers widen them), all else as float32.
+        """Peak rate for a dtype by its numpy name, or for a format of scaled blocks."""
+        return dict(self.peak_flops)[self._listed(dtype)]
+
+    def _listed(self, dtype: str) -> str:
+        """The row of `peak_flops` for a dtype: int4 and int2 that are not listed go as int8, float8 and float4 as
+        float16 and formats of scaled blocks as bfloat16 (compilers widen them), all else as float32.
         """
-        rates = dict(self.peak_flops)
-        if dtype in ("int4", "int2"):
-            return rates.get(dtype, rates.get("int8", rates["float32"]))
-        if dtype.startswith("float8"):
-            return rates.get("float8", rates.get("float16", rates["float32"]))
-        return rates.get(dtype, rates["float32"])
+        wider = {"int4": "int8", "int2": "int8", "mxfp8": "bfloat16", "mxfp4": "bfloat16", "nvfp4": "bfloat16"}
+        names = [dtype, wider.get(dtype, dtype)]
+        if dtype.startswith(("float8", "float4")):
+            names = [dtype[:6], "float16"]
+        return next((name for name in names if any(name == listed for listed, _ in self.peak_flops)), "float32")
 
     def flops_share(self, dtype: str) -> float:
         """Share of the peak that large matrix products of a dtype reach in short runs."""
         shares = dict(self.flops_efficiency)
-        return shares.get("float8" if dtype.startswith("float8") else dtype, shares["float32"])
+        return shares.get(self._listed(dtype), shares["float32"])
 
     def flops_per_s(self, dtype: str) -> float:
         """Rate that large matrix products reach, in a long run."""

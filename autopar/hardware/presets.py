@@ -44,6 +44,9 @@ _C2C_GH200 = _HostLink(
 _C2C_GB200 = _HostLink(
     gb_per_s=173.0, source="NVLink-C2C, 450 GB/s one way for two GPUs (NVIDIA GB200 data sheet), the share as on GH200"
 )
+_C2C_RUBIN = _HostLink(
+    gb_per_s=346.0, source="NVLink-C2C, 900 GB/s one way for two GPUs (NVIDIA, Vera Rubin NVL72), the share as on GH200"
+)
 _TPU_HOST = _HostLink(gb_per_s=15.0, source="PCIe of a TPU host: 1.5e10 bytes/s a chip (scaling-book tpus.md)")
 
 
@@ -65,7 +68,7 @@ class _Products:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Peaks:
     """Tflop/s by type. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it, where
-    `full` is the rate without rounding.
+    `full` is the rate without rounding. `block_scaled`: by format (`autopar.kernels.scaled`).
     """
 
     half: float
@@ -75,13 +78,14 @@ class _Peaks:
     eight_bit: float | None = None
     int8: float | None = None  # where it is not that of float8
     bfloat16: bool = True
+    block_scaled: tuple[tuple[str, float], ...] = ()
 
     def by_dtype(self) -> tuple[tuple[str, float], ...]:
         rates = [("float16", self.half), ("float32", self.single), ("float64", self.double)]
         rates += [("bfloat16", self.half)] if self.bfloat16 else []
         rates += [(FULL_FLOAT32, self.full)] if self.full else []
         rates += [("float8", self.eight_bit), ("int8", self.int8 or self.eight_bit)] if self.eight_bit else []
-        return tuple((dtype, tera * _TERA) for dtype, tera in rates)
+        return tuple((dtype, tera * _TERA) for dtype, tera in (*rates, *self.block_scaled))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +105,8 @@ def _gpu(name: str, peaks: _Peaks, memory: _Memory, products: _Products, host: _
             ("float32", products.single),
             *(
                 (dtype, products.half)
-                for dtype in ("float16", "bfloat16", *(("float8", "int8") if peaks.eight_bit else ()))
-                if products is not _UNMEASURED
+                for dtype, _ in peaks.by_dtype()
+                if products is not _UNMEASURED and dtype not in ("float32", "float64", FULL_FLOAT32)
             ),
         ),
         memory_efficiency=_GPU_MEMORY_EFFICIENCY,
@@ -175,12 +179,14 @@ _AMPERE = _Products(launch_us=7.0, half=0.68, single=0.68)
 
 # cuDNN's fused attention needs compute capability 8.0. Its rates on an H100 SXM: sequences of 8,192 without a mask, 412
 # and 600 Tflop/s forward, 432 and 518 backward, of 989 (Shah et al., "FlashAttention-3", 2024, figures 5 and 6). A100:
-# up to 73 % forward and 63 % backward (Dao, "FlashAttention-2", 2023, section 4.1). B200: forward 1,613 of 2,250
-# Tflop/s over 1.3 (Zadouri et al., "FlashAttention-4", 2026, abstract: its rate, and how much faster it is than cuDNN
-# 9.13); backward no rate was found: as much of the forward rate as on an H100.
+# up to 73 % forward and 63 % backward (Dao, "FlashAttention-2", 2023, section 4.1). Causal sequences of 8,192 on GB200
+# and GB300: 1,574 and 1,856 Tflop/s forward, 1,332 and 1,435 backward, of 2,250 and 2,500
+# (NVIDIA/cudnn-frontend@3929da2ef4, benchmark/sdpa_benchmark_training/results/llama3.1: cuDNN 9.22, bfloat16; GB300
+# makes exponentials at twice the rate).
 _HOPPER_ATTENTION = ((64, 0.417, 0.437), (128, 0.607, 0.524))
 _AMPERE_ATTENTION = ((128, 0.73, 0.63),)
-_BLACKWELL_ATTENTION = ((128, 0.55, 0.475),)
+_BLACKWELL_ATTENTION = ((128, 0.70, 0.592),)
+_BLACKWELL_ULTRA_ATTENTION = ((128, 0.742, 0.574),)
 
 
 def _with_cudnn(device: DeviceKind, shares: tuple[tuple[int, float, float], ...] = ()) -> DeviceKind:
@@ -206,11 +212,15 @@ def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str)
 
 # The same of a B200 in float8 (`benchmarks.calibrate`: Llama 8B on 8 B200 and on 8 GB200, Megatron-Bridge). Of B300 and
 # GB300 there are too few runs for a share of their own.
-_BLACKWELL_SUSTAINED = 0.89
+_BLACKWELL_SUSTAINED = 0.845
 
 
-def _blackwell(device: DeviceKind) -> DeviceKind:
-    return _with_cudnn(dataclasses.replace(device, sustained_share=_BLACKWELL_SUSTAINED), _BLACKWELL_ATTENTION)
+def _blackwell(device: DeviceKind, shares: tuple[tuple[int, float, float], ...]) -> DeviceKind:
+    return _with_cudnn(dataclasses.replace(device, sustained_share=_BLACKWELL_SUSTAINED), shares)
+
+
+def _nvidia_scaled(eight_bit: float, four_bit: float) -> tuple[tuple[str, float], ...]:
+    return (("mxfp8", eight_bit), ("mxfp4", four_bit), ("nvfp4", four_bit))
 
 
 # Its convolutions are left at the rate of products: ResNet-50 in float32 under XLA runs at 412 images a second on one
@@ -234,35 +244,64 @@ H200 = _hopper("H200-SXM-141GB", memory_gb=141, memory_gb_per_s=4800.0, source="
 B200 = _blackwell(
     _gpu(
         "B200",
-        _Peaks(half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0),
+        _Peaks(
+            half=2250.0, single=1125.0, double=37.0, full=75.0, eight_bit=4500.0,
+            block_scaled=_nvidia_scaled(4500.0, 9000.0),
+        ),
         _Memory(gb=180, gb_per_s=7672.0),
         _B200_PRODUCTS,
         _PCIE5,
-        source="scaling-book gpus.md; openxla b200",
-    )
-)
+        source="scaling-book gpus.md; openxla b200; float4: NVIDIA HGX B200 data sheet",
+    ),
+    _BLACKWELL_ATTENTION,
+)  # fmt: skip
 # NVIDIA's data sheets of HGX B300 (36 Pflop/s of 16 bits for eight cards with sparsity) and GB300 NVL72 (360 for 72);
-# int8 and float64 run at a thirtieth of B200's. Products are taken to reach B200's shares.
+# int8 and float64 run at a thirtieth of B200's. Products are taken to reach B200's shares, those of blocks of eight and
+# four bits too. Without sparsity 105 Pflop/s of float4 for eight B300, 1,080 for 72 GB300.
 B300 = _blackwell(
     _gpu(
         "B300",
-        _Peaks(half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0),
+        _Peaks(
+            half=2250.0, single=1125.0, double=1.25, full=75.0, eight_bit=4500.0, int8=150.0,
+            block_scaled=_nvidia_scaled(4500.0, 13_125.0),
+        ),
         _Memory(gb=270, gb_per_s=8000.0),
         _B200_PRODUCTS,
         _PCIE5,
         source="NVIDIA HGX B300 data sheet; 270 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
-    )
-)
+    ),
+    _BLACKWELL_ULTRA_ATTENTION,
+)  # fmt: skip
 _GB300 = _blackwell(
     _gpu(
         "GB300",
-        _Peaks(half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0),
+        _Peaks(
+            half=2500.0, single=1250.0, double=1.3, full=80.0, eight_bit=5000.0, int8=165.0,
+            block_scaled=_nvidia_scaled(5000.0, 15_000.0),
+        ),
         _Memory(gb=279, gb_per_s=8000.0),
         _B200_PRODUCTS,
         _C2C_GB200,
         source="NVIDIA GB300 NVL72 data sheet; 279 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
-    )
-)
+    ),
+    _BLACKWELL_ULTRA_ATTENTION,
+)  # fmt: skip
+# Preliminary figures of one GPU of a Vera Rubin NVL72, without sparsity; float4 at the rate for training. Nobody has
+# published what products, attention or long runs reach: taken to be the shares of B200 and GB300.
+RUBIN = _blackwell(
+    _gpu(
+        "Rubin",
+        _Peaks(
+            half=4000.0, single=2000.0, double=33.0, full=130.0, eight_bit=17_500.0, int8=250.0,
+            block_scaled=_nvidia_scaled(17_500.0, 35_000.0),
+        ),
+        _Memory(gb=288, gb_per_s=22_000.0),
+        _B200_PRODUCTS,
+        _C2C_RUBIN,
+        source="NVIDIA, Vera Rubin NVL72, specifications (preliminary)",
+    ),
+    _BLACKWELL_ULTRA_ATTENTION,
+)  # fmt: skip
 # The same beside a Grace processor.
 GH200, GB200, GB300 = _C2C_GH200.of(H200), _C2C_GB200.of(B200), _GB300
 # MI355X: XLA's measured table (gfx950): least time, and 1240 and 132 Tflop/s of products of 4096 a side in bfloat16 and
@@ -279,11 +318,13 @@ MI300X = _gpu(
 )
 MI355X = _gpu(
     "MI355X",
-    _Peaks(half=2516.6, single=157.3, double=78.6, eight_bit=5033.2),
+    _Peaks(
+        half=2516.6, single=157.3, double=78.6, eight_bit=5033.2, block_scaled=(("mxfp8", 5033.2), ("mxfp4", 10_066.3))
+    ),
     _Memory(gb=288, gb_per_s=8000.0),
     _CDNA4_PRODUCTS,
     _PCIE5,
-    source="AMD Instinct MI355X data sheet",
+    source="AMD Instinct MI355X data sheet; its matrix units have no NVFP4",
 )
 TPU_V4 = _TPU_HOST.of(_tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0))
 TPU_V5E = _TPU_HOST.of(_tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, vector_mib=112))
@@ -323,7 +364,10 @@ BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (
     ("AMD Instinct MI355X", MI355X),
 )
 # The data-centre card of each compute capability, for NVIDIA cards of a name that is not in the table.
-BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {"7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200, "10.3": B300}
+BY_COMPUTE_CAPABILITY: dict[str, DeviceKind] = {
+    "7.0": V100, "8.0": A100_40GB, "9.0": H100, "10.0": B200, "10.3": B300,
+    "10.7": RUBIN,
+}  # fmt: skip
 
 
 def _link(
@@ -376,6 +420,10 @@ NVLINK5_NVL72 = _link(
     16.2, 1.18, 671.0, "fit to openxla's collective table, GB200 NVL72",
     detail=_detail(kept_gb_per_s=1920.0, switch_gb_per_s=425.0, tree_us=4.15, pair_gb_per_s=23.7, pair_ramp_us=433.0),
 )  # fmt: skip
+NVLINK6_NVL72 = _link(
+    16.2, 1.18, 1342.0, "twice the rates of NVLink 5 (NVIDIA, Vera Rubin NVL72: 3.6 TB/s a GPU both ways), its latency",
+    detail=_detail(kept_gb_per_s=3840.0, switch_gb_per_s=850.0, tree_us=4.15, pair_gb_per_s=47.4, pair_ramp_us=433.0),
+)  # fmt: skip
 # NCCL's own tuning constants (ring, Simple protocol: base 8.4 us, NVLink hop 3.4 us, network hop 14 us), as read in
 # meta-pytorch/autoparallel, cost_models/nccl_cost_model.py; rates from reports in NVIDIA/nccl-tests.
 _NCCL = "latency: NCCL's tuning table"
@@ -383,6 +431,7 @@ NVLINK3 = _link(8.4, 3.4, 200.0, f"{_NCCL}; rate: bus bandwidth of 8 A100, NVIDI
 NVLINK2 = _link(8.4, 3.4, 110.0, f"{_NCCL}; rate: openxla's model, 6 lanes x 20 GB/s x 0.92")
 NDR400 = _link(8.4, 14.0, 47.0, f"{_NCCL}; rate: 46-48 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 290")
 XDR800 = _link(8.4, 14.0, 94.0, f"{_NCCL}; rate: the share of 100 GB/s a NIC (ConnectX-8) that NDR reaches of its 50")
+XDR1600 = _link(8.4, 14.0, 188.0, f"{_NCCL}; rate: that share of 200 GB/s a GPU (ConnectX-9, Vera Rubin NVL72)")
 HDR200 = _link(8.4, 14.0, 24.0, f"{_NCCL}; rate: 96 % of 25 GB/s a NIC, one NIC a GPU, NVIDIA/nccl-tests 119")
 ETHERNET_25G = _link(
     8.4, 14.0, 3.1 / 8, f"{_NCCL}; rate: 25 Gbit/s a host for 8 GPUs (Alpa, OSDI 2022, section 8)", devices_per_card=8
@@ -418,6 +467,7 @@ GPU_LINKS: dict[str, tuple[Link, Link]] = {
     B200.name: (NVLINK5, NDR400),
     B300.name: (NVLINK5, XDR800),
     GB300.name: (NVLINK5_NVL72, XDR800),
+    RUBIN.name: (NVLINK6_NVL72, XDR1600),
     MI300X.name: (XGMI4, NDR400),
     MI355X.name: (XGMI5, NDR400),
 }
@@ -531,7 +581,8 @@ class Tpu:
     inside_chip: Link | None = None
 
 
-# Of an NVL72 rack (GB200, GB300) 18 hosts of four cards, which one NVLink domain joins: NVIDIA's data sheets.
+# Of an NVL72 rack (GB200, GB300, Vera Rubin, which was announced as NVL144) 18 hosts of four cards, which one NVLink
+# domain joins: NVIDIA's data sheets.
 _NVL72_HOSTS, _NVL72_HOST_CARDS = 18, 4
 
 GPU_HOSTS: dict[str, GpuHost] = {
@@ -548,6 +599,10 @@ GPU_HOSTS: dict[str, GpuHost] = {
     ),
     "gb300-nvl72": GpuHost(
         device=GB300, inside=NVLINK5_NVL72, between=XDR800, devices_per_host=_NVL72_HOST_CARDS,
+        hosts_per_domain=_NVL72_HOSTS,
+    ),
+    "vr200-nvl72": GpuHost(
+        device=RUBIN, inside=NVLINK6_NVL72, between=XDR1600, devices_per_host=_NVL72_HOST_CARDS,
         hosts_per_domain=_NVL72_HOSTS,
     ),
     "mi300x": GpuHost(device=MI300X, inside=XGMI4, between=NDR400),

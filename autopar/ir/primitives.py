@@ -30,7 +30,10 @@ _LINEAR: dict[str, tuple[frozenset[int], ...]] = {
 
 # Products of matrices, and convolutions: where a model's arithmetic is, and what reads a parameter as a matrix.
 RAGGED_PRODUCT, GROUPED_PRODUCT = "ragged_dot_general", "grouped_product"
-MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT, GROUPED_PRODUCT})
+# Of operands in blocks, each with a scale: `jax.lax.scaled_dot`, and what `jax.nn.scaled_matmul` makes.
+SCALED_DOT, SCALED_MATMUL = "scaled_dot", "scaled_matmul_wrapper"
+SCALED_PRODUCTS = frozenset({SCALED_DOT, SCALED_MATMUL})
+MATRIX_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", RAGGED_PRODUCT, GROUPED_PRODUCT, *SCALED_PRODUCTS})
 # What takes matrices apart, or solves with them: library calls on one matrix after the other, in the last two
 # dimensions of operands and results.
 DECOMPOSITIONS = frozenset(
@@ -53,8 +56,9 @@ SUMMING = frozenset({"dot_general", "reduce_sum", "conv_general_dilated", "scatt
 # Those of them that can be run on a device's own part as they are: nothing in their parameters depends on the size of
 # what is summed. A gather is not, but for a lookup in a table (`autopar.lowering.emit`).
 LOCALLY_SUMMING = frozenset(
-    {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT}
-)
+    {"dot_general", "reduce_sum", "conv_general_dilated", "scatter-add", "kernel", RAGGED_PRODUCT, GROUPED_PRODUCT,
+     *SCALED_PRODUCTS}
+)  # fmt: skip
 # Primitives whose reduced factors combine by an idempotent or associative operation other than a sum.
 COMBINING = frozenset({"reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod"})
 
@@ -139,14 +143,19 @@ def window_dims(eqn: Any) -> tuple[tuple[int, int], ...]:
     return tuple((operand, d) for operand, spec in enumerate(specs) for d in spec[2:])
 
 
+def product_dimension_numbers(eqn: Any) -> Any:
+    """((summed of both operands), (batches of both)) of a `dot_general`, or of a scaled product."""
+    return eqn.params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+
+
 def multiplications(eqn: Any) -> float | None:
     """Those of a matrix product or a convolution; None of anything else.
 
     Of a convolution, what its window covers: zeros that are put between the inputs (`lhs_dilation`, as in the gradient
     of one with strides) are not multiplied with. Of a ragged product, each row with the matrix of its own group.
     """
-    if eqn.primitive.name == "dot_general":
-        (summed, _), _ = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "dot_general" or eqn.primitive.name in SCALED_PRODUCTS:
+        (summed, _), _ = product_dimension_numbers(eqn)
         left_shape = eqn.invars[0].aval.shape
         return float(eqn.outvars[0].aval.size) * math.prod(left_shape[d] for d in summed)
     if eqn.primitive.name in (RAGGED_PRODUCT, GROUPED_PRODUCT):

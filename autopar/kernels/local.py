@@ -14,6 +14,7 @@ from autopar.kernels.grouped import GroupedAdmits, grouped_admits, grouped_rule,
 from autopar.kernels.islands import IslandAdmits, is_island, island_of, island_rule
 from autopar.kernels.known import is_opaque, opaque_rule, opaque_work
 from autopar.kernels.operation import Admits, KernelWork, flops_in, is_kernel, rule_of
+from autopar.kernels.scaled import is_scaled_product, scaled_rule
 from autopar.sharding.rules import replicated_rule
 
 # Calls of `jax.experimental.custom_partitioning`: their sharding rule (in Shardy's notation) is the operation's rule.
@@ -91,13 +92,13 @@ def runs_locally(eqn: Any) -> bool:
     """Whether an equation is a program for one device's part, which the partitioner cannot split."""
     if eqn is None:
         return False
-    known = is_grouped_product(eqn) or is_cudnn_attention(eqn)
+    known = is_grouped_product(eqn) or is_scaled_product(eqn) or is_cudnn_attention(eqn)
     return known or is_kernel(eqn) or is_opaque(eqn) or is_island(eqn) or is_custom_partition(eqn)
 
 
 def leaves_summands(eqn: Any) -> bool:
     """Whether each device's result is a summand as its own program makes it, where it sums over a split factor."""
-    return is_kernel(eqn) or is_grouped_product(eqn)
+    return is_kernel(eqn) or is_grouped_product(eqn) or is_scaled_product(eqn)
 
 
 def local_rule(eqn: Any) -> Rule | None:
@@ -113,6 +114,8 @@ def local_rule(eqn: Any) -> Rule | None:
         return custom_partition_rule(eqn)
     if is_grouped_product(eqn):
         return grouped_rule(eqn)
+    if is_scaled_product(eqn):
+        return scaled_rule(eqn)
     if is_cudnn_attention(eqn):
         return cudnn_rule(eqn)
     return opaque_rule(eqn) if is_opaque(eqn) else None
@@ -137,7 +140,7 @@ def local_work(eqn: Any) -> KernelWork:
         return KernelWork(flops=island_of(eqn).shards * flops_in(eqn.params["jaxpr"]))
     if is_custom_partition(eqn):
         return KernelWork(flops=flops_in(eqn.params["call"]))
-    if is_grouped_product(eqn):
+    if is_grouped_product(eqn) or is_scaled_product(eqn):
         return KernelWork(flops=2.0 * (multiplications(eqn) or 0.0))
     if is_cudnn_attention(eqn):
         return cudnn_work(eqn)

@@ -46,6 +46,7 @@ from autopar.kernels.known import is_opaque, run_opaque
 from autopar.kernels.local import is_custom_partition, runs_locally
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.row_exchange import Devices
+from autopar.kernels.scaled import is_scaled_product, run_scaled
 from autopar.lowering.collective_matmul import gathered_product, scattered_product
 from autopar.lowering.instructions import (
     Accumulate,
@@ -161,6 +162,8 @@ def _on_part(
         return run_opaque(eqn, shapes, parts)
     if is_cudnn_attention(eqn):
         return run_cudnn(eqn, parts)
+    if is_scaled_product(eqn):
+        return run_scaled(eqn, parts)
     if is_grouped_product(eqn):
         rows, groups = grouped_places(eqn)
         at = (*reads, *results)

@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.attention import ring
 from autopar.attention.form import counted, letters
-from autopar.ir.primitives import SCATTERS
+from autopar.ir.primitives import SCALED_PRODUCTS, SCATTERS, product_dimension_numbers
 from autopar.kernels import cudnn, operation, pallas_grid
 from autopar.kernels.known import known_grid
 
@@ -318,7 +318,7 @@ def _random_gamma(eqn: Any, places: Places) -> list[int]:
 
 
 def _dot_general(eqn: Any, places: Places) -> list[int]:
-    (summed, batched), (left, right) = eqn.params["dimension_numbers"], places
+    (summed, batched), (left, right) = product_dimension_numbers(eqn), places
     if left in batched[0] or right in batched[1]:
         if left not in batched[0] or right not in batched[1]:
             raise MixesExamples(AGAINST_OTHERS)
@@ -395,6 +395,13 @@ def _pallas_call(eqn: Any, places: Places) -> list[int | None]:
     return [dims.index(g) if g in dims else SHARED for dims in grid.results]
 
 
+def _scaled_product(eqn: Any, places: Places) -> list[int]:
+    """Blocks lie along the inner dimension: an operand and its scales have their examples in one place."""
+    if list(places[:2]) != list(places[2:]):
+        raise MixesExamples(AGAINST_OTHERS)
+    return _dot_general(eqn, places[:2])
+
+
 def _cudnn_attention(eqn: Any, places: Places) -> list[int | None]:
     if not cudnn.is_cudnn_attention(eqn):
         raise MixesExamples(UNKNOWN)
@@ -449,6 +456,7 @@ APART: dict[str, Rule] = {
     ),
     # Products, and matrices of each example
     "dot_general": _dot_general,
+    **dict.fromkeys(SCALED_PRODUCTS, _scaled_product),
     "conv_general_dilated": _convolution,
     "fft": lambda eqn, places: matrices(len(eqn.params["fft_lengths"]))(eqn, places),
     **dict.fromkeys(("cholesky", "eig", "eigh", "geqrf", "hessenberg", "lu", "qr", "schur", "svd"), matrices(2)),
@@ -480,7 +488,9 @@ def _reduces(eqn: Any, places: Places) -> bool:
 
 
 def _contracts(eqn: Any, places: Places) -> bool:
-    (left, right), _ = eqn.params["dimension_numbers"]
+    (left, right), _ = product_dimension_numbers(eqn)
+    if list(places[:2]) != list(places[2:] or places[:2]):  # of a scaled product: operands, and their scales
+        return False
     return places[0] in left and places[1] in right and list(left).index(places[0]) == list(right).index(places[1])
 
 
@@ -492,7 +502,7 @@ def _convolves(eqn: Any, places: Places) -> bool:
 
 SUMS: dict[str, Callable[[Any, Places], bool]] = {
     "reduce_sum": _reduces,
-    "dot_general": _contracts,
+    **dict.fromkeys(("dot_general", *SCALED_PRODUCTS), _contracts),
     "conv_general_dilated": _convolves,
     "scatter-add": sums_scattered_rows,
     "scatter-sub": sums_scattered_rows,

@@ -708,7 +708,7 @@ def _has_columns(op: Op, i: int, value: Value) -> bool:
     apart, and is small.
     """
     assert op.rule is not None
-    others = {f for j, dims in enumerate(op.rule.operands) if j != i for dim in dims for f in dim}
+    others = {f for j, dims in enumerate(op.rule.operands[:2]) if j != i for dim in dims for f in dim}
     return any(
         names <= {Dimension.FEATURE} and factors and not others.intersection(factors)
         for names, factors in zip(value.dimensions, op.rule.operands[i], strict=True)
@@ -750,7 +750,7 @@ def _followed_sides(graph: OpGraph, values: Sequence[Value], dependent: set[int]
         for i, atom in enumerate(op.inputs):
             if not isinstance(atom, int) or atom in dependent or not _has_columns(op, i, values[atom]):
                 continue
-            # The third operand of a ragged product, the sizes of its groups, is no matrix.
+            # Sizes of groups, and scales, are no matrices.
             others = {f for j, dims in enumerate(op.rule.operands[:2]) if j != i for fs in dims for f in fs}
             for d, factors in enumerate(op.rule.operands[i]):
                 if factors and others.issuperset(factors) and made.isdisjoint(factors):

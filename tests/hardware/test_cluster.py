@@ -18,7 +18,7 @@ from autopar.ir.mesh import LogicalMesh
 
 GPU_PRESETS = [
     "p3.16xlarge", "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx-h200", "dgx-b200", "dgx-b300", "gb200-nvl72",
-    "gb300-nvl72", "mi300x", "mi355x",
+    "gb300-nvl72", "vr200-nvl72", "mi300x", "mi355x",
 ]  # fmt: skip
 
 

@@ -16,7 +16,10 @@ from autopar.hardware.kinds import Platform
 from autopar.xla import collectives
 from tests.hardware import published_measurements
 
-KINDS = sorted({kind.name: kind for _, kind in presets.BY_JAX_NAME}.values(), key=lambda kind: kind.name)
+KINDS = sorted(
+    {kind.name: kind for kind in (*dict(presets.BY_JAX_NAME).values(), presets.RUBIN)}.values(),
+    key=lambda kind: kind.name,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -24,7 +27,7 @@ def test_every_constant_has_a_source_and_a_sensible_unit(kind):
     assert kind.source
     assert 1e13 < kind.peak_flops_per_s("bfloat16") < 1e16
     assert 1e10 <= kind.memory_bytes < 1e12
-    assert 5e11 < kind.memory_bytes_per_s <= kind.peak_memory_bytes_per_s < 1e13
+    assert 5e11 < kind.memory_bytes_per_s <= kind.peak_memory_bytes_per_s < 3e13
     assert 0 < kind.launch_overhead_s < 1e-4
     assert all(0.4 < share <= 1 for _, share in kind.flops_efficiency)
 
@@ -46,6 +49,24 @@ def test_rates_by_dtype(dtype, expected):
     # measured: bfloat16 and float32; three quarters of it in long runs. 8 bits reach the share of 16.
     share = 0.75 * (0.80 if dtype in ("bfloat16", "float16", "float8_e4m3fn", "int8") else 0.625)
     assert presets.H100.flops_per_s(dtype) == pytest.approx(expected * share)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        (presets.B200, "mxfp8", 4500e12),
+        (presets.B200, "nvfp4", 9000e12),
+        (presets.GB300, "nvfp4", 15_000e12),
+        (presets.MI355X, "mxfp4", 10_066.3e12),
+        (presets.MI355X, "nvfp4", 2516.6e12),  # what a device has no units for, in bfloat16
+        (presets.H100, "mxfp8", 989e12),
+        (presets.H100, "float4_e2m1fn", 989e12),  # without scales no units take it
+        (presets.H100, "int4", 1979e12),
+    ],
+)
+def test_rates_of_scaled_blocks(device, dtype, expected):
+    assert device.peak_flops_per_s(dtype) == pytest.approx(expected)
+    assert device.flops_share(dtype) == device.flops_share("bfloat16")
 
 
 def test_long_runs_leave_a_share_of_all_rates():

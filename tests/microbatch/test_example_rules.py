@@ -13,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 import autopar
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import OpKind, Section, walk
+from autopar.ir.primitives import SCALED_PRODUCTS
 from autopar.kernels.cudnn import NAMES
 from autopar.microbatch.example_rules import APART, SUMS
 from autopar.microbatch.forms import Form, State
@@ -179,7 +180,10 @@ GROUPS = {
 }  # fmt: skip
 # Primitives of one version of jax only, or that other tests have: attention in test_attention_patterns, kernels in
 # tests/kernels.
-ELSEWHERE = {"attention", "attention_backward", "kernel", "log2", "mulhi", "one_minus_square", "pallas_call", *NAMES}
+ELSEWHERE = {
+    "attention", "attention_backward", "kernel", "log2", "mulhi", "one_minus_square", "pallas_call", *NAMES,
+    *SCALED_PRODUCTS,
+}  # fmt: skip
 
 # What addresses examples by their position, or depends on their order or on all of them.
 BY_POSITION = {
@@ -270,7 +274,7 @@ def test_every_sum_is_tested():
 
     p = state() | {"table": jnp.ones((4, 3)), "kernel": jnp.ones((2, 2, 4, 3)) / 8, "bias": jnp.zeros(3)}
     graph = check(training(loss), p, batch(), 4)
-    assert set(SUMS) - {"scatter-sub"} <= primitives(graph, Section.FORWARD, Section.BACKWARD)
+    assert set(SUMS) - {"scatter-sub"} - SCALED_PRODUCTS <= primitives(graph, Section.FORWARD, Section.BACKWARD)
 
     def counts(p, b):
         return p, jnp.zeros(6).at[jnp.argmax(b["x"] @ p["a"], 1)].subtract(1.0)

@@ -7,7 +7,18 @@ import math
 import pytest
 
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE
-from benchmarks.ledger_page import Entry, Told, by_card, cells, coverage, errors_of, left_out_interval, page, told
+from benchmarks.ledger_page import (
+    Entry,
+    Search,
+    Told,
+    by_card,
+    cells,
+    coverage,
+    errors_of,
+    left_out_interval,
+    page,
+    told,
+)
 from benchmarks.published_rows import LEFT_OUT, ROWS
 
 ONE = ROWS["torchtitan 8B on 8 H100"]
@@ -68,6 +79,15 @@ def test_the_page_names_sources_and_rows_that_are_left_out():
     assert "| 1.200 |" in text
     assert "2026-01-02, version 7" in text
     assert all(f"- {name}: {why}" in text for name, why in LEFT_OUT.items())
+
+
+def test_the_search_stands_beside_the_published_plan():
+    made = Search(
+        published_plan_s=6.0, step_time_s=4.0, plan="One program", search_version=8, made_on="2026-01-03"
+    )  # fmt: skip
+    text = page({ONE.key: entry(step_time_s=2.0, search=made)})
+    assert f"| {ONE.key} | 6.00 s | 4.00 s | 1.500x | One program | 2026-01-03, version 8 |" in text
+    assert "free search" not in page({ONE.key: entry(step_time_s=2.0)})
 
 
 def test_at_most_half_of_the_rows_of_2026_of_a_card_are_fitted():
