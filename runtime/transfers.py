@@ -64,7 +64,7 @@ def route(shape: Sequence[int], source: End, target: End) -> Route:
     """The way of a value between any two layouts of it."""
     way = passage(shape, source, target)
     as_is = way.cut is None and way.joined is None
-    if as_is and source.logical == target.logical and source.sharding.spec == target.sharding.spec:
+    if as_is and source.logical == target.logical and source.layout == target.layout:
         return Route(direct=target.sharding)
     source_devices, target_devices = source.mesh.devices.ravel(), target.mesh.devices.ravel()
     fine = way.fine_shape

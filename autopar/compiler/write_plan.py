@@ -58,7 +58,7 @@ from autopar.plan.schema import (
     PredictedCollective,
     StageRecord,
 )
-from autopar.plan.summary import folded
+from autopar.plan.summary import DATA, SHARDED, STATE, TENSOR
 from autopar.runtime.program import TaskKind
 from autopar.runtime.simulator import timeline_of as pipeline_timeline
 from autopar.sharding.semantics import annotate_semantics
@@ -72,7 +72,6 @@ Sends = dict[Cause, SendTime]
 # axis that also shards state has the role of sharded data (ZeRO, FSDP). An axis that splits state and no product has
 # the role of state: its devices compute the same. Of a step without products, the role follows from the batch.
 
-DATA, SHARDED_DATA, STATE, TENSOR = "data", "sharded data", "state", "tensor"
 SEQUENCE, EXPERT = "sequence", "expert"
 # What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.
 _FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQUENCE, SEQUENCE))
@@ -116,7 +115,7 @@ def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis:
         role = _named(split) if split else None
     if role is None and in_parts:
         return STATE
-    return SHARDED_DATA if role == DATA and in_parts else role
+    return SHARDED if role == DATA and in_parts else role
 
 
 def _split(value: Value | None, layout: Layout, axis: int) -> Iterator[Dimension]:
@@ -497,7 +496,7 @@ def _named_mesh(
         given = candidate.pins.names
     elif context.request.binding is not None:
         given = [use.name for use in context.request.binding.on(mesh.num_devices)[1].axes]
-    return LogicalMesh(axis_sizes=mesh.axis_sizes, axis_names=summary.axis_names_of(roles, given))
+    return LogicalMesh(axis_sizes=mesh.axis_sizes, names=summary.axis_names_of(roles, given))
 
 
 def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> PlanRecord:
@@ -676,7 +675,7 @@ def sends_of_stages(staged: StagedStep) -> tuple[Sends, ...]:
         chains = [joined.parts for joined in staged.joined if joined.parts[0][0] in tasks]
         key = (
             planned.like,
-            tuple(map(folded, modules)),
+            tuple(map(summary.folded, modules)),
             tuple(_form(staged, number, in_joined) for number in tasks),
             tuple(tuple(tasks.index(number) for number, _ in chain) for chain in chains),
         )

@@ -25,7 +25,7 @@ from autopar.sharding.constraints import Constraints
 class GivenUp(enum.IntEnum):
     """What a relaxation gives up, the dearest first: weights kept in parts that are gathered over the axis that has
     them, a value computed whole, a value kept whole, the plan's time (as a part of the longest that a choice could
-    take), a way that is opened. Later ones decide between what is equal in those before.
+    take), a way that is opened. A hundred of one are as dear as one of those before.
     """
 
     GATHERED = enum.auto()

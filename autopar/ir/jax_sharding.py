@@ -13,7 +13,6 @@ from autopar.errors import NotEnoughDevicesError, UnsupportedError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 
-STAGE_AXIS = "stage"  # of a mesh over several stages
 # What jax calls memory of the host that devices copy from and to, and their own.
 HOST_MEMORY, DEVICE_MEMORY = "pinned_host", "device"
 
@@ -62,18 +61,25 @@ def joint_mesh(mesh: LogicalMesh, first_devices: Sequence[int]) -> Mesh:
     Raises: NotEnoughDevicesError.
     """
     grid = np.stack([submesh(mesh, first).devices for first in first_devices])
-    return Mesh(grid, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+    return Mesh(grid, (_stage_axis(mesh.axis_names), *mesh.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def abstract_joint_mesh(mesh: LogicalMesh, num_stages: int) -> AbstractMesh:
     sizes = (num_stages, *mesh.axis_sizes)
-    return AbstractMesh(sizes, (STAGE_AXIS, *mesh.axis_names), axis_types=(AxisType.Auto,) * len(sizes))
+    return AbstractMesh(
+        sizes, (_stage_axis(mesh.axis_names), *mesh.axis_names), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def stacked_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     """The `PartitionSpec` on a joint mesh of an array whose equal parts along dimension 0 lie on the stages."""
     first, *rest = _named(layout.dims, axis_names)
-    return _spec([(STAGE_AXIS, *first), *rest])
+    return _spec([(_stage_axis(axis_names), *first), *rest])
+
+
+def _stage_axis(axis_names: Sequence[str]) -> str:
+    """The name of the axis of the stages in a mesh over several of them: one that no axis of a stage has."""
+    return next(name for n in range(len(axis_names) + 1) if (name := f"stage{n or ''}") not in axis_names)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:

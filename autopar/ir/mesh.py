@@ -20,13 +20,15 @@ class LogicalMesh:
     """
 
     axis_sizes: tuple[int, ...]
-    axis_names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    names: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if not self.axis_names:
-            object.__setattr__(self, "axis_names", AXIS_NAMES[: len(self.axis_sizes)])
         assert 1 <= len(self.axis_sizes) <= len(AXIS_NAMES), f"a mesh has 1 to 3 axes, got {self.axis_sizes}"
         assert all(n >= 1 for n in self.axis_sizes), f"axis sizes are positive, got {self.axis_sizes}"
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return self.names or AXIS_NAMES[: len(self.axis_sizes)]
 
     @property
     def num_devices(self) -> int:
@@ -40,10 +42,10 @@ class LogicalMesh:
         return size
 
     def __str__(self) -> str:
-        """`data=2 x model=4`, or `2x4` of a mesh whose axes split nothing yet."""
-        if self.axis_names == AXIS_NAMES[: len(self.axis_sizes)]:
+        """`data=2 x model=4`, or `2x4` of a mesh whose axes have no names yet."""
+        if not self.names:
             return "x".join(map(str, self.axis_sizes))
-        return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+        return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.axis_sizes, strict=True))
 
 
 def axes_text(names: Iterable[str]) -> str:

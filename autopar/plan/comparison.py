@@ -394,8 +394,8 @@ def _lies(record: PlanRecord, value: PlannedValue | None) -> tuple[object, ...]:
     """What tells places of values apart; last the stage, which layers that are alike do not have in common."""
     if value is None:
         return (ABSENT, None)
-    layout = value.layout.text(summary.stage_mesh(record, value.stage))
-    return layout, value.in_host, value.stages, record.pipeline is not None, value.stage
+    sizes = summary.stage_mesh(record, value.stage).axis_sizes
+    return (sizes, value.layout), value.in_host, value.stages, record.pipeline is not None, value.stage
 
 
 def _place(record: PlanRecord, values: Sequence[PlannedValue | None]) -> str:

@@ -180,9 +180,7 @@ class Plan:
         `expert`, `state` (that alone), `replica` (the batch, beside a data axis that splits the state too; or nothing).
         A second axis of a name has a number: `data2`. Only stages on equal meshes have pipeline groups.
         """
-        stages = range(summary.num_stages(self.record))
-        places = {self.stage_mesh(stage): stage for stage in reversed(stages)}
-        places = dict(sorted(places.items(), key=lambda item: item[1]))
+        places = dict.fromkeys(self.stage_mesh(stage) for stage in range(summary.num_stages(self.record)))
         groups: dict[str, list[list[int]]] = {}
         for mesh, first in places:
             devices = first + np.arange(mesh.num_devices).reshape(mesh.axis_sizes)

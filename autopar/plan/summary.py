@@ -55,14 +55,7 @@ _SPLITS = {
     "sequence": "the sequences",
     "expert": "the experts",
 }
-_AXIS_NAMES = {
-    DATA: "data",
-    SHARDED: "data",
-    STATE: "state",
-    TENSOR: "model",
-    "sequence": "sequence",
-    "expert": "expert",
-}
+_AXIS_NAMES = {SHARDED: "data", TENSOR: "model"}  # of the other roles: as the role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +203,7 @@ def memory_text(record: PlanRecord) -> str:
 def stage_mesh(record: PlanRecord, stage: int) -> LogicalMesh:
     """The mesh of a stage, or of the whole step."""
     sizes = record.axis_sizes if record.pipeline is None else record.pipeline.stages[stage].axis_sizes
-    return LogicalMesh(axis_sizes=sizes, axis_names=record.axis_names[stage] if record.axis_names else ())
+    return LogicalMesh(axis_sizes=sizes, names=record.axis_names[stage] if record.axis_names else ())
 
 
 def first_device(record: PlanRecord, stage: int) -> int:

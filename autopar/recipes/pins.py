@@ -37,7 +37,7 @@ def constrain(
             dimension to the search.
         axis_sizes: The number of devices along an axis. Other sizes are searched for. What an axis splits that no pin
             has is left to the search, which the plan's notes say.
-        recipe: Further constraints on the plan. Axes then have the recipe's names (data, tensor); with a recipe without
+        recipe: Further constraints on the plan. Axes then have the recipe's names (data, model); with a recipe without
             names (`recipes.pipeline`), any. Pins that the recipe has itself hold too.
 
     Raises: InvalidArgumentError.

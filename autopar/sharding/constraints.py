@@ -25,7 +25,7 @@ class AxisUse:
     """What one mesh axis is for.
 
     Attributes:
-        name: What people call it: data, tensor, sequence, expert.
+        name: What people call it: data, model, sequence, expert.
         dimensions: It may shard dimensions that count these, of any value.
         unnamed: It may shard dimensions that count heads, or none of `Dimension` (inner widths), of any value.
         may_shard: It may shard values of these purposes along any dimension.

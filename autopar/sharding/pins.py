@@ -261,8 +261,7 @@ def on_meshes(
 
 def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]:
     """Meshes and names that differ in what can be told apart: sizes of named axes, and links where those differ. Axes
-    with the name of a mesh axis are that one, where they can be; others have the order of the given sizes, that of the
-    code's mesh, so that arrays of that mesh lie as planned.
+    have the order of the given sizes, that of the code's mesh, so that arrays of that mesh lie as planned.
     """
     n, given = cluster.num_devices, dict(pinned.pins.axis_sizes)
     names = [name for name in pinned.pins.names if given.get(name) != 1]
@@ -284,7 +283,7 @@ def _meshes(pinned: Pinned, cluster: Cluster, max_axes: int) -> list[PinsOnMesh]
                 if any(at[major] > at[minor] for major, minor in before if major in at and minor in at):
                     continue
                 of_axis = _named(at, len(sizes))
-                alike = [(name if name in at else "", n) for name, n in zip(of_axis, sizes, strict=True)]
+                alike = list(zip(of_axis, sizes, strict=True))
                 key = tuple(zip(alike, links, strict=True)) if len(set(links)) > 1 else tuple(sorted(alike))
                 in_order = [at[name] for name in given if name in at]
                 order = sum(a > b for a, b in itertools.combinations(in_order, 2))

@@ -202,7 +202,7 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
     """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}`: the groups that the axes in braces span."""
     m = re.match(r"@?\w*[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
     assert m, f"expected replica groups like mesh['x'=2,'y'=4] {{'x'}}, got {text!r}"
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", m.group(1))}
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=\[\]]+)'?=(\d+)", m.group(1))}
     order = m.group(2)
     if order is None:
         ids = np.arange(math.prod(sizes.values()))
@@ -211,7 +211,9 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
     # Every axis is cut into the piece that a group spans and what lies before and after it.
     dims: list[int] = []
     pieces: dict[str, list[tuple[int, int, int]]] = {name: [] for name in sizes}  # (before, size, rank in the braces)
-    for rank, (name, before, size) in enumerate(re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", m.group(3))):
+    for rank, (name, before, size) in enumerate(
+        re.findall(r"'?([^',:(){} ][^',:(){}]*)'?(?::\((\d+)\)(\d+))?", m.group(3))
+    ):
         pieces[name].append((int(before or 1), int(size or sizes[name]), rank))
     spanned: dict[int, int] = {}
     for name, axis_size in sizes.items():

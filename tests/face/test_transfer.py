@@ -22,6 +22,7 @@ ENDS = [
     (on(range(4), P("x")), on(range(4, 8), P(None, "x"))),
     (on(range(2), P("x")), on(range(2, 8), P(None, "x"))),
     (on(range(4), P("x", "y"), (2, 2)), on(range(4), P("y", "x"), (2, 2))),
+    (on(range(4), P("x", "y"), (2, 2)), on(range(4, 8), P("x", "y"), (2, 2), ("y", "x"))),
     (on(range(8), P("y"), (4, 2)), on((6, 1, 3), P(None, "x"))),
     (on(range(4), P()), on((3, 2, 5), P())),
     (SingleDeviceSharding(jax.devices()[3]), on(range(8), P(("x", "y")), (2, 4))),

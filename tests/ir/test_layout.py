@@ -1,7 +1,9 @@
 """Meshes and layouts: literal values."""
 
 import pytest
+from jax.sharding import PartitionSpec
 
+from autopar.ir.jax_sharding import joint_mesh, stacked_spec
 from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial, local_bytes, replicated
 from autopar.ir.mesh import LogicalMesh, factorisations, orderings
 
@@ -93,4 +95,10 @@ def test_meshes_of_eight_devices():
 def test_size_of_axes_together():
     assert (MESH.num_devices, MESH.size(()), MESH.size((1,)), MESH.size((0, 1))) == (8, 1, 4, 8)
     assert str(MESH) == "2x4"
-    assert str(LogicalMesh(axis_sizes=(2, 4), axis_names=("data", "model"))) == "data=2 x model=4"
+    assert str(LogicalMesh(axis_sizes=(2, 4), names=("data", "model"))) == "data=2 x model=4"
+
+
+def test_the_axis_of_stages_is_none_of_a_stage_s_own():
+    mesh = LogicalMesh(axis_sizes=(2,), names=("stage",))
+    joint, spec = joint_mesh(mesh, [0, 2]), stacked_spec(Layout(((0,), ())), mesh.axis_names)
+    assert (joint.axis_names, spec) == (("stage1", "stage"), PartitionSpec(("stage1", "stage")))

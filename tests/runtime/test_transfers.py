@@ -196,6 +196,16 @@ def test_replicated_values_cross_once_and_are_gathered(sizes, other):
     check(arrived, array, target.sharding)
 
 
+def test_the_same_axis_names_in_another_order_are_another_layout():
+    source_mesh = LogicalMesh(axis_sizes=(2, 2), names=("data", "model"))
+    target_mesh = LogicalMesh(axis_sizes=(2, 2), names=("model", "data"))
+    source, target = end(Layout(((0,), (1,))), source_mesh, 0), end(Layout(((1,), (0,))), target_mesh, 4)
+    assert source.sharding.spec == target.sharding.spec
+    array = np.arange(16, dtype=np.float32).reshape(4, 4)
+    (arrived,) = sender([route(array.shape, source, target)])([jax.device_put(array, source.sharding)])
+    check(arrived, array, target.sharding)
+
+
 def test_random_keys_cross():
     two, four = LogicalMesh(axis_sizes=(2,)), LogicalMesh(axis_sizes=(4,))
     keys = jax.random.split(jax.random.key(1), 8)

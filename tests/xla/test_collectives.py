@@ -44,6 +44,7 @@ STRIDED = ((0, 4), (1, 5), (2, 6), (3, 7))
         ("mesh['x'=4,'y'=2] {'y'}", PAIRS),
         ("mesh['data'=2,'model'=4] {'data'}", STRIDED),
         ("mesh['data'=2,'model'=4] {'data','model'}", (tuple(range(8)),)),
+        ("mesh['data'=4,'data group'=2] {'data group'}", PAIRS),
         ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'a'}", ((3, 0), (1, 2))),
         ("mesh['a'=8] {'a':(1)2}", STRIDED),
