@@ -156,13 +156,23 @@ class Dims:
                 for a, b in zip(self.of(source)[::-1], made[:0:-1], strict=False):
                     self.join(a, b)
         elif isinstance(role, Exit) and not role.summed:
-            for a, b in zip(self.of(role.rows)[:0:-1], self.of(op.outputs[0])[::-1], strict=False):
-                self.join(a, b)
+            for rows in (role.rows,) if role.base is None else (role.rows, role.base):
+                for a, b in zip(self.of(rows)[:0:-1], self.of(op.outputs[0])[::-1], strict=False):
+                    self.join(a, b)
         else:
             self.factors(op)
             if is_grouped_product(op.eqn):
                 _, (array, dim) = grouped_places(op.eqn)
                 self.join(EXPERTS, self.of(op.outputs[0] if array == len(op.inputs) else op.inputs[array])[dim])
+        self.whole.update(name for a in op.inputs if isinstance(a, int) for name in self.told_apart(a))
+
+    def told_apart(self, value: int) -> list[Any]:
+        """The dimensions along which numbers that are known, and the same for all rows, differ."""
+        front = self.reader.front(value)
+        known = self.reader.known.get(front) if front in self.region.spread else None
+        if known is None:
+            return []
+        return [self.of(value)[d] for d, n in enumerate(compressed(known.table).shape) if n > 1]
 
     def factors(self, op: Op) -> None:
         rule = self.rule_of(op)

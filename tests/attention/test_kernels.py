@@ -148,7 +148,9 @@ def test_of_causal_attention_a_kernel_computes_the_blocks_on_the_diagonal_and_be
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "arrays"), [(FORM, ()), (PACKED, ("bq", "bk")), (PACKED, ("q", "_k"))])
+@pytest.mark.parametrize(
+    ("form", "arrays"), [(FORM, ()), (PACKED, ("bq", "bk")), (PACKED, ("q", "k")), (PACKED, ("_q", "_k"))]
+)
 def test_the_kernel_of_tpus_computes_what_blocks_do(form, arrays):
     """Interpreted, as there is no TPU."""
     form = dataclasses.replace(form, arrays=arrays)
@@ -157,8 +159,10 @@ def test_the_kernel_of_tpus_computes_what_blocks_do(form, arrays):
     key, value = (jax.random.normal(key, (2, 128, 2, 8)) for key in keys[2:])
     gradients = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
     segments = np.stack([np.repeat([1, 2, 1], [50, 48, 30]), np.repeat([1, 2, 0], [3, 100, 25])])
-    shaped = {"b": segments, "q": segments[0], "_": segments[:1]}
+    shaped = {"b": segments, "q": segments[0], "k": segments[0], "_": segments[:1]}
     read = [jnp.asarray(shaped[letters[0]]) for letters in arrays]
+
+    assert chosen(jnp.float32, Kernel.TPU_FLASH, form=form) is Kernel.TPU_FLASH
 
     def passes(library):
         made = execute.run(form, None, ring.HERE, (query, key, value, *read), library)
