@@ -42,8 +42,9 @@ def test_zero_2_between_hosts_reduces_large_gradients_in_parts():
     matrices = sum(4 * x.size for x in jax.tree.leaves(case.shapes))
     compiled = {c.name: c.compiled for c in verified.collectives}
     data, in_all = collections.Counter(), 0
-    for use in step.plan(case.shapes, case.batch).record.predicted.collectives:
-        data[use.kind] += use.sent_bytes if use.axes == ("x",) else 0
+    plan = step.plan(case.shapes, case.batch)
+    for use in plan.record.predicted.collectives:
+        data[use.kind] += use.sent_bytes if use.axes == plan.mesh.axis_names[:1] else 0
         in_all += use.sent_bytes if use.kind == "reduce-scatter" else 0
     # But for the embedding, which is small, each device sends seven eighths of each in each of two micro-batches.
     assert data["reduce-scatter"] == pytest.approx(2 * 7 / 8 * matrices, rel=0.05)

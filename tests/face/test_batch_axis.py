@@ -85,7 +85,7 @@ def layout_of(plan, name="x"):
 @pytest.mark.parametrize("options", [{}, {"batch_axis": 1}])
 def test_the_examples_of_a_batch_whose_first_dimension_a_loop_goes_over_are_split(step, options):
     plan = run(step, {"x": array(STEPS, EXAMPLES, WIDTH)}, plan=recipes.data_parallel(), **options)
-    assert layout_of(plan) == P(None, "x")
+    assert layout_of(plan) == P(None, "data")
 
 
 def test_a_batch_of_which_a_loop_goes_over_parts_in_another_order():
@@ -114,7 +114,7 @@ def test_a_batch_of_which_a_loop_goes_over_parts_in_another_order():
 
 def test_state_is_split_too():
     plan = run(accumulating, {"x": array(STEPS, EXAMPLES, WIDTH)}, plan=recipes.zero(3))
-    assert layout_of(plan) == P(None, "x")
+    assert layout_of(plan) == P(None, "data")
     assert "the batch and the state split" in str(plan)
 
 
@@ -128,7 +128,7 @@ def test_micro_batches_have_fewer_of_the_examples(step):
 def test_a_tree_of_axes(axis):
     batch = {"x": array(LENGTH, EXAMPLES, WIDTH), "times": array(LENGTH)}
     plan = run(mixing_times, batch, plan=recipes.data_parallel(), batch_axis=axis)
-    assert (layout_of(plan), layout_of(plan, "times")) == (P(None, "x"), P())
+    assert (layout_of(plan), layout_of(plan, "times")) == (P(None, "data"), P())
     run(mixing_times, batch, num_microbatches=4, batch_axis=axis)
 
 
@@ -159,7 +159,7 @@ def test_a_step_planned_anew_keeps_its_axis():
     named = autopar.parallelize(mixing_times, batch_axis={"x": 1, "times": None}, cache_dir=None)
     batch = {"x": array(LENGTH, EXAMPLES, WIDTH), "times": array(LENGTH)}
     plan = autopar.plan(named, state(), batch, cluster=CLUSTER, plan=recipes.data_parallel())
-    assert layout_of(plan) == P(None, "x")
+    assert layout_of(plan) == P(None, "data")
 
 
 def test_fit_varies_the_dimension_that_is_named():

@@ -179,7 +179,7 @@ def test_tensor_parallelism_of_matrices_that_the_update_stacks():
         return [p - 0.1 * stack[i] for i, p in enumerate(state)], None
 
     plan = check_equal(step, state, num_devices=4, plan=recipes.tensor_parallel())
-    assert [s.spec for s in plan.state_shardings] == [P(None, "x"), P("x")]
+    assert [s.spec for s in plan.state_shardings] == [P(None, "model"), P("model")]
 
 
 def test_the_free_search_on_eight_devices():
