@@ -22,8 +22,8 @@ from autopar.solver import Schedule as SearchedSchedule
 
 NEAR_THE_BEST = 1.15  # the error of the tables: what takes up to so many times as long as the best may be the best
 SEARCHED_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "zb-2p", "interleaved")
-# Examples of a micro-batch: the smallest on many devices, and the ratio of the two sizes that are searched first.
-SMALLEST_MICROBATCH, MICROBATCH_RATIO = 4, 4
+# Examples of a micro-batch: the smallest on many devices, how many sizes are searched first, and their ratio.
+SMALLEST_MICROBATCH, MICROBATCH_SIZES, MICROBATCH_RATIO = 4, 3, 4
 MICROBATCHES_A_STAGE = 16  # leave next to no bubble
 MOST_PARTS = 128  # of the devices, as the smallest stages cut them: the search over stages takes minutes for more
 MOST_CHUNKS = 8  # stages of a group of devices that interleave: deeper pipelines gain next to nothing
@@ -39,8 +39,8 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
     """The numbers of micro-batches to search, largest first.
 
     The largest number leaves a few examples for the devices of a stage, and makes bubbles small for any number of
-    stages. The smaller number has larger micro-batches, which read parameters less often. Micro-batches of the largest
-    number split over powers of two of devices, as most stages have; others also over odd numbers of hosts.
+    stages. The smaller numbers have larger micro-batches, which read parameters less often. Micro-batches of the
+    largest number split over powers of two of devices, as most stages have; others also over odd numbers of hosts.
     """
     if request.num_microbatches is not None:
         return [request.num_microbatches]
@@ -50,7 +50,9 @@ def microbatch_numbers(traced: TracedStep, cluster: Cluster, request: PlanReques
     groups = examples // odd_part(examples, cluster)
     stages_are_odd = _odd(cluster.num_devices) > MOST_PARTS
     most = nearest_divisor(groups if stages_are_odd else examples, largest)
-    return list(dict.fromkeys((most, nearest_divisor(groups, max(1.0, largest / MICROBATCH_RATIO)))))
+    several = 2 if is_long(traced) else MICROBATCH_SIZES  # each size is traced and priced anew
+    others = (nearest_divisor(groups, max(1.0, largest / MICROBATCH_RATIO**i)) for i in range(1, several))
+    return list(dict.fromkeys((most, *others)))
 
 
 def _odd(n: int) -> int:

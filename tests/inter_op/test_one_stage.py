@@ -25,7 +25,7 @@ from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps
 from autopar.passes.split_scan import split_scans
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import WORTHWHILE, PlanRequest
 from autopar.sharding.rules import RuleBook
 from autopar.solver import Schedule, StageOption, StageProblem, best_stages
 from benchmarks.everyday import STEPS
@@ -100,8 +100,8 @@ def test_in_one_micro_batch_one_stage_that_sends_little_is_enough(monkeypatch):
         searched = planned(**options)
     monkeypatch.setattr(PosedProblems, "of", lambda *_, **__: pytest.fail("several stages were searched for"))
     found = planned(**options)
-    assert [len(plan.record.pipeline.stages) for plan in (searched, found)] == [1, 1]
-    assert found.predicted.step_time_s <= searched.predicted.step_time_s * (1 + 1e-9)
+    assert len(found.record.pipeline.stages) == 1
+    assert found.predicted.step_time_s <= searched.predicted.step_time_s * (1 + WORTHWHILE)
 
 
 def option_of(seconds, nbytes):

@@ -330,10 +330,10 @@ def test_micro_batches_can_be_split_over_an_odd_number_of_hosts(hosts, examples,
 @pytest.mark.parametrize(
     ("hosts", "examples", "numbers"),
     [
-        (32, 1024, [256, 64]),
-        (512, 1536, [384, 96]),
-        (35, 280, [70, 14]),  # stages on powers of two of devices; 56 and so on divide among five or seven
-        (315, 2520, [280, 140]),  # stages on nine hosts and the like: each number leaves them nine examples or more
+        (32, 1024, [256, 64, 16]),
+        (512, 1536, [384, 96, 24]),
+        (35, 280, [70, 14, 4]),  # stages on powers of two of devices; 56 and so on divide among five or seven
+        (315, 2520, [280, 140, 40]),  # stages on nine hosts and the like: each number leaves them nine examples or more
     ],
 )
 def test_numbers_of_micro_batches(hosts, examples, numbers):
