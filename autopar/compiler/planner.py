@@ -187,7 +187,8 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     if request.leaves_layouts_free and not request.in_host and len(context.graph.block.ops) > LONG_STEP:
         check_state_fits(context)
     context = _bound(context)
-    if admits_one_program(context):
+    in_one_program = admits_one_program(context.traced, context.cluster, request)
+    if in_one_program:
         context = _with_one_program(context)
         refuse_large_state(context)
         if request.defer_stages and context.fastest_s == math.inf:
@@ -197,7 +198,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     beaten_s = best.step_time_s if best is not None else math.inf
     context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s, request.to_beat_s))
     context = context.after(_pipelines_that_may_pay(context, best))
-    if not context.candidates and not admits_one_program(context):
+    if not context.candidates and not in_one_program:
         context = context.after(one_stage_candidates(_for_stages(context)))
     return context
 
@@ -252,12 +253,10 @@ def _stage_with_stacks(context: PlanningContext) -> Iterator[Candidate | Rejecti
             return
 
 
-def admits_one_program(context: PlanningContext) -> bool:
+def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:
     """Whether the step may run as one program over all devices."""
-    if not context.request.admits_one_program:
-        return False
-    few = context.cluster.num_devices <= WHOLE_UP_TO
-    return not context.request.leaves_layouts_free or few or any_callbacks(context.traced.jaxpr)
+    few = cluster.num_devices <= WHOLE_UP_TO
+    return request.admits_one_program and (not request.leaves_layouts_free or few or any_callbacks(traced.jaxpr))
 
 
 def _bound(context: PlanningContext) -> PlanningContext:
@@ -376,7 +375,8 @@ def make_plans(
         return faster_split(traced, asked, cluster.num_devices, plans_of)
 
     ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
-    return plans_in_memory(request, ways, plans_with, cluster.num_devices)
+    in_stages = not admits_one_program(traced, cluster, request)
+    return plans_in_memory(request, ways, plans_with, cluster.num_devices, in_stages=in_stages)
 
 
 def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[PlanRequest], Plan]) -> tuple[Plan, ...]:

@@ -23,11 +23,17 @@ Plans = tuple[Plan, ...]
 
 
 def plans_in_memory(
-    request: PlanRequest, ways: Iterable[StepWay], plans_with: Callable[[PlanRequest], Plans], num_devices: int
+    request: PlanRequest,
+    ways: Iterable[StepWay],
+    plans_with: Callable[[PlanRequest], Plans],
+    num_devices: int,
+    *,
+    in_stages: bool = False,
 ) -> Plans:
     """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
 
-    `plans_with` makes the plans of a request.
+    `plans_with` makes the plans of a request. `in_stages`: none is one program, which has the whole batch's values at
+    once. Stages in enough micro-batches hold little of them, so that the fastest way comes first.
 
     Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
@@ -35,7 +41,10 @@ def plans_in_memory(
     others = iter(ways)
     first = next(others)
     search.waiting.append(first)
-    if request.admits_one_program and request.leaves_layouts_free and not request.in_host:
+    if in_stages:
+        search.waiting += others
+        first = min(search.waiting, key=lambda way: way.least_s)
+    elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
         search.as_one_program(first, others)
     if not search.plans:
         search.plan(first)
