@@ -24,9 +24,10 @@ from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimit
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
-from autopar.inter_op.requested import one_stage_candidates, requested_pipelines
+from autopar.inter_op.requested import estimated_one_stage, one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.intra_op.memory_refusals import check_state_fits
@@ -191,10 +192,10 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     if in_one_program:
         context = _with_one_program(context)
         refuse_large_state(context)
-        if request.defer_stages and context.fastest_s == math.inf:
-            return context
+    context = _stage_in_few(context)
     best = best_program(context)
-    context = context.after(_stage_with_stacks(context))
+    if request.defer_stages and best is None and in_one_program:
+        return context
     beaten_s = best.step_time_s if best is not None else math.inf
     context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s, request.to_beat_s))
     context = context.after(_pipelines_that_may_pay(context, best))
@@ -229,28 +230,46 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
     return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
 
 
-def _stage_with_stacks(context: PlanningContext) -> Iterator[Candidate | Rejection]:
-    """One stage under ZeRO in the fewest micro-batches that fit, where no program fits: the update that comes after
-    them has stacks, which the search over stages does without.
+def _stage_in_few(context: PlanningContext) -> PlanningContext:
+    """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It is found in
+    little time and bounds the search over stages; its update comes after the micro-batches, with the stacks that the
+    search does without.
     """
     request, traced = context.request, context.traced
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
-    if not traced.stacked_over or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
-        return
-    num_devices, source = context.cluster.num_devices, "one stage with stacks"
+    if not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
+        return context
+    alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
+    what = "one stage in few micro-batches", alike, context.limit_bytes, context.cluster
+    return context.after(context.graphs.of(traced, what, lambda: tuple(_in_few_microbatches(context))))
+
+
+def _in_few_microbatches(context: PlanningContext) -> Iterator[Candidate | Rejection]:
+    num_devices, source = context.cluster.num_devices, "one stage in few micro-batches"
     binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
-    for number in divisors(num_examples(traced) // num_devices)[1:]:
+    least = 2.0
+    for number in divisors(num_examples(context.traced) // num_devices):
+        if number < least:
+            continue
         if context.deadline.passed:
             return
-        asked = dataclasses.replace(request, binding=binding, num_stages=1, num_microbatches=number)
+        request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
+        asked = _for_stages(dataclasses.replace(context, request=request))
         try:
-            found = list(requested_pipelines(_for_stages(dataclasses.replace(context, request=asked))))
-        except (UnsupportedError, BatchMismatchError) as error:
+            estimated = estimated_one_stage(asked, keeps=True)
+            if estimated is not None and estimated.peak_bytes > (1 + PEAK_ERROR) * context.limit_bytes:
+                peak_bytes = estimated.peak_bytes
+            else:
+                (found,) = requested_pipelines(asked)
+                if found.fits(context.limit_bytes):
+                    yield dataclasses.replace(found, source=source, name="ZeRO-3" if num_devices > 1 else "")
+                    return
+                peak_bytes = found.peak_bytes
+        except (UnsupportedError, BatchMismatchError, SolverError) as error:
             yield Rejection(source=source, why=f"{error.where}: {error.got}")
             return
-        yield from (dataclasses.replace(candidate, source=source, name="ZeRO-3") for candidate in found)
-        if any(candidate.fits(context.limit_bytes) for candidate in found):
-            return
+        # Twice as many micro-batches need half of the memory at least.
+        least = number * peak_bytes / context.limit_bytes
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:

@@ -46,8 +46,8 @@ def plans_in_memory(
         first = min(search.waiting, key=lambda way: way.least_s)
     elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
         search.as_one_program(first, others)
-    if not search.plans:
-        search.plan(first)
+    if search.best is None or search.best in search.waiting:
+        search.plan(search.best or first)
     while (way := search.next_of(others)) is not None:
         if search.deadline.passed:
             untried = f"not all ways to write the step were planned: {search.deadline.text}"
@@ -71,24 +71,28 @@ class _Search:
     """The plans of a step in some ways to write it.
 
     Attributes:
-        plans: The fastest so far, and those near it.
+        plans: The fastest so far, and those near it; `best` is their way.
         fitting: The ways that have a plan.
         known: The programs that are known of ways: of their plans, and those that do not fit.
         waiting: The ways that were not planned yet.
         refused: The error of the way nearest to fitting.
         refused_bytes: By attention, what ways save at least that do not fit, or are no faster, in any micro-batches.
+        one_stage_s: Of ways, by their ids, that do not fit as one program: the step time of one stage under ZeRO in the
+            fewest micro-batches that fit; inf: none does.
     """
 
     def __init__(self, request: PlanRequest, plans_with: Callable[[PlanRequest], Plans], num_devices: int) -> None:
         self.request, self.plans_with, self.num_devices = request, plans_with, num_devices
         self.deadline = Deadline.after(request.time_limit_s)
         self.plans: Plans = ()
+        self.best: StepWay | None = None
         self.fitting: list[StepWay] = []
         self.known: list[tuple[StepWay, list[KnownProgram]]] = []
         self.waiting: list[StepWay] = []
         self.limit_bytes = math.inf
         self.refused: MemoryLimitError | None = None
         self.refused_bytes: dict[Attention, float] = {}
+        self.one_stage_s: dict[int, float] = {}
 
     def found(self) -> Plans:
         if self.plans:
@@ -97,27 +101,60 @@ class _Search:
         raise self.refused
 
     def as_one_program(self, first: StepWay, others: Iterator[StepWay]) -> None:
-        """Plans the fastest way that fits as one program, as far as those before it tell."""
+        """Plans the fastest way that fits as one program, as far as those before it tell. Where none is expected to,
+        ways are planned as one stage in few micro-batches, which takes little time: that which saves least, then those
+        that may be faster.
+        """
         way: StepWay | None = first
         while way is not None and not (self.known and self.deadline.passed):
             try:
-                return self.enter(way, self.plans_of(way, defer_stages=True))
+                if self.is_one_program(way):
+                    return
             except SolverError:
-                return None
-            except MemoryLimitError as error:
-                self.limit_bytes = error.limit_bytes
-                self.known.append((way, [KnownProgram(way.least_s, error.needed_bytes, 1 / self.num_devices)]))
+                return
             self.waiting += others
-            tried = {id(other) for other, _ in self.known}
-            may_fit = [w for w in self.waiting if id(w) not in tried and self.expected_s(w) < math.inf]
-            way = min(may_fit, key=lambda w: w.least_s, default=None)
-        return None
+            way = self.next_program()
+
+    def is_one_program(self, way: StepWay) -> bool:
+        """Plans a way as one program, or where that does not fit as one stage in few micro-batches; whether it is one
+        program. Raises: SolverError.
+        """
+        try:
+            plans = self.plans_of(way, defer_stages=True)
+        except MemoryLimitError as error:
+            self.limit_bytes = error.limit_bytes
+            self.known.append((way, [KnownProgram(way.least_s, error.needed_bytes, 1 / self.num_devices)]))
+            self.one_stage_s[id(way)] = math.inf
+            return False
+        self.enter(way, plans)
+        if plans[0].record.pipeline is None:
+            self.waiting = [other for other in self.waiting if other is not way]
+            return True
+        self.one_stage_s[id(way)] = plans[0].predicted.step_time_s
+        return False
+
+    def next_program(self) -> StepWay | None:
+        """The way that may fit as one program and be faster than the best so far; without any plan, the leanest one."""
+        tried = {id(other) for other, _ in self.known}
+        ways = [way for way in self.waiting if id(way) not in tried]
+        may_fit = [way for way in ways if self.expected_s(way) < self.least_worth_s]
+        if may_fit or self.plans:
+            return min(may_fit, key=lambda way: (self.expected_s(way), way.least_s), default=None)
+        least_bytes = min((other.saved_bytes for other, _ in self.known), default=math.inf)
+        leaner = [way for way in ways if way.saved_bytes < least_bytes]
+        return min(leaner, key=lambda way: (way.saved_bytes, way.least_s), default=None)
 
     def plan(self, way: StepWay) -> None:
-        """Plans a way in any program that is faster than the best so far."""
-        self.waiting = [other for other in self.waiting if other is not way]
+        """Plans a way in any program that is faster than the best so far. Where the best is one that does not fit as
+        one program, a way is compared with it as one stage first.
+        """
+        compares = id(self.best) in self.one_stage_s and id(way) not in self.one_stage_s
         try:
-            self.enter(way, self.plans_of(way, to_beat_s=self.step_s))
+            if compares and not self.is_one_program(way):
+                return
+            self.waiting = [other for other in self.waiting if other is not way]
+            if not compares:
+                self.enter(way, self.plans_of(way, to_beat_s=self.step_s))
         except MemoryLimitError as error:
             if self.refused is None or error.needed_bytes < self.refused.needed_bytes:
                 self.refused = error
@@ -126,6 +163,7 @@ class _Search:
             halfway = (way.saved_bytes + max(less)) / 2 if less else way.saved_bytes or math.inf
             self.refused_bytes[way.attention] = min(self.refused_bytes.get(way.attention, math.inf), halfway)
         except (SolverError, UnsupportedError):
+            self.waiting = [other for other in self.waiting if other is not way]
             if not self.plans and self.refused is None:
                 raise
 
@@ -137,11 +175,16 @@ class _Search:
         ways = [w for w in self.waiting if w.saved_bytes < self.refused_bytes.get(w.attention, math.inf)]
         if not self.plans:
             return min(ways, key=lambda way: (way.least_s == math.inf, way.saved_bytes), default=None)
-        gain = self.request.effort.least_gain
-        gain = gain if self.request.effort is Effort.THOROUGH else max(gain, WORTHWHILE)
         expected = [(self.expected_s(way), i) for i, way in enumerate(ways)]
         step_s, i = min(expected, default=(math.inf, 0))
-        return ways[i] if step_s < (1 - gain) * self.step_s else None
+        return ways[i] if step_s < self.least_worth_s else None
+
+    @property
+    def least_worth_s(self) -> float:
+        """Step time below which another way is worth planning."""
+        effort = self.request.effort
+        gain = effort.least_gain if effort is Effort.THOROUGH else max(effort.least_gain, WORTHWHILE)
+        return (1 - gain) * self.step_s if self.plans else math.inf
 
     @property
     def step_s(self) -> float:
@@ -158,17 +201,21 @@ class _Search:
         whole = [program for other, programs in self.known if other is way for program in programs]
         self.known.append((way, known_programs(plans[0], way, whole)))
         self.fitting.append(way)
-        self.waiting = [other for other in self.waiting if other is not way]
         self.limit_bytes = plans[0].record.memory_limit_bytes or math.inf
         if plans[0].predicted.step_time_s < self.step_s:
+            self.best = way
             self.plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in plans)
 
     def expected_s(self, way: StepWay) -> float:
         """The least step time that is expected of a way: each program that is known takes as much longer or shorter in
-        it as computing does, if it then fits. inf: none fits.
+        it as computing does, if it then fits; as one stage in few micro-batches does, where that is known. inf: none
+        fits.
         """
         if way.least_s == math.inf:
             return math.inf
+        of_best_s = self.one_stage_s.get(id(self.best), math.inf)
+        if id(way) in self.one_stage_s and of_best_s < math.inf:
+            return max(self.step_s + self.one_stage_s[id(way)] - of_best_s, way.least_s)
         found = math.inf
         for other, programs in self.known:
             for program in programs:

@@ -27,7 +27,13 @@ from autopar.inter_op.one_stage import (
     refine_in_other_counts,
     refine_one_stage,
 )
-from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
+from autopar.inter_op.pipeline_candidate import (
+    SOURCE,
+    PipelineCandidate,
+    PipelineEstimate,
+    program_fits,
+    retry_without_hoisted_casts,
+)
 from autopar.inter_op.requested import split_step, whole_batch
 from autopar.inter_op.search_space import (
     NEAR_THE_BEST,
@@ -398,7 +404,7 @@ class _Search:
         of a step that is written in another way, which one stage may be faster than.
         """
         context = self.context
-        is_of_another = context.fastest_s == math.inf and context.least_s < context.keep_tolerance * context.to_beat_s
+        is_of_another = not program_fits(context) and context.least_s < context.keep_tolerance * context.to_beat_s
         return is_of_another or self.several_may_be_faster(microbatched)
 
     def several_may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
