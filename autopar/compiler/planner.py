@@ -321,13 +321,12 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
     # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
-    if best is not None and request.admits_one_program:
-        quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
-        if not context.may_gain or quick:
-            untried = (
-                "Search(effort='quick') takes one program where one fits" if context.may_gain else context.why_no_gain
-            )
-            return [Rejection(source=PIPELINES, why=f"not searched: {untried}")]
+    wants_little = request.effort is Effort.QUICK or not context.may_gain
+    if context.fastest_s < math.inf and request.admits_one_program and wants_little:
+        of_quick = "Search(effort='quick') takes one stage where one fits"
+        return [
+            Rejection(source=PIPELINES, why=f"not searched: {of_quick if context.may_gain else context.why_no_gain}")
+        ]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
     if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]

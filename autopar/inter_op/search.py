@@ -218,7 +218,12 @@ class _Search:
         cuts, too_large = self.that_may_fit(cuts)
         if not cuts:
             return (self.nothing(too_large),), False
-        screen = MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1) if self.screens else None
+        too_long_s = self.context.keep_tolerance * self.context.to_beat_s
+        screen = (
+            MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1, longest_s=too_long_s)
+            if self.screens
+            else None
+        )
         posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(
             self.context,
@@ -270,7 +275,8 @@ class _Search:
         """
         if best is None or not best.fits(self.context.limit_bytes):
             return self.context.request.to_beat_s == math.inf
-        return screen.has_left_out_for_pipeline and best.step_time_s > screen.longest_s
+        step_time_s = min(best.step_time_s, self.context.to_beat_s)
+        return screen.has_left_out_for_pipeline and step_time_s > screen.longest_s
 
     def nothing(self, why: str) -> Rejection:
         """That there is no pipeline, and a note on it where no program fits either."""

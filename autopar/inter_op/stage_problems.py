@@ -257,7 +257,7 @@ class PosedProblems:
     def screen_from(self, longest_s: float) -> None:
         """From now on, pipelines that take so long or longer are of no use."""
         if self.screen is not None:
-            self.screen.longest_s = longest_s
+            self.screen.longest_s = min(self.screen.longest_s, longest_s)
 
     def of(
         self,
