@@ -47,7 +47,7 @@ def plans_in_memory(
     elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
         search.as_one_program(first, others)
     if search.best is None or search.best in search.waiting:
-        search.plan(search.best or first)
+        search.plan(search.like(first) or search.best or first)
     while (way := search.next_of(others)) is not None:
         if search.deadline.passed:
             untried = f"not all ways to write the step were planned: {search.deadline.text}"
@@ -145,10 +145,10 @@ class _Search:
         return min(leaner, key=lambda way: (way.saved_bytes, way.least_s), default=None)
 
     def plan(self, way: StepWay) -> None:
-        """Plans a way in any program that is faster than the best so far. Where the best is one that does not fit as
-        one program, a way is compared with it as one stage first.
+        """Plans a way in any program that is faster than the best so far. Where one stage tells how they compare, it is
+        planned as that first.
         """
-        compares = id(self.best) in self.one_stage_s and id(way) not in self.one_stage_s
+        compares = self.is_like_best(way) and id(way) not in self.one_stage_s
         try:
             if compares and not self.is_one_program(way):
                 return
@@ -206,6 +206,19 @@ class _Search:
             self.best = way
             self.plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in plans)
 
+    def like(self, first: StepWay) -> StepWay | None:
+        """The way with the attention of the first that is fastest as one stage; None where none fits so."""
+        alike = [way for way in self.waiting if way.attention is first.attention]
+        fitting = [way for way in alike if self.one_stage_s.get(id(way), math.inf) < math.inf]
+        return min(fitting, key=lambda way: self.one_stage_s[id(way)], default=None)
+
+    def is_like_best(self, way: StepWay) -> bool:
+        """Whether one stage in few micro-batches tells how a way compares with the best: neither fits as one program,
+        and they differ alone in what scans compute again, so that the search over stages gains about as much in both.
+        """
+        of_best_s = self.one_stage_s.get(id(self.best), math.inf)
+        return self.best is not None and way.attention is self.best.attention and of_best_s < math.inf
+
     def expected_s(self, way: StepWay) -> float:
         """The least step time that is expected of a way: each program that is known takes as much longer or shorter in
         it as computing does, if it then fits; as one stage in few micro-batches does, where that is known. inf: none
@@ -213,9 +226,8 @@ class _Search:
         """
         if way.least_s == math.inf:
             return math.inf
-        of_best_s = self.one_stage_s.get(id(self.best), math.inf)
-        if id(way) in self.one_stage_s and of_best_s < math.inf:
-            return max(self.step_s + self.one_stage_s[id(way)] - of_best_s, way.least_s)
+        if self.is_like_best(way) and id(way) in self.one_stage_s:
+            return max(self.step_s + self.one_stage_s[id(way)] - self.one_stage_s[id(self.best)], way.least_s)
         found = math.inf
         for other, programs in self.known:
             for program in programs:

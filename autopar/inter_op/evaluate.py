@@ -287,8 +287,8 @@ class PipelineEvaluator:
         """Evaluates another choice, before the deadline, and remembers what it came to; None: no solution in time."""
         if self.deadline.passed:
             return None
-        fits = self.best is not None and self.best.fits(self.limit_bytes)
-        to_beat_s = self.longest_s if fits else math.inf
+        best = self.best if self.best is not None and self.best.fits(self.limit_bytes) else None
+        to_beat_s = self.keep_tolerance * best.step_time_s if best is not None else math.inf
         try:
             candidate = self.evaluate(m, choice, binding, name, to_beat_s)
         except (SolverError, PlanMismatchError):  # the best stays

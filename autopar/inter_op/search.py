@@ -460,6 +460,12 @@ class _Search:
                 sizes = near / (2 * max(more, 1)), 2 * near / min(more, 1)
                 yield posed.of(microbatched, sizes_between=sizes)
 
+    @property
+    def number_that_fits(self) -> int | None:
+        """The number of micro-batches in which one stage is known to fit."""
+        pipelines = (c for c in self.context.candidates if isinstance(c, PipelineCandidate))
+        return next((c.num_microbatches for c in pipelines if c.fits(self.context.limit_bytes)), None)
+
     def one_stage_in_other_numbers(
         self,
         step: SplitStep,
@@ -478,7 +484,7 @@ class _Search:
         if not estimated:
             if builder.best is not None and builder.best.fits(limit_bytes):
                 return
-            m = max(cuts)  # the tables err
+            m = self.number_that_fits or max(cuts)  # the tables err
             estimated = {m: self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))}
             if not builder.one_stage_fits(m):
                 return

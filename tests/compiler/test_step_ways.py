@@ -158,10 +158,12 @@ def fastest_s(devices, share, **options):
 def test_micro_batches_wait_where_they_are_deferred_and_where_another_plan_is_faster(devices, share):
     in_micro_batches_s = fastest_s(devices, share)
     assert in_micro_batches_s < math.inf
-    assert fastest_s(devices, share, defer_stages=True) == math.inf
+    # One stage in few micro-batches is planned at once; the search over stages finds no slower one.
+    in_few_s = fastest_s(devices, share, defer_stages=True)
+    assert in_few_s >= in_micro_batches_s
     # A plan of the step in another way is no bound of what one stage may take in this one.
     assert fastest_s(devices, share, to_beat_s=2 * in_micro_batches_s) == in_micro_batches_s
-    assert fastest_s(devices, share, to_beat_s=1e-9) == math.inf
+    assert fastest_s(devices, share, to_beat_s=1e-9) == in_few_s
 
 
 # The order in which ways are tried, by plans that are made up.
