@@ -136,7 +136,7 @@ class _Search:
     def next_program(self) -> StepWay | None:
         """The way that may fit as one program and be faster than the best so far; without any plan, the leanest one."""
         tried = {id(other) for other, _ in self.known}
-        ways = [way for way in self.waiting if id(way) not in tried]
+        ways = [way for way in self.waiting if id(way) not in tried and way.least_s < math.inf]
         may_fit = [way for way in ways if self.expected_s(way) < self.least_worth_s]
         if may_fit or self.plans:
             return min(may_fit, key=lambda way: (self.expected_s(way), way.least_s), default=None)
