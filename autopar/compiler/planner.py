@@ -26,7 +26,7 @@ from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
-from autopar.inter_op.pipeline_candidate import PipelineCandidate
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.requested import estimated_one_stage, one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
@@ -246,30 +246,24 @@ def _stage_in_few(context: PlanningContext) -> PlanningContext:
 
 def _in_few_microbatches(context: PlanningContext) -> Iterator[Candidate | Rejection]:
     num_devices, source = context.cluster.num_devices, "one stage in few micro-batches"
-    binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
-    least = 2.0
-    for number in divisors(num_examples(context.traced) // num_devices):
-        if number < least:
-            continue
-        if context.deadline.passed:
-            return
-        request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
-        asked = _for_stages(dataclasses.replace(context, request=request))
-        try:
-            estimated = estimated_one_stage(asked, keeps=True)
-            if estimated is not None and estimated.peak_bytes > (1 + PEAK_ERROR) * context.limit_bytes:
-                peak_bytes = estimated.peak_bytes
-            else:
+    try:
+        binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
+        least = 2.0
+        for number in divisors(num_examples(context.traced) // num_devices):
+            if number < least or context.deadline.passed:
+                continue
+            request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
+            asked = _for_stages(dataclasses.replace(context, request=request))
+            found: PipelineEstimate | PipelineCandidate | None = estimated_one_stage(asked, keeps=True)
+            if found is None or found.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes:
                 (found,) = requested_pipelines(asked)
                 if found.fits(context.limit_bytes):
                     yield dataclasses.replace(found, source=source, name="ZeRO-3" if num_devices > 1 else "")
                     return
-                peak_bytes = found.peak_bytes
-        except (UnsupportedError, BatchMismatchError, SolverError) as error:
-            yield Rejection(source=source, why=f"{error.where}: {error.got}")
-            return
-        # Twice as many micro-batches need half of the memory at least.
-        least = number * peak_bytes / context.limit_bytes
+            # Twice as many micro-batches need half of the memory at least.
+            least = number * found.peak_bytes / context.limit_bytes
+    except (UnsupportedError, BatchMismatchError, InvalidArgumentError, SolverError) as error:
+        yield Rejection(source=source, why=f"{error.where}: {error.got}")
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:
