@@ -202,7 +202,8 @@ class _Search:
         self.known.append((way, known_programs(plans[0], way, whole)))
         self.fitting.append(way)
         self.limit_bytes = plans[0].record.memory_limit_bytes or math.inf
-        if plans[0].predicted.step_time_s < self.step_s:
+        step_s = plans[0].predicted.step_time_s
+        if step_s < self.step_s or (way is self.best and step_s == self.step_s):  # with more that was weighed beside it
             self.best = way
             self.plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in plans)
 

@@ -166,6 +166,31 @@ def test_micro_batches_wait_where_they_are_deferred_and_where_another_plan_is_fa
     assert fastest_s(devices, share, to_beat_s=1e-9) == in_few_s
 
 
+def test_a_quick_search_takes_one_stage_in_the_fewest_micro_batches_where_no_program_fits():
+    state, batch = numbers()
+    options = dict(cluster=slow_cluster(1), cache_dir=None, effort="quick")
+    free = autopar.plan(scanned, state, batch, **grouped(**options))
+    limit_bytes = int(0.2 * max(free.predicted.peak_bytes))
+    step = autopar.parallelize(scanned, **grouped(memory_limit_bytes=limit_bytes, **options))
+    plan = step.plan(state, batch)
+    assert plan.record.pipeline is not None
+    assert plan.record.pipeline.num_microbatches > 1
+    assert len(plan.record.pipeline.stages) == 1
+    assert max(plan.predicted.peak_bytes) <= limit_bytes
+    assert any("takes one stage where one fits" in rejection.why for rejection in plan.record.rejected)
+    expected = jax.jit(scanned)(state, batch)
+    assert_close(jax.tree.map(np.asarray, step(jax.tree.map(jnp.copy, state), batch)), expected)
+
+
+def test_a_step_without_examples_that_does_not_fit_says_that_it_is_memory():
+    def step(state):
+        return state - 0.1 * jnp.tanh(state @ state)
+
+    too_little = grouped(cluster=slow_cluster(2), cache_dir=None, memory_limit_bytes=100_000)
+    with pytest.raises(MemoryLimitError):
+        autopar.plan(step, jax.ShapeDtypeStruct((512, 512), jnp.float32), **too_little)
+
+
 # The order in which ways are tried, by plans that are made up.
 
 
