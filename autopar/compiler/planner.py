@@ -231,13 +231,15 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
 
 
 def _stage_in_few(context: PlanningContext) -> PlanningContext:
-    """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It is found in
-    little time and bounds the search over stages; its update comes after the micro-batches, with the stacks that the
-    search does without.
+    """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
+    seconds: a quick search ends with it, and ways to write a step that differ in what scans compute again are compared
+    by it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
     """
     request, traced = context.request, context.traced
+    has_scans = any(op.blocks for op in context.graph.block.ops)
+    is_of_use = has_scans or traced.stacked_over > 0 or request.effort is Effort.QUICK
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
-    if not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
+    if not is_of_use or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
         return context
     alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
     what = "one stage in few micro-batches", alike, context.limit_bytes, context.cluster
