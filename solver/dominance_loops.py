@@ -26,18 +26,17 @@ def _dearer(matrix: np.ndarray, columns: int, is_first: bool, allowed: np.ndarra
 
 
 @njit(cache=True, nogil=True)
-def _drop(worst: np.ndarray, use_bytes: np.ndarray, kept: np.ndarray) -> int:
-    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s."""
+def _drop(worst: np.ndarray, may_beat: np.ndarray, kept: np.ndarray) -> int:
+    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s.
+    may_beat[t * size + s]: whether t may beat s; empty = all may.
+    """
     size, dropped = len(kept), 0
     for s in range(size):
         for t in range(size):
             # Where both are infinite their difference is no number, and not below zero either.
             if t == s or not kept[t] or not worst[t, s] <= 0:
                 continue
-            holds_more = False
-            for use in range(0, len(use_bytes), size):
-                holds_more |= use_bytes[use + t] > use_bytes[use + s]
-            if not holds_more:
+            if len(may_beat) == 0 or may_beat[t * size + s]:
                 kept[s] = False
                 dropped += 1
                 break
@@ -54,15 +53,15 @@ def undominated(
     near_first: np.ndarray,
     near: np.ndarray,
     order: np.ndarray,
-    use_first: np.ndarray,
-    use_bytes: np.ndarray,
+    beats_first: np.ndarray,
+    may_beat: np.ndarray,
     most_work: int,
 ) -> np.ndarray:
     """Whether each strategy is kept, of a list in which those of node v are first[v] to first[v + 1].
 
     edges: (edges, 3) the two nodes and the number of the matrix, whose rows, of the first node's strategies, begin at
     start[number] of `matrices`. near: the edges of each node. order: the nodes in turn, until the comparisons would be
-    more than `most_work`. use_bytes: from use_first[v] on, bytes of each strategy of v, use after use.
+    more than `most_work`. may_beat: from beats_first[v] to beats_first[v + 1], whether strategies of v may beat others.
     """
     kept = np.ones(first[-1], dtype=np.bool_)
     left = np.diff(first)
@@ -101,6 +100,6 @@ def undominated(
                 known[number, side] = len(found)
                 found.append(dearer)
             worst += dearer
-        of_uses = use_bytes[use_first[node] : use_first[node + 1]]
-        left[node] -= _drop(worst, of_uses, kept[begin : begin + size])
+        of_node = may_beat[beats_first[node] : beats_first[node + 1]]
+        left[node] -= _drop(worst, of_node, kept[begin : begin + size])
     return kept

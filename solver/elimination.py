@@ -2,7 +2,7 @@
 
 Bucket elimination (Dechter, Artificial Intelligence 1999), the node of the smallest table first. The planner's graphs
 mostly are a residual path with short branches, and need tables over three to five nodes; integer programming takes
-seconds where this takes milliseconds. Memory plays no part here.
+seconds where this takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART = 1 << 16  # entries of a table that are worked out at a time: 512 KB, whic
 
 
 def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
-    """The cheapest choice without regard to memory, or None when the tables would be too large.
+    """The cheapest choice, or None when the tables would be too large.
 
     The problem must have a choice that is allowed.
     """

@@ -49,9 +49,7 @@ LEAVES = ("errors",)
 INNER_MODULES = {
     "solver": (
         "problem",
-        "integer_program",
         "stage_problem",
-        "exhaustive_search",
         "dominance_loops",
         "elimination",
         "presolve",

@@ -212,7 +212,7 @@ class IntraOp:
 
     def cost(self, choice: Sequence[int]) -> float:
         """Seconds of a choice, without prices."""
-        return solver.evaluate(self.problem, choice)[0]
+        return solver.evaluate(self.problem, choice)
 
     def priced_bytes(self, choice: Sequence[int], prices: MemoryPrices) -> float:
         """Bytes on one device that have a price, under a choice."""
