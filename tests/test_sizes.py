@@ -17,7 +17,6 @@ LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
     "solver/local_search.py:grow": _NUMBA,
-    "solver/local_search.py:search": _NUMBA,
     "solver/message_passing.py:bound": _NUMBA,
     "solver/message_passing.py:sweep": _NUMBA,
     "solver/stage_loops.py:labels": _NUMBA,
