@@ -18,7 +18,7 @@ from autopar.solver.stage_problem import (
     fullness,
     step_time_s,
 )
-from autopar.solver.stage_search import best_stages, solve_stages
+from autopar.solver.stage_search import best_stages
 
 __all__ = [
     "Edge",
@@ -36,7 +36,6 @@ __all__ = [
     "evaluate",
     "fullness",
     "solve",
-    "solve_stages",
     "step_time_s",
     "tie",
 ]

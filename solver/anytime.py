@@ -46,38 +46,27 @@ class Loops:
         self.extra = np.zeros(int(flat.first[-1]))
         self.theta = flat.cost.copy()
 
-    def _graph(self, messages: np.ndarray) -> tuple:
-        f = self.flat
-        return (
-            f.first,
-            self.theta,
-            f.source,
-            f.target,
-            f.start,
-            f.matrix,
-            f.near_first,
-            f.near,
-            self.head,
-            self.tail,
-            messages,
-        )
+    @property
+    def _graph(self) -> tuple[np.ndarray, ...]:
+        first, _, *edges = self.flat.arrays
+        return (first, self.theta, *edges, self.head, self.tail)
 
     def sweep(self, messages: np.ndarray, pairs: int) -> None:
         """Passes back and forth."""
         for _ in range(pairs):
-            self._messages.sweep(*self._graph(messages), False, self.work)
-            self._messages.sweep(*self._graph(messages), True, self.work)
+            self._messages.sweep(self._graph, messages, False, self.work)
+            self._messages.sweep(self._graph, messages, True, self.work)
 
     def bound(self, messages: np.ndarray) -> float:
         """The bound that messages prove; `extra` is how much it rises at least with each strategy."""
-        value = self._messages.bound(*self._graph(messages), self.extra)
+        value = self._messages.bound(self._graph, messages, self.extra)
         return value - SAFETY * abs(value)
 
     def decode(self, messages: np.ndarray) -> np.ndarray:
         """A choice read off the messages; a sweep is made first."""
         choice = np.zeros(self.flat.nodes, dtype=np.int64)
-        self._messages.sweep(*self._graph(messages), False, self.work)
-        self._messages.decode(*self._graph(messages), True, self.work, choice)
+        self._messages.sweep(self._graph, messages, False, self.work)
+        self._messages.decode(self._graph, messages, True, self.work, choice)
         return choice
 
     def cost(self, choice: np.ndarray) -> float:
@@ -89,11 +78,7 @@ class Loops:
 
     def search(self, choice: np.ndarray, *, seed: int, moves: int) -> None:
         """Tree moves; the choice is updated."""
-        f = self.flat
-        self._search.search(
-            f.first, f.cost, f.source, f.target, f.start, f.matrix, f.near_first, f.near, choice, seed % 2**32, moves,
-            TREE_NODES,
-        )  # fmt: skip
+        self._search.search(self.flat.arrays, choice, seed % 2**32, moves, TREE_NODES)
 
 
 FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, at first and at most

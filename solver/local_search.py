@@ -2,7 +2,7 @@
 Compiled.
 
 With the rest fixed, the best choice of an induced tree is a dynamic program (subtree moves of Hamze and de Freitas,
-UAI 2004, made minimising).
+UAI 2004, made minimising). `graph`: the arrays of `problem.Flat`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+Graph = tuple[np.ndarray, ...]
 FLAGS = {"nnan", "nsz", "arcp", "contract"}
 
 
 @njit(cache=True, nogil=True)
 def grow(
-    first: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
+    graph: Graph,
     root: int,
     most: int,
     mode: int,
@@ -33,6 +30,7 @@ def grow(
     queue: np.ndarray,
 ) -> int:
     """Grow an induced tree from root to at most `most` nodes; returns how many. mode: 0 wide, 1 deep, 2 random."""
+    first, _, source, target, _, _, near_first, near = graph
     size = 0
     front = 1
     begin = 0
@@ -84,10 +82,7 @@ def grow(
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def solve_tree(
-    first: np.ndarray,
-    source: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
+    graph: Graph,
     size: int,
     tree: np.ndarray,
     parent: np.ndarray,
@@ -99,6 +94,7 @@ def solve_tree(
     pick: np.ndarray,
 ) -> None:
     """The cheapest choice of a tree whose nodes cost own; pick: (size,) filled. at: where costs begin."""
+    _, _, source, _, start, matrix, _, _ = graph
     for k in range(size):
         for s in range(at[k + 1] - at[k]):
             value[at[k] + s] = own[at[k] + s]
@@ -142,9 +138,7 @@ def solve_tree(
 
 @njit(cache=True, nogil=True)
 def tree_cost(
-    source: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
+    graph: Graph,
     size: int,
     tree: np.ndarray,
     parent: np.ndarray,
@@ -154,6 +148,7 @@ def tree_cost(
     pick: np.ndarray,
 ) -> float:
     """The true cost of a choice of the tree, with its edges to the rest."""
+    _, _, source, _, start, matrix, _, _ = graph
     total = 0.0
     for k in range(size):
         total += own[at[k] + pick[k]]
@@ -168,11 +163,17 @@ def tree_cost(
 
 @njit(cache=True, nogil=True)
 def prepare(
-    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
-    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, choice: np.ndarray, size: int, tree: np.ndarray,
-    stamp: np.ndarray, at: np.ndarray, own: np.ndarray, kept: np.ndarray,
-) -> None:  # fmt: skip
+    graph: Graph,
+    choice: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    stamp: np.ndarray,
+    at: np.ndarray,
+    own: np.ndarray,
+    kept: np.ndarray,
+) -> None:
     """Fill at, own (costs of the tree's nodes with their edges to the rest) and kept (their present choice)."""
+    first, cost, source, target, start, matrix, near_first, near = graph
     for k in range(size):
         stamp[tree[k]] = k
     for k in range(size):
@@ -200,12 +201,9 @@ def prepare(
 
 
 @njit(cache=True, nogil=True)
-def search(
-    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
-    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, choice: np.ndarray, seed: int, moves: int,
-    largest: int,
-) -> None:  # fmt: skip
+def search(graph: Graph, choice: np.ndarray, seed: int, moves: int, largest: int) -> None:
     """Make `moves` tree moves from a choice, which is updated; a move is kept when the cost falls."""
+    first = graph[0]
     np.random.seed(seed)
     n = len(first) - 1
     free = np.flatnonzero(first[1:] - first[:-1] > 1)
@@ -222,13 +220,13 @@ def search(
         most = int(2.0 * (largest / 2.0) ** np.random.random())
         root = free[np.random.randint(0, len(free))]
         size = grow(
-            first, source, target, near_first, near, root, most, np.random.randint(0, 3), stamp, touched, count, move,
+            graph, root, most, np.random.randint(0, 3), stamp, touched, count, move,
             tree, parent, link, queue,
         )  # fmt: skip
-        prepare(first, cost, source, target, start, matrix, near_first, near, choice, size, tree, stamp, at, own, kept)
-        before = tree_cost(source, start, matrix, size, tree, parent, link, at, own, kept)
-        solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, value, back, pick)
-        now = tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick)
+        prepare(graph, choice, size, tree, stamp, at, own, kept)
+        before = tree_cost(graph, size, tree, parent, link, at, own, kept)
+        solve_tree(graph, size, tree, parent, link, at, own, value, back, pick)
+        now = tree_cost(graph, size, tree, parent, link, at, own, pick)
         if now < (before - 1e-9 * abs(before) if before < np.inf else np.inf):
             for k in range(size):
                 choice[tree[k]] = pick[k]

@@ -1,8 +1,8 @@
 """Lower bounds by tree-reweighted message passing over edges. Compiled.
 
-Sequential tree-reweighted message passing (Kolmogorov, TPAMI 2006) on node costs `theta`. Every function works on the
-arrays of `problem.Flat`; a message lives at `into[e][s]`: messages[head[e] + s] into the source, messages[tail[e] + t]
-into the target.
+Sequential tree-reweighted message passing (Kolmogorov, TPAMI 2006) on node costs `theta`. `graph`: the arrays of
+`problem.Flat`, with theta for its cost, and where messages lie: messages[head[e] + s] into the source of edge e,
+messages[tail[e] + t] into its target.
 """
 
 from __future__ import annotations
@@ -10,26 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+Graph = tuple[np.ndarray, ...]
 FLAGS = {"nnan", "nsz", "arcp", "contract"}  # reorder freely, but infinities are kept: they mean "not allowed"
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def sweep(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    forward: bool,
-    work: np.ndarray,
-) -> None:
+def sweep(graph: Graph, messages: np.ndarray, forward: bool, work: np.ndarray) -> None:
     """One pass over the nodes in order (or back), sending messages to the nodes after (before); order = node number."""
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
     for k in range(n):
         i = k if forward else n - 1 - k
@@ -88,25 +76,13 @@ def sweep(
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def bound(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    extra: np.ndarray,
-) -> float:
+def bound(graph: Graph, messages: np.ndarray, extra: np.ndarray) -> float:
     """The bound that the messages prove.
 
     extra: (strategies,) filled with how much the bound would rise at least, were the strategy chosen: each part of the
     bound that has the node is minimised anew with its strategy held.
     """
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
     belief = np.zeros(first[n])  # theta plus the messages
     share = np.zeros(n)
@@ -168,27 +144,13 @@ def bound(
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def decode(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    forward: bool,
-    work: np.ndarray,
-    choice: np.ndarray,
-) -> None:
+def decode(graph: Graph, messages: np.ndarray, forward: bool, work: np.ndarray, choice: np.ndarray) -> None:
     """Choose node after node (or back): settled neighbours count by their edge, the others by their messages; choice
     is filled.
 
     Read after a sweep the other way. Kolmogorov 2006, section 4.
     """
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
     for k in range(n):
         i = k if forward else n - 1 - k

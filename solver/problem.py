@@ -177,6 +177,13 @@ class Flat:
     near: np.ndarray
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All arrays, in this order."""
+        return (
+            self.first, self.cost, self.source, self.target, self.start, self.matrix, self.near_first, self.near,
+        )  # fmt: skip
+
+    @property
     def nodes(self) -> int:
         """The number of nodes."""
         return len(self.first) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from autopar.solver.local_search import grow, prepare, solve_tree, tree_cost
+from autopar.solver.local_search import Graph, grow, prepare, solve_tree, tree_cost
 
 TRIES = 12  # priced solutions of one tree: a row's price to a few bits is all that a discrete choice needs
 
@@ -119,16 +119,15 @@ def total(size: int, at: np.ndarray, rate: np.ndarray, pick: np.ndarray) -> floa
 
 @njit(cache=True, nogil=True)
 def search(
-    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
-    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, span_first: np.ndarray, low: np.ndarray,
-    high: np.ndarray, span_bytes: np.ndarray, bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray,
-    left: np.ndarray, seed: int, moves: int, largest: int,
+    graph: Graph, span_first: np.ndarray, low: np.ndarray, high: np.ndarray, span_bytes: np.ndarray,
+    bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray, left: np.ndarray, seed: int, moves: int, largest: int,
 ) -> None:  # fmt: skip
     """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated.
 
     price: (R,) cost a byte; a move is kept when cost + price * bytes falls. While some row is over its limit, moves
     that lower the bytes over are kept first.
     """
+    first = graph[0]
     np.random.seed(seed)
     n = len(first) - 1
     free = np.flatnonzero(first[1:] - first[:-1] > 1)
@@ -154,23 +153,23 @@ def search(
         most = int(2.0 * (largest / 2.0) ** np.random.random())
         root = free[np.random.randint(0, len(free))]
         size = grow(
-            first, source, target, near_first, near, root, most, np.random.randint(0, 3), stamp, touched, count, move,
+            graph, root, most, np.random.randint(0, 3), stamp, touched, count, move,
             tree, parent, link, queue,
         )  # fmt: skip
-        prepare(first, cost, source, target, start, matrix, near_first, near, choice, size, tree, stamp, at, own, kept)
+        prepare(graph, choice, size, tree, stamp, at, own, kept)
         begin, end = charge(span_first, low, high, span_bytes, bytes_of, sums, size, tree, at, toll)
         rate[: at[size]] = toll[: at[size]]
-        before = tree_cost(source, start, matrix, size, tree, parent, link, at, own, kept)
+        before = tree_cost(graph, size, tree, parent, link, at, own, kept)
         toll_before = total(size, at, toll, kept)
         best_over, best_score = assess(left, begin, end, change)[0], before + toll_before
         found = False
         for attempt in range(TRIES):
             both[: at[size]] = own[: at[size]] + rate[: at[size]]
-            solve_tree(first, source, start, matrix, size, tree, parent, link, at, both, value, back, pick)
+            solve_tree(graph, size, tree, parent, link, at, both, value, back, pick)
             if not shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, pick, change):
                 break
             over, worst, level = assess(left, begin, end, change)
-            now = tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick)
+            now = tree_cost(graph, size, tree, parent, link, at, own, pick)
             score = now + total(size, at, toll, pick)
             least = best_score - 1e-9 * abs(best_score) if best_score < np.inf else np.inf
             if over < best_over or (over == best_over and score < least):

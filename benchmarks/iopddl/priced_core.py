@@ -66,9 +66,8 @@ class PricedLoops(Loops):
         f = self.flat
         left = self.left(choice) if limited else np.full(len(f.room), 2**61, dtype=np.int64)
         self._limited.search(
-            f.first, f.cost, f.source, f.target, f.start, f.matrix, f.near_first, f.near, f.span_first, f.low, f.high,
-            f.span_bytes, f.bytes, np.zeros(len(f.room)) if price is None else price, choice, left, seed % 2**32, moves,
-            TREE_NODES,
+            f.arrays, f.span_first, f.low, f.high, f.span_bytes, f.bytes,
+            np.zeros(len(f.room)) if price is None else price, choice, left, seed % 2**32, moves, TREE_NODES,
         )  # fmt: skip
 
 
