@@ -54,8 +54,6 @@ INNER_MODULES = {
         "elimination",
         "presolve",
         "message_passing",
-        "local_search",
-        "anytime",
         "solving",
         "stage_loops",
         "stage_search",

@@ -16,15 +16,12 @@ LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
-    "solver/local_search.py:grow": _NUMBA,
     "solver/message_passing.py:bound": _NUMBA,
     "solver/stage_loops.py:labels": _NUMBA,
 }
 MANY_PARAMETERS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
-    "solver/local_search.py:grow": _NUMBA,
-    "solver/local_search.py:solve_tree": _NUMBA,
     "solver/dominance_loops.py:undominated": _NUMBA,
     "solver/stage_loops.py:follow": _NUMBA,
     "solver/stage_loops.py:labels": _NUMBA,

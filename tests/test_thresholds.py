@@ -42,7 +42,7 @@ NONE = {
     "attention.work.KEYS_AND_VALUES": "a number of arrays",
     "attention.score_kernels._LEAST_OF_TILES": "of a kernel of XLA's",
     "attention.ring.QUERY_BLOCK": "of the program that runs: the same for every plan",
-    "solver.anytime.SAFETY": "rounding",
+    "solver.solving.SAFETY": "rounding",
     "solver.stage_search.EQUAL": "rounding",
     "microbatch.example_rules.SHARED": "a mark, not a size",
     "microbatch.forms.TRIPS": "a mark, not a size",
@@ -81,7 +81,6 @@ NONE = {
     "intra_op.mesh_searches.WORTH_PROCESSES": "from which work on processes share it: changes no plan",
     "intra_op.mesh_searches.SHARED_AXES": "from which work on processes share it: changes no plan",
     "solver.stage_search.FIRST_LABELS": "room at first: grows as needed",
-    "solver.anytime.TREE_NODES": "compiled into loops",
     "solver.elimination.PART": "the same sums to the bit, in parts that a cache holds",
 }
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 
-from autopar.solver.anytime import FEW_SWEEPS, MANY_SWEEPS, SAFETY, TREE_NODES, Core, Loops, rises
 from autopar.solver.presolve import ConflictError, Reduction
+from autopar.solver.solving import SAFETY, Limits, Loops, settle
 from benchmarks.iopddl.integer_program import EXACT_ENTRIES, Answer, solve_lazily
 from benchmarks.iopddl.memory import FlatLimited, Limited, entries, flatten_limited, keep, num_pairs, shares, used
 
@@ -149,50 +149,64 @@ class Columns:
 
 
 MIX = 0.6  # of the best prices in those tried, Wentges' weight
+FEW_SWEEPS, MANY_SWEEPS = 5, 80  # a round, while prices move; once they have settled
 RECENT = 32  # choices kept for `Finish` to combine
+TREE_NODES = 300  # the largest tree of a move
 
 
-class PricedCore(Core):
-    """The state between rounds: the cheapest choice that fits, prices and messages with the bound that they prove."""
-
-    settles_after, settled = 8, False
-    loops: PricedLoops
+class PricedCore:
+    """The state between rounds: the cheapest choice that fits (None = none yet), prices and messages with the bound
+    that they prove. Rounds depend on the seed and on each other, never on time.
+    """
 
     def __init__(self, loops: PricedLoops, start: np.ndarray, seed: int, report: Callable[[float], None]) -> None:
-        """report: called with the cost of each better choice."""
-        super().__init__(loops, start, seed)
-        self.flat, self.report = loops.flat, report
+        """start: need not fit. report: called with the cost of each better choice."""
+        self.loops, self.flat, self.report, self.seed = loops, loops.flat, report, seed
+        self.rng = np.random.default_rng(seed)
+        multi = int((np.diff(self.flat.first) > 1).sum())
+        self.moves = int(np.clip(multi // 8, 100, 1000))
         self.columns = Columns(self.flat.room, _dearest(self.flat))
+        self.choice: np.ndarray | None = None
+        self.cost, self.bound = np.inf, -np.inf
+        self.candidate = start.copy()
         self.recent: list[np.ndarray] = []  # the last choices that minimised cost and price, or fitted, latest last
+        self.messages = self.best_messages = np.zeros(loops.length)
         self.price = self.centre = self.best_price = np.zeros(len(self.flat.room))
         self.centre_used = np.zeros(len(self.flat.room))
-        self.weight = MIX
+        self.pairs, self.weight = FEW_SWEEPS, MIX
+        self.done, self.settled = 0, False
 
     def offer(self, choice: np.ndarray) -> None:
         """Take a choice for the best one if it fits and costs less."""
-        before = self.cost
-        if self.loops.left(choice).min(initial=0) >= 0:
-            super().offer(choice)
-        if self.cost < before:
+        cost = self.loops.cost(choice)
+        if cost < self.cost and self.loops.left(choice).min(initial=0) >= 0:
+            self.choice, self.cost = choice.copy(), cost
             self._remember(choice)
-            self.report(self.cost)
+            self.report(cost)
 
     def _remember(self, choice: np.ndarray) -> None:
         self.recent = [*self.recent, choice.copy()][-RECENT:]
 
-    def warm_up(self, deadline: float, cutoff: float) -> None:
-        """Without prices: messages that have settled so follow prices quickly."""
-        super().warm_up(deadline, cutoff)
+    def warm_up(self, deadline: float) -> None:
+        """Tree moves from the start, and messages without prices, which then follow prices quickly."""
+        self.offer(self.candidate)
+        for step in range(3):
+            self.loops.search(self.candidate, seed=self.seed + step, moves=self.moves)
+            self.offer(self.candidate)
+            if time.perf_counter() >= deadline:
+                return
         if np.isfinite(self.loops.cost(self.candidate)):
             self.columns.add(self.loops.cost(self.candidate), self.loops.used(self.candidate))
+        self.bound = settle(self.loops, self.messages, deadline, math.inf)
+        self.best_messages = self.messages.copy()
 
     def raise_bound(self) -> float:
-        """A round's sweeps at its prices."""
-        before = self.bound
+        """A round's sweeps at its prices, and the bound after them; the best one is kept."""
         self.loops.set_price(self.price)
-        bound = super().raise_bound()
-        if self.bound > before:
-            self.best_price = self.price
+        self.loops.sweep(self.messages, self.pairs)
+        bound = self.loops.bound(self.messages)
+        if bound > self.bound:
+            self.bound, self.best_messages, self.best_price = bound, self.messages.copy(), self.price
         return bound
 
     def round(self, pool: Executor) -> str:
@@ -265,6 +279,40 @@ class PricedCore(Core):
         length = 0.5 * max(0.0, self.cost - self.columns.value(self.centre)) / steep
         price[rows] = np.maximum(0.0, price[rows] + length * slope / self.columns.room[rows])
         return price
+
+    def closed(self) -> bool:
+        """Whether the best choice is proven."""
+        gap = self.cost - self.bound
+        return bool(np.isfinite(gap)) and gap <= 2 * SAFETY * abs(self.cost)
+
+
+def improve(
+    core: PricedCore,
+    limits: Limits,
+    finish: Callable[[PricedCore], tuple[np.ndarray | None, bool]],
+    log: Callable[[str], None],
+) -> None:
+    """Improve choice and bound until a limit is reached.
+
+    finish: called now and then once prices have settled, for a better choice or None, and whether the search may end.
+    log: called each round.
+    """
+    core.warm_up(limits.deadline)
+    next_settle, longest_s = 8, 0.0
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        while (limits.rounds is None or core.done < limits.rounds) and not core.closed():
+            if core.choice is not None and core.settled and core.done >= next_settle:
+                choice, finished = finish(core)
+                if choice is not None:
+                    core.offer(choice)
+                if finished:
+                    break
+                next_settle = core.done * 9 // 8 + 4
+            begun = time.perf_counter()
+            if begun + longest_s >= limits.deadline:
+                break
+            log(core.round(pool))
+            longest_s = max(time.perf_counter() - begun, 0.7 * longest_s)
 
 
 def _dearest(flat: FlatLimited) -> float:
@@ -351,7 +399,8 @@ def drop_costly(limited: Limited, core: PricedCore) -> tuple[Limited, Reduction]
     None proves that no choice is cheaper. What is left has every choice that is cheaper, if there is any.
     """
     core.loops.set_price(core.best_price)
-    cheap = np.flatnonzero(rises(core) <= core.cost - core.bound + SAFETY * abs(core.cost))
+    core.loops.bound(core.best_messages)
+    cheap = np.flatnonzero(core.loops.extra <= core.cost - core.bound + SAFETY * abs(core.cost))
     first = core.flat.first
     strategies = np.split(cheap, np.searchsorted(cheap, first[1:-1]))
     strategies = [kept - begin for kept, begin in zip(strategies, first[:-1], strict=True)]

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver import Status, evaluate, solve
-from autopar.solver.anytime import Limits, improve
 from autopar.solver.presolve import ConflictError, Reduction
 from autopar.solver.problem import validate
-from autopar.solver.solving import relative_gap
+from autopar.solver.solving import Limits, relative_gap
 from benchmarks.iopddl.integer_program import EXACT_ENTRIES, fit, solve_lazily
 from benchmarks.iopddl.memory import (
     FlatLimited,
@@ -35,7 +34,7 @@ from benchmarks.iopddl.memory import (
     peak_bytes,
     reduce_limited,
 )
-from benchmarks.iopddl.priced_core import Finish, PricedCore, PricedLoops
+from benchmarks.iopddl.priced_core import Finish, PricedCore, PricedLoops, improve
 
 EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
 FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take

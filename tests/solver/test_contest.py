@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, evaluate
-from autopar.solver.anytime import Limits, improve
 from autopar.solver.presolve import ConflictError
+from autopar.solver.solving import Limits
 from benchmarks.iopddl import solving
 from benchmarks.iopddl.__main__ import main, read_contest
 from benchmarks.iopddl.memory import Limited, Use, fits, flatten_limited, least_memory, peak_bytes, reduce_limited
-from benchmarks.iopddl.priced_core import PricedCore, PricedLoops, combine, drop_costly
+from benchmarks.iopddl.priced_core import PricedCore, PricedLoops, combine, drop_costly, improve
 from benchmarks.iopddl.solving import solve_limited
 from tests.solver.brute_force import brute_force
 from tests.solver.cases import layered_limited, random_limited, relabelled
@@ -88,7 +88,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def check(limited: Limited) -> None:
-    expected, found = optimum(limited), solve_limited(limited, time_limit_s=30)
+    expected, found = optimum(limited), solve_limited(limited, time_limit_s=120)
     assert found.bound <= found.objective == pytest.approx(expected, abs=1e-9)
     if expected < math.inf:
         assert (found.status, found.gap) == (Status.OPTIMAL, 0.0)
@@ -189,7 +189,7 @@ def test_a_whole_solve_through_the_core_is_proven(monkeypatch: pytest.MonkeyPatc
     assert expected.status is Status.OPTIMAL
     monkeypatch.setattr(solving, "EXACT_ENTRIES", -1)
     monkeypatch.setattr(solving, "EXACT_NODES", -1)
-    found = solve_limited(limited, time_limit_s=30)
+    found = solve_limited(limited, time_limit_s=120)
     assert found.objective == pytest.approx(expected.objective)
     assert found.bound <= found.objective
     assert found.incumbents[-1][1] == found.objective
