@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.solver.problem import Problem
 
-# Entries of all tables together, and comparisons of one pass over dominated strategies: a fifth of a second at most.
+# Entries of all tables together: a fifth of a second at most.
 MOST_WORK = 40_000_000
 PART = 1 << 16  # entries of a table that are worked out at a time: 512 KB, which second-level caches hold
 

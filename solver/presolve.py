@@ -2,27 +2,22 @@
 
     drop_forbidden   strategies that no neighbour allows (arc consistency; Mackworth 1977)
     merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
-    drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
     fold_forced      a node with one strategy: its edges become costs of its neighbours
     merge_followers  nodes that a neighbour settles
     eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
     2002)
 
-Whoever has more to respect than costs says which nodes stay (`eliminate`) and which strategies may beat which others
-(`drop_dominated`), and follows the strategies of each node by `lead` and `follow` of each reduction.
+Whoever has more to respect than costs says which nodes stay (`eliminate`), and follows the strategies of each node by
+`lead` and `follow` of each reduction.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
@@ -32,8 +27,6 @@ from autopar.solver.problem import Edge, Problem
 
 Choice = tuple[int, ...]
 Undo = Callable[[Sequence[int]], Choice]
-Beats = Mapping[int, np.ndarray]
-NOTHING_ELSE: Beats = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,115 +174,6 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
     return Reduction(problem=smaller, undo=undo, lead=[number[lead[node]] for node in range(count)], follow=follow)
 
 
-# Which strategies no other of the same node always beats.
-#
-# Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
-# (e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
-# worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
-
-
-def undominated(
-    problem: Problem, near: Sequence[Sequence[int]], most_work: int, may_beat: Beats = NOTHING_ELSE
-) -> list[np.ndarray]:
-    """The numbers of the strategies of each node that stay; `near`: the numbers of its edges. Nodes are passed over
-    once there would be more than `most_work` comparisons. `may_beat`: of some nodes, whether their strategy t may beat
-    their strategy s, [t, s].
-
-    By compiled loops where their compiler is loaded anyway, for other parts of a larger problem: for small ones loading
-    it takes longer than arrays do. Both give the same.
-    """
-    return (by_loops if "numba" in sys.modules else by_arrays)(problem, near, most_work, may_beat)
-
-
-def by_arrays(
-    problem: Problem, near: Sequence[Sequence[int]], most_work: int, may_beat: Beats = NOTHING_ELSE
-) -> list[np.ndarray]:
-    """`undominated` in arrays, a node and an edge at a time."""
-    strategies = [np.arange(len(cost)) for cost in problem.node_cost]
-    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
-    work = 0
-    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
-        count = len(strategies[node])
-        if count == 1:
-            continue
-        edges = [problem.edges[number] for number in near[node]]
-        others = [edge.target if edge.source == node else edge.source for edge in edges]
-        work += count * count * (1 + sum(len(strategies[other]) for other in others))
-        if work > most_work:
-            break
-        cost = problem.node_cost[node]
-        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
-            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-            for edge, other in zip(edges, others, strict=True):
-                if len(strategies[other]) < len(problem.node_cost[other]):
-                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
-                    continue
-                key = id(edge.cost), edge.source == node
-                if key not in worst_of:
-                    worst_of[key] = _worst(_side(edge, node))
-                worst = worst + worst_of[key]
-        beats = worst <= 0
-        if node in may_beat:
-            beats &= may_beat[node]
-        np.fill_diagonal(beats, False)
-        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
-        alive = np.ones(count, dtype=bool)
-        for s in beaten:
-            alive[s] = not (beats[:, s] & alive).any()
-        strategies[node] = np.flatnonzero(alive)
-    return strategies
-
-
-def _side(edge: Edge, node: int) -> np.ndarray:
-    """The edge's costs with this node's strategies first."""
-    return edge.cost if edge.source == node else edge.cost.T
-
-
-def _worst(side: np.ndarray) -> np.ndarray:
-    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
-    choose with s: where that excludes s, t is no worse.
-    """
-    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
-    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
-    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
-
-
-def by_loops(
-    problem: Problem, near: Sequence[Sequence[int]], most_work: int, may_beat: Beats = NOTHING_ELSE
-) -> list[np.ndarray]:
-    """`undominated` in compiled loops."""
-    from autopar.solver import dominance_loops
-
-    loops: Any = dominance_loops  # numba's types do not know the arguments of what it compiles
-    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
-    first = _starts(problem.node_cost)
-    beats = [may_beat[node].ravel() if node in may_beat else np.zeros(0, dtype=bool) for node in range(len(sizes))]
-    numbers: dict[int, int] = {}
-    matrices: list[np.ndarray] = []
-    for edge in problem.edges:
-        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
-            matrices.append(edge.cost.ravel())
-    kept = loops.undominated(
-        first,
-        np.concatenate([np.zeros(0), *problem.node_cost]),
-        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
-        _starts(matrices)[:-1],
-        np.concatenate([np.zeros(0), *matrices]),
-        _starts(near),
-        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
-        np.argsort(sizes, kind="stable"),
-        _starts(beats),
-        np.concatenate([np.zeros(0, dtype=bool), *beats]),
-        most_work,
-    )
-    return [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())]
-
-
-def _starts(parts: Sequence[Sized]) -> np.ndarray:
-    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
-    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
-
-
 Step = Callable[[Problem], Reduction]
 
 
@@ -305,13 +189,9 @@ def reduce_all(problem: Problem) -> Reduction:
         # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
         # dropped again before elimination, which takes for granted that every strategy left is allowed.
         merging = (merge_followers, merge_parallel, drop_forbidden)
-        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
-            before = total.problem
-            if settled.get(step) is before:
-                continue
-            total = chain(total, step(before))
-            # What is dominated may be so by what a pass dropped after it: only a pass that drops nothing is the last.
-            if step is not drop_dominated or total.problem is before:
+        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate):
+            if settled.get(step) is not total.problem:
+                total = chain(total, step(total.problem))
                 settled[step] = total.problem
         if size(total.problem) == size_before:
             return total
@@ -423,11 +303,6 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
         return tuple(int(keep[strategy]) for keep, strategy in zip(strategies, choice, strict=True))
 
     return Reduction(problem=smaller, undo=undo, follow=strategies)
-
-
-def drop_dominated(problem: Problem, may_beat: Beats = NOTHING_ELSE) -> Reduction:
-    """Remove strategies that another of the same node beats whatever its neighbours choose (`undominated`)."""
-    return keep_strategies(problem, undominated(problem, neighbours(problem), MOST_WORK, may_beat))
 
 
 def fold_forced(problem: Problem) -> Reduction:

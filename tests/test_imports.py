@@ -50,7 +50,6 @@ INNER_MODULES = {
     "solver": (
         "problem",
         "stage_problem",
-        "dominance_loops",
         "elimination",
         "presolve",
         "message_passing",

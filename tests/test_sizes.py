@@ -22,7 +22,6 @@ LONG_FUNCTIONS = {
 MANY_PARAMETERS = {
     "autopar/api.py:parallelize": "the public face: each option with its text",
     "autopar/recipes/parallelism.py:combine": "the public face: each option with its text",
-    "solver/dominance_loops.py:undominated": _NUMBA,
     "solver/stage_loops.py:follow": _NUMBA,
     "solver/stage_loops.py:labels": _NUMBA,
     "solver/stage_loops.py:suffixes": _NUMBA,

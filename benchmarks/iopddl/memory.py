@@ -20,7 +20,6 @@ from autopar.solver import Problem
 from autopar.solver.presolve import (
     Reduction,
     chain,
-    drop_dominated,
     drop_forbidden,
     eliminate,
     fold_forced,
@@ -30,6 +29,7 @@ from autopar.solver.presolve import (
     size,
 )
 from autopar.solver.problem import Flat, flatten
+from benchmarks.iopddl.dominance import drop_dominated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import Edge, Problem, Status, evaluate
-from autopar.solver.presolve import ConflictError
+from autopar.solver.presolve import ConflictError, merge_parallel
 from autopar.solver.solving import Limits
 from benchmarks.iopddl import solving
 from benchmarks.iopddl.__main__ import main, read_contest
+from benchmarks.iopddl.dominance import drop_dominated
 from benchmarks.iopddl.memory import Limited, Use, fits, flatten_limited, least_memory, peak_bytes, reduce_limited
 from benchmarks.iopddl.priced_core import PricedCore, PricedLoops, combine, drop_costly, improve
 from benchmarks.iopddl.solving import solve_limited
 from tests.solver.brute_force import brute_force
-from tests.solver.cases import layered_limited, random_limited, relabelled
+from tests.solver.cases import layered_limited, random_limited, random_problem, relabelled
 
 # The example of the contest's description.
 EXAMPLE = {
@@ -145,6 +146,27 @@ def test_reductions_keep_the_best_cost_that_fits(seed: int) -> None:
         undone = reduction.undo(choice)
         assert evaluate(limited.problem, undone) == pytest.approx(expected)
         assert peak_bytes(limited, undone) == peak_bytes(smaller, choice)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=SEEDS)
+def test_what_is_dominated_is_not_needed(seed: int) -> None:
+    problem = merge_parallel(random_problem(seed, nodes=5, most=5)).problem
+    rng, sizes = np.random.default_rng(seed), [len(cost) for cost in problem.node_cost]
+    may_beat = {node: rng.random((n, n)) < 0.5 for node, n in enumerate(sizes) if node % 2}
+    kept, passed_over = drop_dominated(problem, may_beat), drop_dominated(problem, may_beat, most_work=0)
+    assert passed_over.problem is problem
+    assert brute_force(kept.problem)[0] == brute_force(problem)[0]
+    for node, strategies in enumerate(kept.follow or ()):
+        for s in set(range(sizes[node])) - set(strategies.tolist()):  # another one beat it, and was allowed to
+            assert node not in may_beat or may_beat[node][:, s].any()
+
+
+def test_a_strategy_that_costs_more_everywhere_is_dropped() -> None:
+    edge = Edge(source=0, target=1, cost=np.array([[0.0, 1.0], [1.0, 2.0]]))
+    problem = Problem(node_cost=(np.array([0.0, 0.0]), np.array([0.0, 0.0])), edges=(edge,))
+    dropped = drop_dominated(problem, {1: np.zeros((2, 2), dtype=bool)})
+    assert [strategies.tolist() for strategies in dropped.follow or ()] == [[0], [0, 1]]
 
 
 def core_of(limited: Limited, *, rounds: int, seed: int = 0) -> PricedCore:

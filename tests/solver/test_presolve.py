@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Edge, Problem, elimination, evaluate, presolve
+from autopar.solver import Edge, Problem, elimination, evaluate
 from autopar.solver.presolve import (
     ConflictError,
     Reduction,
     any_allowed,
     chain,
-    drop_dominated,
     drop_forbidden,
     eliminate,
     fold_forced,
     merge_followers,
     merge_parallel,
-    neighbours,
     reduce_all,
 )
 from tests.solver.brute_force import brute_force
 from tests.solver.cases import random_problem
 
-STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, drop_dominated, reduce_all]
+STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, reduce_all]
 
 
 @pytest.mark.parametrize("reduce", STEPS, ids=lambda step: step.__name__)
@@ -62,45 +59,6 @@ def test_a_choice_that_is_allowed_is_found_where_there_is_one(seed: int) -> None
         assert choice is not None
         assert evaluate(problem, choice) < math.inf
     assert any_allowed(problem, -math.inf) is None
-
-
-@pytest.mark.parametrize("most_work", [60, 10**6])
-def test_arrays_and_compiled_loops_drop_the_same_strategies(most_work: int) -> None:
-    dropped = 0
-    for seed in range(40):
-        problem = merge_parallel(random_problem(seed, nodes=8, most=6)).problem
-        rng, sizes = np.random.default_rng(seed), [len(cost) for cost in problem.node_cost]
-        may_beat = {node: rng.random((n, n)) < 0.5 for node, n in enumerate(sizes) if node % 2}
-        near = neighbours(problem)
-        by_arrays, by_loops = (
-            presolve.by_arrays(problem, near, most_work, may_beat),
-            presolve.by_loops(problem, near, most_work, may_beat),
-        )
-        assert [kept.tolist() for kept in by_arrays] == [kept.tolist() for kept in by_loops]
-        dropped += sum(len(cost) - len(kept) for cost, kept in zip(problem.node_cost, by_arrays, strict=True))
-    assert dropped > 40  # some, even where most nodes are passed over
-
-
-@pytest.mark.parametrize(("dear", "passes"), [(0.0, [0]), (9.0, [1, 0])], ids=["none is dominated", "one is"])
-def test_dominance_is_looked_at_until_a_pass_drops_nothing(
-    dear: float, passes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five nodes that want to be alike, each an end of an edge to each other one, and a sixth that is eliminated."""
-    pairs = [(a, b) for a in range(5) for b in range(a + 1, 5)]
-    differs = 1.0 - np.eye(2)
-    edges = tuple(Edge(source=a, target=b, cost=differs) for a, b in [*pairs, (4, 5)])
-    costs = (np.array([0.0, dear]), *(np.zeros(2) for _ in range(5)))
-    dropped: list[int] = []
-    undominated = presolve.undominated
-
-    def noted(problem: Problem, *arguments: Any) -> list[np.ndarray]:
-        kept = undominated(problem, *arguments)
-        dropped.append(sum(map(len, problem.node_cost)) - sum(map(len, kept)))
-        return kept
-
-    monkeypatch.setattr(presolve, "undominated", noted)
-    reduce_all(Problem(node_cost=costs, edges=edges))
-    assert dropped == passes
 
 
 def test_a_follower_says_which_strategy_it_takes() -> None:

@@ -1,9 +1,22 @@
-"""The loops of `presolve.drop_dominated`, compiled, for problems with so much to compare that compiling them pays."""
+"""Strategies that another one of the same node always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994).
+Compiled.
+
+Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
+(e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
+worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence, Sized
+
 import numpy as np
 from numba import njit
+
+from autopar.solver import Problem
+from autopar.solver.elimination import MOST_WORK
+from autopar.solver.presolve import Reduction, keep_strategies, neighbours
 
 
 @njit(cache=True, nogil=True)
@@ -44,7 +57,7 @@ def _drop(worst: np.ndarray, may_beat: np.ndarray, kept: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
-def undominated(
+def _undominated(
     first: np.ndarray,
     cost: np.ndarray,
     edges: np.ndarray,
@@ -103,3 +116,38 @@ def undominated(
         of_node = may_beat[beats_first[node] : beats_first[node + 1]]
         left[node] -= _drop(worst, of_node, kept[begin : begin + size])
     return kept
+
+
+def drop_dominated(problem: Problem, may_beat: Mapping[int, np.ndarray], most_work: int = MOST_WORK) -> Reduction:
+    """Remove strategies that another of the same node beats whatever its neighbours choose; `may_beat`: of some nodes,
+    whether their strategy t may beat their strategy s, [t, s]. Nodes are passed over once there would be more than
+    `most_work` comparisons.
+    """
+    near = neighbours(problem)
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first = _starts(problem.node_cost)
+    beats = [may_beat[node].ravel() if node in may_beat else np.zeros(0, dtype=bool) for node in range(len(sizes))]
+    numbers: dict[int, int] = {}
+    matrices: list[np.ndarray] = []
+    for edge in problem.edges:
+        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
+            matrices.append(edge.cost.ravel())
+    kept = _undominated(
+        first,
+        np.concatenate([np.zeros(0), *problem.node_cost]),
+        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
+        _starts(matrices)[:-1],
+        np.concatenate([np.zeros(0), *matrices]),
+        _starts(near),
+        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
+        np.argsort(sizes, kind="stable"),
+        _starts(beats),
+        np.concatenate([np.zeros(0, dtype=bool), *beats]),
+        most_work,
+    )
+    return keep_strategies(problem, [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())])
+
+
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
+    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
