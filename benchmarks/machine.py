@@ -22,7 +22,7 @@ CHEAP_COMPILATION = (
 # The older emitters of fusions compile two to four times as fast; later jaxlibs have the newer ones alone.
 if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     CHEAP_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-PACKAGES = ("jax", "jaxlib", "numpy", "ortools")
+PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def description() -> str:

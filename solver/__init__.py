@@ -1,13 +1,11 @@
-"""The solver: one strategy for each node at least cost in limited memory; pipeline stages at least step time.
+"""The solver: one strategy for each node at least cost; pipeline stages at least step time.
 
 In: `Problem` or `StageProblem`: numpy arrays of seconds and bytes.
 Out: `Solution` with a proven bound; `StagePlan` or `NoStages`.
-May import: numpy, numba and OR-tools; neither JAX nor the rest of autopar.
+May import: numpy, scipy and numba; neither JAX nor the rest of autopar.
 """
 
-from autopar.solver.exhaustive_search import brute_force, brute_force_stages, evaluate
-from autopar.solver.integer_program import Backend
-from autopar.solver.problem import Edge, Infeasibility, Problem, Solution, Status, Use, tie
+from autopar.solver.problem import Edge, Problem, Solution, Status, evaluate, tie
 from autopar.solver.solving import solve
 from autopar.solver.stage_problem import (
     NoStages,
@@ -20,12 +18,10 @@ from autopar.solver.stage_problem import (
     fullness,
     step_time_s,
 )
-from autopar.solver.stage_search import best_stages, solve_stages
+from autopar.solver.stage_search import best_stages
 
 __all__ = [
-    "Backend",
     "Edge",
-    "Infeasibility",
     "NoStages",
     "Placement",
     "Problem",
@@ -36,14 +32,10 @@ __all__ = [
     "StagePlan",
     "StageProblem",
     "Status",
-    "Use",
     "best_stages",
-    "brute_force",
-    "brute_force_stages",
     "evaluate",
     "fullness",
     "solve",
-    "solve_stages",
     "step_time_s",
     "tie",
 ]

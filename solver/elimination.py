@@ -2,7 +2,7 @@
 
 Bucket elimination (Dechter, Artificial Intelligence 1999), the node of the smallest table first. The planner's graphs
 mostly are a residual path with short branches, and need tables over three to five nodes; integer programming takes
-seconds where this takes milliseconds. Memory plays no part here.
+seconds where this takes milliseconds.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from autopar.solver.problem import Problem
 
-# Entries of all tables together, and comparisons of one pass over dominated strategies: a fifth of a second at most.
+# Entries of all tables together: a fifth of a second at most.
 MOST_WORK = 40_000_000
 PART = 1 << 16  # entries of a table that are worked out at a time: 512 KB, which second-level caches hold
 
 
 def solve_by_tables(problem: Problem) -> tuple[int, ...] | None:
-    """The cheapest choice without regard to memory, or None when the tables would be too large.
+    """The cheapest choice, or None when the tables would be too large.
 
     The problem must have a choice that is allowed.
     """

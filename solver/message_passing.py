@@ -1,8 +1,8 @@
-"""Lower bounds: tree-reweighted message passing over edges, prices on memory rows. Compiled.
+"""Lower bounds by tree-reweighted message passing over edges. Compiled.
 
-Sequential tree-reweighted message passing (Kolmogorov, TPAMI 2006) on node costs to which the memory's prices are added
-(Lagrangian relaxation of formula (4)). Every function works on the arrays of `problem.Flat`; a message lives at
-`into[e][s]`: messages[head[e] + s] into the source, messages[tail[e] + t] into the target.
+Sequential tree-reweighted message passing (Kolmogorov, TPAMI 2006) on node costs `theta`. `graph`: the arrays of
+`problem.Flat`, with theta for its cost, and where messages lie: messages[head[e] + s] into the source of edge e,
+messages[tail[e] + t] into its target.
 """
 
 from __future__ import annotations
@@ -10,26 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+Graph = tuple[np.ndarray, ...]
 FLAGS = {"nnan", "nsz", "arcp", "contract"}  # reorder freely, but infinities are kept: they mean "not allowed"
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def sweep(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    forward: bool,
-    work: np.ndarray,
-) -> None:
+def sweep(graph: Graph, messages: np.ndarray, forward: bool, work: np.ndarray) -> None:
     """One pass over the nodes in order (or back), sending messages to the nodes after (before); order = node number."""
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
     for k in range(n):
         i = k if forward else n - 1 - k
@@ -88,32 +76,21 @@ def sweep(
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def bound(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    part: np.ndarray,
-    belief: np.ndarray,
-) -> float:
-    """The bound that the messages prove without the memory's constant, and the shares of strategies that attain it.
+def bound(graph: Graph, messages: np.ndarray, extra: np.ndarray) -> float:
+    """The bound that the messages prove.
 
-    part: (strategies,) filled with how much of each strategy the minimisers of the parts take: a subgradient by theta.
-    belief: (strategies,) filled with theta plus the messages.
+    extra: (strategies,) filled with how much the bound would rise at least, were the strategy chosen: each part of the
+    bound that has the node is minimised anew with its strategy held.
     """
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
-    part[:] = 0.0
-    total = 0.0
+    belief = np.zeros(first[n])  # theta plus the messages
     share = np.zeros(n)
+    widest = 0
+    total = 0.0
     for i in range(n):
         a, size = first[i], first[i + 1] - first[i]
+        widest = max(widest, size)
         ahead = behind = 0
         for s in range(size):
             belief[a + s] = theta[a + s]
@@ -130,66 +107,50 @@ def bound(
         if ahead > 0:
             share[i] = 1.0 / max(ahead, behind)
         left = 1.0 - ahead * share[i]
+        low = np.inf
+        for s in range(size):
+            low = min(low, belief[a + s])
         if left > 1e-12:
-            low_at = 0
-            for s in range(size):
-                if belief[a + s] < belief[a + low_at]:
-                    low_at = s
-            part[a + low_at] += left
-            total += left * belief[a + low_at]
+            total += left * low
+        for s in range(size):
+            extra[a + s] = max(0.0, left) * (belief[a + s] - low)
+    column = np.zeros(widest)
+    line = np.zeros(widest)
     for e in range(len(source)):
         i, j = source[e], target[e]
         a, b = first[i], first[j]
         rows, columns = first[i + 1] - a, first[j + 1] - b
         wi = share[i] if i < j else 0.0
         wj = share[j] if j < i else 0.0
+        for t in range(columns):
+            column[t] = np.inf
         low = np.inf
-        bs = bt = 0
         for s in range(rows):
             h = wi * belief[a + s] - messages[head[e] + s]
             row = start[e] + s * columns
             least = np.inf
             for t in range(columns):
-                least = min(least, matrix[row + t] - messages[tail[e] + t] + wj * belief[b + t])
-            if h + least < low:
-                low = h + least
-                bs = s
-        h = wi * belief[a + bs] - messages[head[e] + bs]
-        row = start[e] + bs * columns
-        best = np.inf
-        for t in range(columns):
-            value = matrix[row + t] - messages[tail[e] + t] + wj * belief[b + t]
-            if value < best:
-                best = value
-                bt = t
+                value = matrix[row + t] - messages[tail[e] + t] + wj * belief[b + t]
+                least = min(least, value)
+                column[t] = min(column[t], h + value)
+            line[s] = h + least
+            low = min(low, h + least)
         total += low
-        part[a + bs] += wi
-        part[b + bt] += wj
+        for s in range(rows):
+            extra[a + s] += line[s] - low
+        for t in range(columns):
+            extra[b + t] += column[t] - low
     return total
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def decode(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    forward: bool,
-    work: np.ndarray,
-    choice: np.ndarray,
-) -> None:
+def decode(graph: Graph, messages: np.ndarray, forward: bool, work: np.ndarray, choice: np.ndarray) -> None:
     """Choose node after node (or back): settled neighbours count by their edge, the others by their messages; choice
     is filled.
 
     Read after a sweep the other way. Kolmogorov 2006, section 4.
     """
+    first, theta, source, target, start, matrix, near_first, near, head, tail = graph
     n = len(first) - 1
     for k in range(n):
         i = k if forward else n - 1 - k
@@ -216,131 +177,3 @@ def decode(
             if work[s] < work[best]:
                 best = s
         choice[i] = best
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def marginals(
-    first: np.ndarray,
-    theta: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
-    head: np.ndarray,
-    tail: np.ndarray,
-    messages: np.ndarray,
-    extra: np.ndarray,
-) -> None:
-    """extra: (strategies,) filled with how much the bound would rise at least, were the strategy chosen.
-
-    Each part of `bound` that has the node is minimised anew with its strategy held.
-    """
-    n = len(first) - 1
-    belief = np.zeros(first[n])
-    share = np.zeros(n)
-    widest = 0
-    for i in range(n):
-        a, size = first[i], first[i + 1] - first[i]
-        widest = max(widest, size)
-        ahead = behind = 0
-        for s in range(size):
-            belief[a + s] = theta[a + s]
-        for q in range(near_first[i], near_first[i + 1]):
-            e = near[q]
-            base = head[e] if source[e] == i else tail[e]
-            other = target[e] if source[e] == i else source[e]
-            if other > i:
-                ahead += 1
-            else:
-                behind += 1
-            for s in range(size):
-                belief[a + s] += messages[base + s]
-        if ahead > 0:
-            share[i] = 1.0 / max(ahead, behind)
-        left = 1.0 - ahead * share[i]
-        low = np.inf
-        for s in range(size):
-            low = min(low, belief[a + s])
-        for s in range(size):
-            extra[a + s] = max(0.0, left) * (belief[a + s] - low)
-    column = np.zeros(widest)
-    line = np.zeros(widest)
-    for e in range(len(source)):
-        i, j = source[e], target[e]
-        a, b = first[i], first[j]
-        rows, columns = first[i + 1] - a, first[j + 1] - b
-        wi = share[i] if i < j else 0.0
-        wj = share[j] if j < i else 0.0
-        for t in range(columns):
-            column[t] = np.inf
-        low = np.inf
-        for s in range(rows):
-            h = wi * belief[a + s] - messages[head[e] + s]
-            row = start[e] + s * columns
-            least = np.inf
-            for t in range(columns):
-                value = h + matrix[row + t] - messages[tail[e] + t] + wj * belief[b + t]
-                least = min(least, value)
-                column[t] = min(column[t], value)
-            line[s] = least
-            low = min(low, least)
-        for s in range(rows):
-            extra[a + s] += line[s] - low
-        for t in range(columns):
-            extra[b + t] += column[t] - low
-
-
-@njit(cache=True, nogil=True)
-def priced(
-    first: np.ndarray,
-    cost: np.ndarray,
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    size: np.ndarray,
-    price: np.ndarray,
-    theta: np.ndarray,
-) -> None:
-    """theta = cost + the price of every byte held in every row; price: (R,) cost a byte."""
-    n = len(first) - 1
-    sums = np.zeros(len(price) + 1)
-    for r in range(len(price)):
-        sums[r + 1] = sums[r] + price[r]
-    for i in range(n):
-        a, count = first[i], first[i + 1] - first[i]
-        for s in range(count):
-            theta[a + s] = cost[a + s]
-        for k in range(span_first[i], span_first[i + 1]):
-            rate = sums[high[k]] - sums[low[k]]
-            if rate > 0.0:
-                for s in range(count):
-                    theta[a + s] += rate * size[span_bytes[k] + s]
-
-
-@njit(cache=True, nogil=True)
-def usage(
-    first: np.ndarray,
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    size: np.ndarray,
-    part: np.ndarray,
-    rows: int,
-) -> np.ndarray:
-    """Bytes beyond the least in every row, for shares (or a choice as zeros and ones) of strategies."""
-    change = np.zeros(rows + 1)
-    for i in range(len(first) - 1):
-        a, count = first[i], first[i + 1] - first[i]
-        for k in range(span_first[i], span_first[i + 1]):
-            held = 0.0
-            for s in range(count):
-                held += part[a + s] * size[span_bytes[k] + s]
-            change[low[k]] += held
-            change[high[k]] -= held
-    for r in range(rows):
-        change[r + 1] += change[r]
-    return change[:rows]

@@ -2,32 +2,28 @@
 
     drop_forbidden   strategies that no neighbour allows (arc consistency; Mackworth 1977)
     merge_parallel   edges of the same two nodes add up; a node's edge to itself is a node cost
-    drop_dominated   strategies that another one always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994)
     fold_forced      a node with one strategy: its edges become costs of its neighbours
     merge_followers  nodes that a neighbour settles
     eliminate        nodes of few neighbours, by min-plus (Bertele and Brioschi 1972; R1 and R2 of Scholz and Eckstein
     2002)
 
-Uses are respected throughout: a node that holds memory, where that depends on its choice, is not eliminated, and a
-strategy is dominated only by one that holds no more at any time. Callers that may ignore memory pass a problem without
-uses.
+Whoever has more to respect than costs says which nodes stay (`eliminate`), and follows the strategies of each node by
+`lead` and `follow` of each reduction.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.solver.elimination import MOST_WORK, least_of_sum
-from autopar.solver.problem import Edge, Infeasibility, Problem, Use
+from autopar.solver.problem import Edge, Problem
 
 Choice = tuple[int, ...]
 Undo = Callable[[Sequence[int]], Choice]
@@ -37,21 +33,19 @@ Undo = Callable[[Sequence[int]], Choice]
 class Reduction:
     """A smaller problem, the choice for the larger one that belongs to a choice of it, and the cost left out of it.
 
-    origin: the larger problem's node that each node stands for; None = the nodes are the same.
+    lead: for each node of the larger problem the node of the smaller one that settles it, -1 = eliminated; follow: its
+    strategy for each of that one's; None = the nodes, or their strategies, are the same. Of a single reduction only.
     """
 
     problem: Problem
     undo: Undo
     offset: float = 0.0
-    origin: tuple[int, ...] | None = None
+    lead: Sequence[int] | None = None
+    follow: Sequence[np.ndarray] | None = None
 
 
 class ConflictError(Exception):
-    """No choice is allowed whatever the memory; carries the reason."""
-
-    def __init__(self, why: Infeasibility):
-        super().__init__(why.reason)
-        self.why = why
+    """No choice is allowed: the strategies of some nodes exclude each other."""
 
 
 def chain(first: Reduction, second: Reduction) -> Reduction:
@@ -60,14 +54,7 @@ def chain(first: Reduction, second: Reduction) -> Reduction:
         problem=second.problem,
         undo=lambda choice: first.undo(second.undo(choice)),
         offset=first.offset + second.offset,
-        origin=_compose(first.origin, second.origin),
     )
-
-
-def _compose(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if first is None or second is None:
-        return first if second is None else second
-    return tuple(first[node] for node in second)
 
 
 def size(problem: Problem) -> tuple[int, int, int]:
@@ -75,11 +62,10 @@ def size(problem: Problem) -> tuple[int, int, int]:
     return len(problem.node_cost), len(problem.edges), sum(len(cost) for cost in problem.node_cost)
 
 
-# Merging of followers: a node whose strategy a neighbour determines becomes part of that neighbour, with its memory.
+# Merging of followers: a node whose strategy a neighbour determines becomes part of that neighbour.
 #
 # Elementwise and layout operations mostly allow one strategy for each of their operand's: every row of the edge's
-# matrix has one finite entry. Merging them is exact with or without a memory limit, and removes 4 of 5 nodes of the
-# contest's graphs.
+# matrix has one finite entry. Merging them removes 4 of 5 nodes of the contest's graphs.
 
 
 class _Leads:
@@ -180,131 +166,12 @@ def _merged(problem: Problem, lead: Sequence[int], follow: Sequence[np.ndarray])
             if key not in spread:
                 spread[key] = edge.cost[rows[:, None], columns[None, :]]
             edges.append(Edge(source=number[a], target=number[b], cost=spread[key]))
-    uses = tuple(
-        Use(node=number[lead[u.node]], start=u.start, stop=u.stop, bytes=u.bytes[follow[u.node]]) for u in problem.uses
-    )
-    names = problem.node_names
-    smaller = Problem(
-        node_cost=tuple(node_cost),
-        edges=tuple(edges),
-        uses=uses,
-        limit_bytes=problem.limit_bytes,
-        node_names=tuple(names[node] for node in stays) if names is not None else None,
-    )
+    smaller = Problem(node_cost=tuple(node_cost), edges=tuple(edges))
 
     def undo(choice: Sequence[int]) -> Choice:
         return tuple(int(follow[node][choice[number[lead[node]]]]) for node in range(count))
 
-    return Reduction(problem=smaller, undo=undo, origin=tuple(stays))
-
-
-# Which strategies no other of the same node always beats, with no more memory.
-#
-# Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
-# (e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
-# worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
-
-
-def undominated(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
-    """The numbers of the strategies of each node that stay; `near`: the numbers of its edges. Nodes are passed over
-    once there would be more than `most_work` comparisons.
-
-    By compiled loops where their compiler is loaded anyway, for other parts of a larger problem: for small ones loading
-    it takes longer than arrays do. Both give the same.
-    """
-    return (by_loops if "numba" in sys.modules else by_arrays)(problem, near, most_work)
-
-
-def _uses(problem: Problem) -> list[list[np.ndarray]]:
-    uses: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
-    for use in problem.uses:
-        if use.start < use.stop:
-            uses[use.node].append(use.bytes)
-    return uses
-
-
-def by_arrays(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
-    """`undominated` in arrays, a node and an edge at a time."""
-    strategies, uses = [np.arange(len(cost)) for cost in problem.node_cost], _uses(problem)
-    worst_of: dict[tuple[int, bool], np.ndarray] = {}  # of matrices that edges share, by the side of their node
-    work = 0
-    for node in sorted(range(len(strategies)), key=lambda node: len(strategies[node])):
-        count = len(strategies[node])
-        if count == 1:
-            continue
-        edges = [problem.edges[number] for number in near[node]]
-        others = [edge.target if edge.source == node else edge.source for edge in edges]
-        work += count * count * (1 + sum(len(strategies[other]) for other in others))
-        if work > most_work:
-            break
-        cost = problem.node_cost[node]
-        with np.errstate(invalid="ignore"):  # where both are infinite: not a number, and not below zero either
-            worst = cost[:, None] - cost[None, :]  # [t, s]: how much dearer t can be than s, at worst
-            for edge, other in zip(edges, others, strict=True):
-                if len(strategies[other]) < len(problem.node_cost[other]):
-                    worst = worst + _worst(_side(edge, node)[:, strategies[other]])
-                    continue
-                key = id(edge.cost), edge.source == node
-                if key not in worst_of:
-                    worst_of[key] = _worst(_side(edge, node))
-                worst = worst + worst_of[key]
-        beats = worst <= 0
-        for nbytes in uses[node]:
-            beats &= nbytes[:, None] <= nbytes[None, :]
-        np.fill_diagonal(beats, False)
-        beaten = np.flatnonzero(beats.any(axis=0)).tolist()
-        alive = np.ones(count, dtype=bool)
-        for s in beaten:
-            alive[s] = not (beats[:, s] & alive).any()
-        strategies[node] = np.flatnonzero(alive)
-    return strategies
-
-
-def _side(edge: Edge, node: int) -> np.ndarray:
-    """The edge's costs with this node's strategies first."""
-    return edge.cost if edge.source == node else edge.cost.T
-
-
-def _worst(side: np.ndarray) -> np.ndarray:
-    """[t, s]: how much dearer strategy t can be on an edge than s, whatever the other node chooses among what it may
-    choose with s: where that excludes s, t is no worse.
-    """
-    turned = np.ascontiguousarray(side.T)  # the maximum over the first axis is taken along whole rows at a time
-    dearer: np.ndarray = turned[:, :, None] - turned[:, None, :]
-    return np.asarray(np.fmax.reduce(dearer, axis=0, keepdims=True, initial=-math.inf)[0])
-
-
-def by_loops(problem: Problem, near: Sequence[Sequence[int]], most_work: int) -> list[np.ndarray]:
-    """`undominated` in compiled loops."""
-    from autopar.solver import dominance_loops
-
-    loops: Any = dominance_loops  # numba's types do not know the arguments of what it compiles
-    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
-    first, uses = _starts(problem.node_cost), _uses(problem)
-    numbers: dict[int, int] = {}
-    matrices: list[np.ndarray] = []
-    for edge in problem.edges:
-        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
-            matrices.append(edge.cost.ravel())
-    kept = loops.undominated(
-        first,
-        np.concatenate([np.zeros(0), *problem.node_cost]),
-        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
-        _starts(matrices)[:-1],
-        np.concatenate([np.zeros(0), *matrices]),
-        _starts(near),
-        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
-        np.argsort(sizes, kind="stable"),
-        np.array([0, *itertools.accumulate(len(of) * n for of, n in zip(uses, sizes.tolist(), strict=True))]),
-        np.concatenate([np.zeros(0, dtype=np.int64), *(nbytes for of in uses for nbytes in of)]).astype(np.int64),
-        most_work,
-    )
-    return [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())]
-
-
-def _starts(parts: Sequence[Sized]) -> np.ndarray:
-    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
-    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)
+    return Reduction(problem=smaller, undo=undo, lead=[number[lead[node]] for node in range(count)], follow=follow)
 
 
 Step = Callable[[Problem], Reduction]
@@ -322,26 +189,12 @@ def reduce_all(problem: Problem) -> Reduction:
         # Merging followers can close a circle of rules that excludes strategies, or all of them: what is forbidden is
         # dropped again before elimination, which takes for granted that every strategy left is allowed.
         merging = (merge_followers, merge_parallel, drop_forbidden)
-        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate, drop_dominated):
-            before = total.problem
-            if settled.get(step) is before:
-                continue
-            try:
-                total = chain(total, step(before))
-            except ConflictError as conflict:
-                raise _translated(conflict, total) from None
-            # What is dominated may be so by what a pass dropped after it: only a pass that drops nothing is the last.
-            if step is not drop_dominated or total.problem is before:
+        for step in (merge_parallel, drop_forbidden, fold_forced, *merging, eliminate):
+            if settled.get(step) is not total.problem:
+                total = chain(total, step(total.problem))
                 settled[step] = total.problem
         if size(total.problem) == size_before:
             return total
-
-
-def _translated(conflict: ConflictError, total: Reduction) -> ConflictError:
-    """The same conflict by the numbers of the nodes that the reductions began with."""
-    if total.origin is None:
-        return conflict
-    return ConflictError(replace(conflict.why, nodes=tuple(total.origin[node] for node in conflict.why.nodes)))
 
 
 def merge_parallel(problem: Problem) -> Reduction:
@@ -376,7 +229,7 @@ def merge_parallel(problem: Problem) -> Reduction:
 def drop_forbidden(problem: Problem) -> Reduction:
     """Remove strategies of infinite cost and those left without any partner on an edge, until all have one.
 
-    Raises: ConflictError naming a node that keeps no strategy, and its neighbours.
+    Raises: ConflictError when a node keeps no strategy.
     """
     allowed = [np.isfinite(cost) for cost in problem.node_cost]
     matrices = {id(edge.cost): edge.cost for edge in problem.edges}
@@ -411,16 +264,7 @@ def drop_forbidden(problem: Problem) -> Reduction:
                         pending.append(edge_number)
     for node, keep in enumerate(allowed):
         if not keep.any():
-            around = {
-                end for number in near[node] for end in (problem.edges[number].source, problem.edges[number].target)
-            }
-            reason = (
-                "the strategies of these nodes exclude each other"
-                if near[node]
-                else "no strategy of this node is allowed"
-            )
-            nodes = (node, *sorted(around - {node}))
-            raise ConflictError(Infeasibility(times=(), nodes=nodes, bytes_over=0, reason=reason))
+            raise ConflictError(f"no strategy of node {node} goes with one of each neighbour")
     return keep_strategies(problem, [np.flatnonzero(keep) for keep in allowed])
 
 
@@ -453,24 +297,16 @@ def keep_strategies(problem: Problem, strategies: Sequence[np.ndarray]) -> Reduc
         problem,
         node_cost=tuple(cost[keep] for cost, keep in zip(problem.node_cost, strategies, strict=True)),
         edges=tuple(part_of(e) for e in problem.edges),
-        uses=tuple(replace(u, bytes=u.bytes[strategies[u.node]]) for u in problem.uses),
     )
 
     def undo(choice: Sequence[int]) -> Choice:
         return tuple(int(keep[strategy]) for keep, strategy in zip(strategies, choice, strict=True))
 
-    return Reduction(problem=smaller, undo=undo)
-
-
-def drop_dominated(problem: Problem) -> Reduction:
-    """Remove strategies that another of the same node beats whatever its neighbours choose, with no more memory
-    (`undominated`).
-    """
-    return keep_strategies(problem, undominated(problem, neighbours(problem), MOST_WORK))
+    return Reduction(problem=smaller, undo=undo, follow=strategies)
 
 
 def fold_forced(problem: Problem) -> Reduction:
-    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay, for their memory."""
+    """Turn the edges of nodes with one strategy into costs of their neighbours; the nodes stay."""
     single = [len(cost) == 1 for cost in problem.node_cost]
     if not any(single[edge.source] or single[edge.target] for edge in problem.edges):
         return Reduction(problem=problem, undo=tuple)
@@ -486,18 +322,14 @@ def fold_forced(problem: Problem) -> Reduction:
     return Reduction(problem=replace(problem, node_cost=tuple(node_cost), edges=tuple(edges)), undo=tuple)
 
 
-def eliminate(problem: Problem) -> Reduction:
-    """Remove nodes of at most two neighbours, whose memory does not depend on their choice, by min-plus.
+def eliminate(problem: Problem, staying: Collection[int] = ()) -> Reduction:
+    """Remove nodes of at most two neighbours, those `staying` excepted, by min-plus.
 
     A node v with neighbours a and b leaves the edge min over s of (c[s] + e_a[s, t] + e_b[s, u]) between them; the way
-    back looks up its best strategy for the strategies they chose. Constant memory of eliminated nodes is moved to a
-    node kept, or keeps a node of one strategy alive for it.
+    back looks up its best strategy for the strategies they chose.
     """
-    bound = {use.node for use in problem.uses if use.start < use.stop and (use.bytes != use.bytes[0]).any()}
-    resident = {use.node for use in problem.uses if use.start < use.stop}
-    table: list[dict[int, np.ndarray]] = [
-        {} for _ in problem.node_cost
-    ]  # both directions; the node's own strategies first
+    # Both directions of each edge, the node's own strategies first.
+    table: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost]
     merged = merge_parallel(problem).problem
     for edge in merged.edges:
         table[edge.source][edge.target] = edge.cost
@@ -510,19 +342,14 @@ def eliminate(problem: Problem) -> Reduction:
     while queue:
         node = queue.pop()
         around = tuple(table[node])
-        settled = len(cost[node]) == 1 and node in resident and not around
-        if node in removed or node in bound or len(around) > 2 or settled:
+        if node in removed or node in staying or len(around) > 2:
             continue
         rule = _Rule(node=node, around=around, cost=cost[node], sides=tuple(table[node].values()))
         if len(cost[node]) * math.prod(rule.sizes) > MOST_WORK:
             continue
         value = rule.least()
         rules.append(rule)
-        if node in resident:  # its memory is constant: it stays, alone, with its first strategy and no cost
-            cost[node] = np.zeros(1)
-            bound.add(node)
-        else:
-            removed.add(node)
+        removed.add(node)
         for peer in around:
             del table[peer][node]
         table[node] = {}
@@ -536,13 +363,33 @@ def eliminate(problem: Problem) -> Reduction:
             table[a][b] = value if sum_so_far is None else sum_so_far + value
             table[b][a] = table[a][b].T
         queue.extend(peer for peer in around if len(table[peer]) <= 2)
-    if not rules:
-        return Reduction(problem=problem, undo=tuple)
+    return _without(cost, table, rules, offset) if rules else Reduction(problem=problem, undo=tuple)
 
-    shrunk = {rule.node for rule in rules} - removed
-    return _without(
-        problem, _Eliminated(cost=cost, table=table, rules=rules, gone=removed, shrunk=shrunk, offset=offset)
+
+def _without(
+    cost: Sequence[np.ndarray], table: Sequence[Mapping[int, np.ndarray]], rules: Sequence[_Rule], offset: float
+) -> Reduction:
+    """The problem without the nodes of some rules, in the order of their elimination."""
+    removed = {rule.node for rule in rules}
+    stays = [node for node in range(len(cost)) if node not in removed]
+    number = {node: position for position, node in enumerate(stays)}
+    smaller = Problem(
+        node_cost=tuple(cost[node] for node in stays),
+        edges=tuple(
+            Edge(source=number[a], target=number[b], cost=side) for a in stays for b, side in table[a].items() if a < b
+        ),
     )
+
+    def undo(choice: Sequence[int]) -> Choice:
+        full = [0] * len(cost)
+        for node, strategy in zip(stays, choice, strict=True):
+            full[node] = strategy
+        for rule in reversed(rules):
+            full[rule.node] = rule.best(full)
+        return tuple(full)
+
+    lead = [number.get(node, -1) for node in range(len(cost))]
+    return Reduction(problem=smaller, undo=undo, offset=offset, lead=lead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,53 +420,8 @@ class _Rule:
         return int(np.argmin(reach))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Eliminated:
-    """What elimination leaves: costs of nodes and of edges in both directions; `rules` of the nodes eliminated, in
-    order; nodes `gone`, and those `shrunk` to one strategy for their memory.
-    """
-
-    cost: list[np.ndarray]
-    table: list[dict[int, np.ndarray]]
-    rules: list[_Rule]
-    gone: set[int]
-    shrunk: set[int]
-    offset: float
-
-
-def _without(problem: Problem, eliminated: _Eliminated) -> Reduction:
-    """The problem without the nodes that are gone, and the way back."""
-    cost, table, removed, shrunk = eliminated.cost, eliminated.table, eliminated.gone, eliminated.shrunk
-    stays = [node for node in range(len(cost)) if node not in removed]
-    number = {node: position for position, node in enumerate(stays)}
-    names = problem.node_names
-    smaller = Problem(
-        node_cost=tuple(cost[node] for node in stays),
-        edges=tuple(
-            Edge(source=number[a], target=number[b], cost=side) for a in stays for b, side in table[a].items() if a < b
-        ),
-        uses=tuple(
-            Use(node=number[u.node], start=u.start, stop=u.stop, bytes=u.bytes[:1] if u.node in shrunk else u.bytes)
-            for u in problem.uses
-            if u.node not in removed
-        ),
-        limit_bytes=problem.limit_bytes,
-        node_names=tuple(names[node] for node in stays) if names is not None else None,
-    )
-
-    def undo(choice: Sequence[int]) -> Choice:
-        full = [0] * len(cost)
-        for node, strategy in zip(stays, choice, strict=True):
-            full[node] = strategy
-        for rule in reversed(eliminated.rules):
-            full[rule.node] = rule.best(full)
-        return tuple(full)
-
-    return Reduction(problem=smaller, undo=undo, offset=eliminated.offset, origin=tuple(stays))
-
-
 def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
-    """The parts of a problem without uses that share no edge, with their nodes."""
+    """The parts of a problem that share no edge, with their nodes."""
     part_of = DisjointSet(range(len(problem.node_cost)))
     for edge in problem.edges:
         part_of.merge(edge.source, edge.target)
@@ -632,6 +434,34 @@ def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
         edges[part_of[edge.source]].append(replace(edge, source=place[edge.source], target=place[edge.target]))
     for root, group in members.items():
         yield Problem(node_cost=tuple(problem.node_cost[node] for node in group), edges=tuple(edges[root])), group
+
+
+def any_allowed(problem: Problem, deadline: float) -> Choice | None:
+    """A choice that is allowed, cheap strategies of nodes tried first; None at the deadline, on time.perf_counter.
+
+    Each strategy tried drops those that it excludes; nodes of few strategies come first.
+
+    Raises: ConflictError when no choice is allowed.
+    """
+    waiting = [(Reduction(problem=problem, undo=tuple), 0, np.arange(len(problem.node_cost[0])))]
+    while waiting:
+        total, node, tried = waiting.pop()
+        if time.perf_counter() > deadline:
+            return None
+        strategies = [np.arange(len(cost)) for cost in total.problem.node_cost]
+        strategies[node] = tried
+        try:
+            kept = keep_strategies(total.problem, strategies)
+            total = chain(total, chain(kept, drop_forbidden(kept.problem)))
+        except ConflictError:
+            continue
+        costs = total.problem.node_cost
+        undecided = [node for node, cost in enumerate(costs) if len(cost) > 1]
+        if not undecided:
+            return total.undo([0] * len(costs))
+        node = min(undecided, key=lambda each: len(costs[each]))
+        waiting += [(total, node, np.array([s])) for s in np.argsort(-costs[node], kind="stable").tolist()]
+    raise ConflictError("the strategies left exclude each other")
 
 
 def neighbours(problem: Problem) -> list[list[int]]:

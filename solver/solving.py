@@ -1,9 +1,10 @@
-"""The entry point of the solver: reduce, solve the rest, undo, and report what is proven.
+"""The entry point of the solver: reduce, solve each component by tables or else by a search, undo, and report what is
+proven.
 
-Memory seldom binds: a problem is first solved without it, exactly, and by elimination as far as possible. If the answer
-exceeds the limit, the problem is reduced with its memory, and solved by the integer program if that is small, otherwise
-by the anytime solver, which also serves a number of rounds without a limit. Strategies that the bound of the anytime
-solver excludes are dropped until the integer program can finish the proof.
+The search has the bound of messages, which mostly is within a millionth of the optimum. Every strategy of a choice that
+costs so little more than the bound raises the bound by no more than that, so that few strategies of each node are left,
+and tables over them are small (reduced-cost fixing, with the room that is tried in place of the one that is proven).
+The clock plays no part but for the deadline: a number of rounds gives the same answer again.
 """
 
 from __future__ import annotations
@@ -11,48 +12,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autopar.solver.elimination import solve_by_tables
-from autopar.solver.exhaustive_search import evaluate, infeasible, peak_bytes, relative_gap
-from autopar.solver.integer_program import (
-    EXACT_ENTRIES,
-    Answer,
-    Backend,
-    Settings,
-    can_bind,
-    cannot_fit,
-    fit,
-    holders,
-    least_memory,
-    solve_lazily,
+from autopar.solver.presolve import (
+    ConflictError,
+    Reduction,
+    any_allowed,
+    chain,
+    components,
+    keep_strategies,
+    reduce_all,
 )
-from autopar.solver.presolve import ConflictError, Reduction, components, reduce_all
-from autopar.solver.problem import Flat, Infeasibility, Problem, Solution, Status, flatten, validate
-
-EXACT_PART = 0.3  # of the time left that the program may take before the anytime core does better
-FIT_PART = 0.25  # of the time left that finding any choice that fits, or why there is none, may take
-EXACT_NODES = 5_000  # nodes up to which a problem is tried without its memory first
+from autopar.solver.problem import Flat, Problem, Solution, Status, evaluate, flatten, validate
 
 
 def solve(
     problem: Problem,
     *,
-    time_limit_s: float = 60.0,
-    seed: int = 0,
+    time_limit_s: float = math.inf,
     relative_gap: float = 0.0,
-    backend: Backend = Backend.HIGHS,
     rounds: int | None = None,
     cutoff: float = math.inf,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Solution:
-    """The cheapest choice that fits, or the best found by the time limit with its bound and gap.
+    """The cheapest choice, or the best found by the limits with its bound and gap.
 
-    time_limit_s: may be infinite where `rounds` end the search.
-    rounds: stop the anytime core after this many rounds, and give what has no limit to keep to nothing that stops by
-    the clock: with a time limit that is not reached, its answer is the same each time, on any machine.
+    rounds: of the search, for each component that tables are too large for; None = any number. With a time limit that
+        is not reached, the answer is the same each time, on any machine.
     cutoff: stop once it is proven that every choice costs so much or more: the solution has that bound, and a choice
         that may cost more than the best.
     log: called with a line of progress now and then.
@@ -60,142 +50,62 @@ def solve(
     Raises: ValueError when shapes or values of the problem are wrong.
     """
     validate(problem)
-    run = _Run(problem, time_limit_s, seed, relative_gap, backend, rounds, log, cutoff)
-    why = cannot_fit(problem)
-    if why is not None:
-        return infeasible(why, run.seconds())
+    deadline = time.perf_counter() + time_limit_s
     try:
-        if problem.limit_bytes is None or len(problem.node_cost) <= EXACT_NODES:
-            free = _solve_free(run)
-            if free is not None:
-                return run.solution(free)
-        return run.solution(_solve_limited(run))
-    except ConflictError as conflict:
-        return infeasible(conflict.why, run.seconds())
-
-
-class _Run:
-    """One call's settings, clock and incumbents."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        time_limit_s: float,
-        seed: int,
-        relative_gap: float,
-        backend: Backend,
-        rounds: int | None,
-        log: Callable[[str], None] | None,
-        cutoff: float = math.inf,
-    ):
-        self.problem = problem
-        self.begun = time.perf_counter()
-        self.settings = Settings(
-            backend=backend, deadline=self.begun + time_limit_s, relative_gap=relative_gap, seed=seed
-        )
-        self.rounds = rounds
-        self.cutoff = cutoff
-        self.log = log if log is not None else _silent
-        self.incumbents: list[tuple[float, float]] = []
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begun
-
-    def offer(self, cost: float) -> None:
-        if not self.incumbents or cost < self.incumbents[-1][1]:
-            self.incumbents.append((self.seconds(), cost))
-
-    def solution(self, answer: Answer) -> Solution:
-        """The answer in the problem's own terms, checked by `evaluate`."""
-        if answer.choice is None:
-            return Solution(
-                choice=(),
-                status=Status.UNKNOWN,
-                objective=math.inf,
-                bound=answer.bound,
-                gap=math.inf,
-                wall_s=self.seconds(),
-                peak_bytes=0,
-            )
-        cost, peak = evaluate(self.problem, answer.choice)
-        assert cost < math.inf, "the solver chose what is not allowed"
-        limit = self.problem.limit_bytes
-        assert limit is None or peak <= limit, f"the solver chose {peak} bytes, {limit} fit"
-        self.offer(cost)
-        gap = relative_gap(cost, min(answer.bound, cost))
-        closed = gap <= 1e-8  # sums of floats in another order, and the core's safety margin, differ by less
-        return Solution(
-            choice=answer.choice,
-            status=Status.OPTIMAL if closed or gap <= self.settings.relative_gap else Status.FEASIBLE,
-            objective=cost,
-            bound=cost if closed else answer.bound,
-            gap=0.0 if closed else gap,
-            wall_s=self.seconds(),
-            peak_bytes=peak,
-            incumbents=tuple(self.incumbents),
-        )
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-def _solve_free(run: _Run) -> Answer | None:
-    """The answer without the limit, when it fits all the same; None otherwise, or when what is left is large.
-
-    Raises: ConflictError when the strategies exclude each other.
-    """
-    reduced = reduce_all(replace(run.problem, uses=(), limit_bytes=None))
-    limited = run.problem.limit_bytes is not None and len(can_bind(flatten(run.problem))) > 0
-    if limited and reduced.problem.num_pairs > EXACT_ENTRIES:
-        return None
-    answer = _solve_reduced(run, reduced)
-    if answer.choice is None:
-        return None if limited else answer
-    limit = run.problem.limit_bytes
-    return answer if limit is None or peak_bytes(run.problem, answer.choice) <= limit else None
-
-
-def _solve_limited(run: _Run) -> Answer:
-    """The answer under the limit. Raises: ConflictError with the reason when nothing fits."""
-    reduced = reduce_all(run.problem)
-    run.log(
-        f"{run.seconds():.1f} s: reduced to {len(reduced.problem.node_cost)} nodes, {reduced.problem.num_pairs} pairs"
-    )
-    try:
-        why = cannot_fit(reduced.problem)
-        if why is not None:
-            raise ConflictError(why)
-        return _solve_reduced(run, reduced)
-    except ConflictError as conflict:  # times are the problem's own; nodes of the reduced problem may stand for many
-        nodes = holders(run.problem, conflict.why.times[0]) if conflict.why.times else ()
-        raise ConflictError(replace(conflict.why, nodes=nodes)) from None
-
-
-def _solve_reduced(run: _Run, reduced: Reduction) -> Answer:
-    """Each component of a reduced problem; components joined by a memory row are one."""
-    problem = reduced.problem
-    flat = flatten(problem) if problem.uses and problem.limit_bytes is not None else None
-    cutoff = run.cutoff - reduced.offset
-    if flat is not None and len(can_bind(flat)):
-        answer = _solve_part(run, problem, flat, reduced.offset, cutoff)
-    else:
-        full = [0] * len(problem.node_cost)
-        bound, all_solved, proven = 0.0, True, True
-        parts = list(components(replace(problem, uses=(), limit_bytes=None)))
-        least = [_least(part) for part, _ in parts] if run.cutoff < math.inf else [0.0] * len(parts)
+        reduced = reduce_all(problem)
+        parts = list(components(reduced.problem))
+        full = [0] * len(reduced.problem.node_cost)
+        least = [_least(part) for part, _ in parts] if cutoff < math.inf else [0.0] * len(parts)
+        bound, all_solved = 0.0, True
         for number, (part, members) in enumerate(parts):
-            piece = _solve_part(run, part, flatten(part), None, cutoff - bound - sum(least[number + 1 :]))
-            bound, proven = bound + piece.bound, proven and piece.proven
-            all_solved = all_solved and piece.choice is not None
-            for node, strategy in zip(members, piece.choice or (), strict=piece.choice is not None):
+            before = bound + sum(least[number + 1 :])
+            limits = Limits(
+                deadline=deadline, rounds=rounds, relative_gap=relative_gap, cutoff=cutoff - reduced.offset - before
+            )
+            choice, proven = _solve_part(part, limits, log)
+            bound, all_solved = bound + proven, all_solved and choice is not None
+            for node, strategy in zip(members, choice or (), strict=choice is not None):
                 full[node] = strategy
-        answer = Answer(choice=tuple(full) if all_solved else None, bound=bound, proven=proven)
-    return Answer(
-        choice=reduced.undo(answer.choice) if answer.choice is not None else None,
-        bound=answer.bound + reduced.offset,
-        proven=answer.proven,
+    except ConflictError:
+        return Solution(choice=(), status=Status.INFEASIBLE, objective=math.inf, bound=math.inf, gap=math.inf)
+    bound += reduced.offset
+    if not all_solved:
+        return Solution(choice=(), status=Status.UNKNOWN, objective=math.inf, bound=bound, gap=math.inf)
+    return _solution(problem, reduced.undo(full), bound, relative_gap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When the search ends: at a time on the clock of time.perf_counter, after so many rounds (None = any number), once
+    choice and bound are as near as the gap, or once the bound has reached the cutoff.
+    """
+
+    deadline: float = math.inf
+    rounds: int | None = None
+    relative_gap: float = 0.0
+    cutoff: float = math.inf
+
+
+def _solution(problem: Problem, choice: tuple[int, ...], bound: float, wanted_gap: float) -> Solution:
+    """A choice in the problem's own terms, checked by `evaluate`."""
+    cost = evaluate(problem, choice)
+    assert cost < math.inf, "the solver chose what is not allowed"
+    gap = relative_gap(cost, bound)
+    closed = gap <= 1e-8  # sums of floats in another order, and the core's safety margin, differ by less
+    return Solution(
+        choice=choice,
+        status=Status.OPTIMAL if closed or gap <= wanted_gap else Status.FEASIBLE,
+        objective=cost,
+        bound=cost if closed else bound,
+        gap=0.0 if closed else gap,
     )
+
+
+def relative_gap(objective: float, bound: float) -> float:
+    """How far a cost may be above the best, as a part of it: 0 when they meet, inf when either is missing."""
+    if not (np.isfinite(objective) and np.isfinite(bound)):
+        return math.inf
+    return (objective - bound) / max(abs(objective), 1e-300) if objective > bound else 0.0
 
 
 def _least(part: Problem) -> float:
@@ -204,71 +114,174 @@ def _least(part: Problem) -> float:
     return float(sum(cost.min() for cost in costs))
 
 
-def _solve_part(run: _Run, part: Problem, flat: Flat, offset: float | None, cutoff: float) -> Answer:
-    """Tables or the program when they can do it, the anytime core when not, until its bound is at the cutoff.
+def _solve_part(part: Problem, limits: Limits, log: Callable[[str], None]) -> tuple[tuple[int, ...] | None, float]:
+    """(a choice or None, the bound): by tables when these are small enough, else by a search.
 
-    offset: of costs reported as incumbents; None = report none.
-
-    Raises: ConflictError with the reason when nothing fits.
+    Raises: ConflictError when no choice is allowed.
     """
-    limited = len(can_bind(flat)) > 0
-    choice = None if limited else solve_by_tables(part)
+    choice = solve_by_tables(part)
     if choice is not None:
-        return Answer(choice=choice, bound=evaluate(part, choice)[0], proven=True)
-    start = least_memory(flat)
-    if not _fits(part, start):
-        now = time.perf_counter()
-        fitting = fit(part, flat, replace(run.settings, deadline=now + FIT_PART * (run.settings.deadline - now)))
-        if isinstance(fitting, Infeasibility):
-            raise ConflictError(fitting)
-        start = np.array(fitting, dtype=np.int64) if fitting is not None else start
-    if offset is not None and _fits(part, start):
-        run.offer(evaluate(part, start.tolist())[0] + offset)
-    bound = -math.inf
-    if part.num_pairs <= EXACT_ENTRIES and (limited or run.rounds is None):
-        now = time.perf_counter()
-        settings = replace(run.settings, deadline=now + EXACT_PART * (run.settings.deadline - now))
-        answer = solve_lazily(part, flat, settings)
-        bound = answer.bound
-        if answer.choice is not None:
-            cost, _ = evaluate(part, answer.choice)
-            exact = answer.proven and run.settings.relative_gap == 0.0
-            if answer.proven:
-                return replace(answer, bound=cost if exact else min(bound, cost))
-            start = np.array(answer.choice, dtype=np.int64)
-    return _solve_anytime(run, part, flat, offset, start, bound, cutoff)
+        return choice, evaluate(part, choice)
+    start = tuple(int(cost.argmin()) for cost in part.node_cost)
+    if evaluate(part, start) == math.inf:
+        allowed = any_allowed(part, limits.deadline)
+        if allowed is None:
+            return None, _least(part)
+        start = allowed
+    search = Search(part, start, limits, log)
+    search.run()
+    return search.choice, min(search.bound, search.cost)
 
 
-def _fits(part: Problem, choice: np.ndarray) -> bool:
-    cost, peak = evaluate(part, choice.tolist())
-    return cost < math.inf and (part.limit_bytes is None or peak <= part.limit_bytes)
+SAFETY = 1e-9  # of the bound: sums of floats in another order differ by less
 
 
-def _solve_anytime(
-    run: _Run, part: Problem, flat: Flat, offset: float | None, start: np.ndarray, bound: float, cutoff: float
-) -> Answer:
-    """The anytime core, with the exact program on what its bound and its choices leave; bound: known before."""
-    from autopar.solver.anytime import Finish, Limits, TableSearch, improve
+class Loops:
+    """The compiled loops bound to one problem's arrays; node costs are `theta`."""
 
-    settings = run.settings
+    def __init__(self, flat: Flat) -> None:
+        from autopar.solver import message_passing
 
-    def report(_: np.ndarray, cost: float) -> None:
-        if offset is not None:
-            run.offer(cost + offset)
+        self.flat = flat
+        self._messages: Any = message_passing  # numba's types do not know the arguments of what it compiles
+        sizes = np.diff(flat.first)
+        lengths = sizes[flat.source] + sizes[flat.target]
+        self.head = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
+        self.tail = self.head + sizes[flat.source]
+        self.length = int(lengths.sum())
+        self.work = np.zeros(2 * int(sizes.max(initial=1)) + 2)
+        self.extra = np.zeros(int(flat.first[-1]))
+        self.theta = flat.cost.copy()
 
-    finish: Finish | TableSearch
-    if run.rounds is None or len(can_bind(flat)):
-        finish = Finish(part, flat, settings, run.log)
-    else:
-        finish = TableSearch(part, flat, settings.relative_gap, run.log)
-    best = improve(
-        flat,
-        start=start,
-        seed=settings.seed,
-        limits=Limits(deadline=settings.deadline, rounds=run.rounds, relative_gap=settings.relative_gap, cutoff=cutoff),
-        report=report,
-        settle=finish.settle,
-        log=lambda line: run.log(f"{run.seconds():.1f} s: {line}"),
-    )
-    choice = tuple(best.choice.tolist()) if best.choice is not None else None
-    return Answer(choice=choice, bound=max(best.bound, bound, min(finish.bound, best.cost)), proven=False)
+    @property
+    def _graph(self) -> tuple[np.ndarray, ...]:
+        first, _, *edges = self.flat.arrays
+        return (first, self.theta, *edges, self.head, self.tail)
+
+    def sweep(self, messages: np.ndarray, pairs: int) -> None:
+        """Passes back and forth."""
+        for _ in range(pairs):
+            self._messages.sweep(self._graph, messages, False, self.work)
+            self._messages.sweep(self._graph, messages, True, self.work)
+
+    def bound(self, messages: np.ndarray) -> float:
+        """The bound that messages prove; `extra` is how much it rises at least with each strategy."""
+        value = self._messages.bound(self._graph, messages, self.extra)
+        return value - SAFETY * abs(value)
+
+    def decode(self, messages: np.ndarray) -> np.ndarray:
+        """A choice read off the messages; a sweep is made first."""
+        choice = np.zeros(self.flat.nodes, dtype=np.int64)
+        self._messages.sweep(self._graph, messages, False, self.work)
+        self._messages.decode(self._graph, messages, True, self.work, choice)
+        return choice
+
+    def cost(self, choice: np.ndarray) -> float:
+        """Cost of a choice."""
+        f = self.flat
+        width = np.diff(f.first)[f.target]
+        edges = f.matrix[f.start + choice[f.source] * width + choice[f.target]]
+        return float(f.cost[f.first[:-1] + choice].sum() + edges.sum())
+
+
+def settle(loops: Loops, messages: np.ndarray, deadline: float, cutoff: float) -> float:
+    """Sweeps until they raise the bound by little, or prove the cutoff; the bound."""
+    bound, last = -math.inf, -math.inf
+    while bound < cutoff and time.perf_counter() < deadline:
+        loops.sweep(messages, 10)
+        last, bound = bound, loops.bound(messages)
+        if bound - last <= 1e-4 * abs(bound):
+            break
+    return bound
+
+
+SWEEPS = 80  # a round: messages that come nearer to the optimum leave fewer strategies
+STEP = 8.0  # by how much a room is widened or narrowed
+TRIES = 6
+
+
+class Search:
+    """A search from a choice that is allowed: the cheapest choice found, its cost, and the bound that is proven.
+
+    A round makes sweeps, and looks among the strategies that the messages leave cheap.
+    """
+
+    def __init__(self, problem: Problem, start: tuple[int, ...], limits: Limits, log: Callable[[str], None]) -> None:
+        self.problem, self.limits, self.log = problem, limits, log
+        self.loops = Loops(flatten(problem))
+        self.messages = np.zeros(self.loops.length)
+        self.choice, self.cost, self.bound = start, evaluate(problem, start), -math.inf
+
+    def run(self) -> None:
+        """Improve choice and bound until a limit is reached, or more sweeps lead to nothing better."""
+        limits, rounds, was_fruitless = self.limits, 0, False
+        self.bound = settle(self.loops, self.messages, limits.deadline, limits.cutoff)
+        self._offer(self.loops.decode(self.messages))
+        while not self._is_over():
+            cost, has_tables = self.cost, self._tables()
+            is_fruitless = has_tables and self.cost == cost
+            if self._is_over() or (is_fruitless and was_fruitless) or rounds == limits.rounds:
+                break
+            rounds, was_fruitless = rounds + 1, was_fruitless or has_tables
+            self.loops.sweep(self.messages, SWEEPS)
+            self._offer(self.loops.decode(self.messages))
+
+    def _is_over(self) -> bool:
+        gap, cutoff = self.cost - self.bound, self.limits.cutoff
+        is_near = gap <= (self.limits.relative_gap + 2 * SAFETY) * abs(self.cost)
+        return is_near or self.bound >= cutoff or time.perf_counter() >= self.limits.deadline
+
+    def _offer(self, choice: np.ndarray) -> None:
+        found = tuple(choice.tolist())
+        cost = evaluate(self.problem, found)
+        if cost < self.cost - SAFETY * abs(self.cost):
+            self.choice, self.cost = found, cost
+
+    def _tables(self) -> bool:
+        """The cheapest choice among strategies that raise the bound by little, in a room as wide as tables allow; false
+        where they allow none.
+
+        Every choice outside of a room costs the messages' bound and the room at least.
+        """
+        bound = self.loops.bound(self.messages)
+        rise, slack = self.loops.extra.copy(), SAFETY * abs(self.cost)
+        self.bound = max(self.bound, bound)
+        room, widest, too_wide = (self.cost - bound) / STEP**3, 0.0, np.inf
+        for _ in range(TRIES):
+            choice, fits = self._cheapest(rise, room)
+            if fits:
+                widest = room
+                if choice is not None:
+                    self._offer(choice)
+                self.bound = max(self.bound, min(self.cost, bound + room - slack))
+                self.log(f"tables in a room of {room:.3g}: cost {self.cost:.10g}, bound {self.bound:.10g}")
+                if self._is_over():
+                    break
+            else:
+                too_wide = room
+            wider = min(widest * STEP, self.cost - bound + slack) if widest else room / STEP
+            room = wider if wider < too_wide else math.sqrt(widest * too_wide)
+        return widest > 0
+
+    def _cheapest(self, rise: np.ndarray, room: float) -> tuple[np.ndarray | None, bool]:
+        """The cheapest choice in a room, None where there is none; and whether its tables are small enough."""
+        try:
+            smaller = keep_cheap(self.problem, self.loops.flat, rise, room)
+        except ConflictError:
+            return None, True
+        if smaller is None:
+            return None, True
+        choice = solve_by_tables(smaller.problem)
+        return (None, False) if choice is None else (np.array(smaller.undo(choice), dtype=np.int64), True)
+
+
+def keep_cheap(problem: Problem, flat: Flat, rise: np.ndarray, most: float) -> Reduction | None:
+    """Keep the strategies with which the bound rises by at most so much, then reduce; None when a node has none.
+
+    Raises: ConflictError when the strategies left exclude each other.
+    """
+    strategies = [np.flatnonzero(rise[a:b] <= most) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+    if any(len(keep) == 0 for keep in strategies):
+        return None
+    smaller = keep_strategies(problem, strategies)
+    return chain(smaller, reduce_all(smaller.problem))

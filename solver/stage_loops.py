@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+Moves = tuple[np.ndarray, ...]  # as DynamicProgram.graph has them
 FLAGS = {"nnan", "nsz"}  # minima become single instructions; infinities are kept: they mean "not possible"
 
 
@@ -94,16 +95,7 @@ def least_rounds(seconds: np.ndarray, groups: int, rounds: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def suffixes(
-    begin: np.ndarray,
-    to: np.ndarray,
-    units: np.ndarray,
-    least: np.ndarray,
-    most: np.ndarray,
-    add_s: np.ndarray,
-    last_s: np.ndarray,
-    fill_s: np.ndarray,
-    steady_s: np.ndarray,
-    allowed: np.ndarray,
+    moves: Moves,
     flight: np.ndarray,
     open_end: bool,
     steady_most_s: float,
@@ -122,6 +114,7 @@ def suffixes(
     `prefixes` made; states that are not below room_s with them are dropped. low, high: (levels + 1, layers + 1) the
     units between which a row has states.
     """
+    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
     levels, layers, total = sums.shape[0] - 1, sums.shape[1] - 1, sums.shape[2] - 1
     low[:, :] = total + 1
     high[:, :] = -1
@@ -162,16 +155,7 @@ def suffixes(
 
 @njit(cache=True, nogil=True)
 def follow(
-    begin: np.ndarray,
-    to: np.ndarray,
-    units: np.ndarray,
-    least: np.ndarray,
-    most: np.ndarray,
-    add_s: np.ndarray,
-    last_s: np.ndarray,
-    fill_s: np.ndarray,
-    steady_s: np.ndarray,
-    allowed: np.ndarray,
+    moves: Moves,
     flight: np.ndarray,
     open_end: bool,
     steady_most_s: float,
@@ -187,6 +171,7 @@ def follow(
 
     turn: once a stage's own update is what ends last, follow the least sum from there on.
     """
+    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
     layers, d = sums.shape[1] - 1, sums.shape[2] - 1
     levels = sums.shape[0] - 1
     a, k, count = 0, level, 0
@@ -218,17 +203,9 @@ def follow(
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def prefixes(
-    begin: np.ndarray,
-    to: np.ndarray,
-    units: np.ndarray,
-    least: np.ndarray,
-    most: np.ndarray,
-    first_s: np.ndarray,
-    other_s: np.ndarray,
-    prefix_s: np.ndarray,
-) -> None:
+def prefixes(moves: Moves, first_s: np.ndarray, other_s: np.ndarray, prefix_s: np.ndarray) -> None:
     """Fills prefix_s[b, d]: the least sum over the layers before b on d units, first_s of stage 0, else other_s."""
+    begin, to, units, least, most = moves[:5]
     layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
     prefix_s[:, :] = np.inf
     prefix_s[0, 0] = 0.0
@@ -243,16 +220,7 @@ def prefixes(
 
 @njit(cache=True, nogil=True)
 def labels(
-    begin: np.ndarray,
-    to: np.ndarray,
-    units: np.ndarray,
-    least: np.ndarray,
-    most: np.ndarray,
-    add_s: np.ndarray,
-    last_s: np.ndarray,
-    fill_s: np.ndarray,
-    steady_s: np.ndarray,
-    allowed: np.ndarray,
+    moves: Moves,
     flight: np.ndarray,
     open_end: bool,
     steady_most_s: float,
@@ -274,6 +242,7 @@ def labels(
     left them for the same arguments. head: (levels + 1, layers + 1, units + 1) first label of a state. pool: (labels,
     2) sum, end. link: (labels, 3) next label of the state, the move taken, the label of what comes behind.
     """
+    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
     levels, layers, total = head.shape[0] - 1, head.shape[1] - 1, head.shape[2] - 1
     head[:, :, :] = -1
     pool[0, 0], pool[0, 1] = 0.0, -np.inf

@@ -7,7 +7,6 @@ programme is run with what is in flight at every place. The best plan over all p
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import math
@@ -280,8 +279,9 @@ class DynamicProgram:
         begin = np.searchsorted(moves.first, np.arange(layers + 1))
         units = moves.devices // unit
         least, most = -(-moves.least_behind // unit), moves.most_behind // unit
-        self.graph = (begin, moves.to, units, least, most, moves.add_s, moves.last_s)
-        self.rest = (moves.fill_s, moves.steady_s, moves.allowed, flight, open_end)
+        self.graph = (
+            begin, moves.to, units, least, most, moves.add_s, moves.last_s, moves.fill_s, moves.steady_s, moves.allowed,
+        )  # fmt: skip
         levels = len(flight) - 1
         self.sums = np.empty((levels + 1, layers + 1, total + 1))
         self.ends = np.empty((levels + 1, layers + 1, total + 1))
@@ -294,13 +294,15 @@ class DynamicProgram:
 
     def _prefix(self, first_s: np.ndarray, other_s: np.ndarray) -> np.ndarray:
         prefix_s = np.empty((self.layers + 1, self.total + 1))
-        self.loops.prefixes(*self.graph[:5], first_s, other_s, prefix_s)
+        self.loops.prefixes(self.graph, first_s, other_s, prefix_s)
         return prefix_s
 
     def promise_s(self, steady_most_s: float, room_s: float) -> float:
         """The rest (sum, update) that no plan of stages within steady_most_s undercuts; inf if none is below room_s."""
         state = (self.sums, self.ends, self.low, self.high)
-        self.loops.suffixes(*self.graph, *self.rest, steady_most_s, self.prefix_s, self.prefix_fill_s, room_s, *state)
+        self.loops.suffixes(
+            self.graph, self.flight, self.open_end, steady_most_s, self.prefix_s, self.prefix_fill_s, room_s, *state
+        )
         return min((self.ends[k, 0, self.total] for k in self._full_levels()), default=math.inf)
 
     def _full_levels(self) -> list[int]:
@@ -314,7 +316,7 @@ class DynamicProgram:
         for turn in (False, True):
             path = np.empty(self.layers, dtype=np.int64)
             state = (self.sums, self.ends, self.low, self.high, level, turn, path)
-            count = self.loops.follow(*self.graph, *self.rest, steady_most_s, *state)
+            count = self.loops.follow(self.graph, self.flight, self.open_end, steady_most_s, *state)
             found.append(tuple(path[:count].tolist()))
         return min((path for path in found if path), key=self.moves.step_time_s)
 
@@ -328,7 +330,7 @@ class DynamicProgram:
         while True:
             pool, link = np.empty((self.room, 2)), np.empty((self.room, 3), dtype=np.int64)
             state = (*prefixes, room_s, self.low, self.high, head, pool, link)
-            if self.loops.labels(*self.graph, *self.rest, steady_most_s, *state) >= 0:
+            if self.loops.labels(self.graph, self.flight, self.open_end, steady_most_s, *state) >= 0:
                 break
             self.room *= 4
         ends: list[tuple[float, int]] = []
@@ -406,22 +408,11 @@ def clusters(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 FEW_CUTS = 20  # that are tried all
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class InterleavedStages:
-    """The best stages found below a time, none if empty; no others take less than `bound_s`. `tried`: some option has
-    groups for which there are layers and micro-batches; `none_fits`: no cut that was tried fits into the memory.
-    """
-
-    stages: tuple[Stage, ...]
-    step_time_s: float
-    bound_s: float
-    tried: bool
-    none_fits: bool
-
-
-def interleaved_stages(problem: StageProblem, under_s: float) -> InterleavedStages:
-    """Chunks of all layers under one option, that fit and take less than `under_s`."""
+def _search_interleaved(problem: StageProblem, under_s: float) -> _First:
+    """Chunks of all layers under one option, that fit and take less than `under_s`, with the bound of all others."""
     options = [(_least_s(problem, option, groups), number, groups) for number, option, groups in _possible(problem)]
+    if not options:
+        return _First(why_not="no option's groups hold a chunk of layers each and divide the micro-batches")
     best: tuple[Stage, ...] = ()
     best_s, bound_s, tried_fits = under_s, under_s, list[bool]()
     for least_s, number, groups in sorted(options):
@@ -444,7 +435,7 @@ def interleaved_stages(problem: StageProblem, under_s: float) -> InterleavedStag
                 break
         bound_s = min(bound_s, option_s if few else least_s)
     none_fits = bool(tried_fits) and not any(tried_fits)
-    return InterleavedStages(stages=best, step_time_s=best_s, bound_s=bound_s, tried=bool(options), none_fits=none_fits)
+    return _First(stages=best, step_time_s=best_s if best else math.inf, bound_s=bound_s, none_fits=none_fits)
 
 
 def _possible(problem: StageProblem) -> list[tuple[int, StageOption, int]]:
@@ -493,15 +484,6 @@ def _even_cuts(problem: StageProblem, option: StageOption, groups: int) -> Itera
     passes = in_flight(problem, 0, groups * problem.chunks) / problem.chunks
     for cost in (option.forward_s + option.backward_s, option.state_bytes + passes * option.saved_bytes):
         yield tuple(int(end) for end in loops.least_rounds(np.asarray(cost, dtype=np.float64), groups, problem.chunks))
-
-
-def solve_stages(problem: StageProblem) -> StagePlan | NoStages:
-    """The plan of the least step time by `step_time_s`, proven, or why there is none; of interleaved stages the best
-    that is found, with a bound.
-
-    Raises: ValueError when the problem is not well formed.
-    """
-    return best_stages((problem,))[0]
 
 
 def best_stages(
@@ -674,15 +656,6 @@ def _levels_that_matter(moves: Moves, flight: np.ndarray) -> int:
         if not ((moves.allowed >= flight[k]) & (moves.allowed < at_most)).any():
             return k
     return len(flight) - 1
-
-
-def _search_interleaved(problem: StageProblem, under_s: float) -> _First:
-    """The best that is found, with the bound of all others."""
-    found = interleaved_stages(problem, under_s)
-    if not found.tried:
-        return _First(why_not="no option's groups hold a chunk of layers each and divide the micro-batches")
-    step_s = found.step_time_s if found.stages else math.inf
-    return _First(stages=found.stages, step_time_s=step_s, bound_s=found.bound_s, none_fits=found.none_fits)
 
 
 def _why_not(problem: StageProblem, sums: RangeSums) -> str | None:

@@ -49,15 +49,10 @@ LEAVES = ("errors",)
 INNER_MODULES = {
     "solver": (
         "problem",
-        "integer_program",
         "stage_problem",
-        "exhaustive_search",
-        "dominance_loops",
         "elimination",
         "presolve",
         "message_passing",
-        "local_search",
-        "anytime",
         "solving",
         "stage_loops",
         "stage_search",

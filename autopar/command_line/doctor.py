@@ -21,7 +21,7 @@ from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_rate
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 
-OURS = ("autopar", "jax", "jaxlib", "flax", "ortools")
+OURS = ("autopar", "jax", "jaxlib", "flax")
 # What runs a step on accelerators. jax has an extra for each, and autopar has none, as a machine has one kind.
 BACKENDS = ("libtpu", "jax_cuda13_plugin")
 

@@ -457,21 +457,6 @@ TPU_DCN = _link(
     0.0, 14.0, 25.0 / 4, "rate: 25 GB/s a host of 4 chips, scaling-book tpus.md; latency: as NCCL's", devices_per_card=4
 )
 
-# GPU -> (link inside a host, link between hosts) of the machine that it usually comes in.
-GPU_LINKS: dict[str, tuple[Link, Link]] = {
-    V100.name: (NVLINK2, ETHERNET_25G),
-    A100_40GB.name: (NVLINK3, HDR200),
-    A100_80GB.name: (NVLINK3, HDR200),
-    H100.name: (NVLINK4, NDR400),
-    H200.name: (NVLINK4, NDR400),
-    B200.name: (NVLINK5, NDR400),
-    B300.name: (NVLINK5, XDR800),
-    GB300.name: (NVLINK5_NVL72, XDR800),
-    RUBIN.name: (NVLINK6_NVL72, XDR1600),
-    MI300X.name: (XGMI4, NDR400),
-    MI355X.name: (XGMI5, NDR400),
-}
-
 # Virtual CPU devices share one host's cores and memory. Measured on 2 cores of an AMD EPYC, jax 0.10.2, medians of
 # loops of 32: float32 products of 256 to 1024 a side; x * c over 16 MB; collectives of 1 kB to 8 MB over 2, 4, 8.
 _CPU_SOURCE = "measured on 2 cores of an AMD EPYC with 2, 4 and 8 virtual devices, jax 0.10.2"
@@ -608,6 +593,8 @@ GPU_HOSTS: dict[str, GpuHost] = {
     "mi300x": GpuHost(device=MI300X, inside=XGMI4, between=NDR400),
     "mi355x": GpuHost(device=MI355X, inside=XGMI5, between=NDR400),
 }  # fmt: skip
+# GPU -> (link inside a host, link between hosts) of the machine that it usually comes in, the first one above.
+GPU_LINKS: dict[str, tuple[Link, Link]] = {h.device.name: (h.inside, h.between) for h in reversed(GPU_HOSTS.values())}
 TPUS: dict[str, Tpu] = {
     "tpu-v4": Tpu(device=TPU_V4, axes=3),
     "tpu-v5e": Tpu(device=TPU_V5E, axes=2),

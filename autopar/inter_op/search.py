@@ -210,7 +210,7 @@ class _Search:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
         if is_long(traced):  # its tables are shared
-            begin_workers(MeshOptions.__module__, "ortools.math_opt.python.mathopt")
+            begin_workers(MeshOptions.__module__)
         step = self.in_finest_parts()
         check_parts(cluster, step)
         if not (cuts := self.cuts(step)):

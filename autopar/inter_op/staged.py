@@ -324,7 +324,7 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
         raise SolverError(
             where=f"a stage on mesh {problem.model.links.mesh}",
             expected="decisions for its operations",
-            got=f"{solution.status.value} after {solution.wall_s:.1f} s",
+            got=f"{solution.status.value} within {time_limit_s:.1f} s",
             hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else NO_SOLUTION,
         )
     sharding = problem.decode(solution)

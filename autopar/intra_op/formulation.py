@@ -269,12 +269,7 @@ def to_solver(ilp: Ilp) -> SolverInput:
         else:
             reshard_of_edge.append(number)
             edges.append(solver.Edge(source=source, target=target, cost=matrix))
-    problem = solver.Problem(
-        node_cost=tuple(node_cost),
-        edges=tuple(edges),
-        limit_bytes=None,
-        node_names=tuple(node.name for node in ilp.choices.nodes),
-    )
+    problem = solver.Problem(node_cost=tuple(node_cost), edges=tuple(edges))
     return SolverInput(choices=ilp.choices, problem=problem, reshard_of_edge=tuple(reshard_of_edge))
 
 

@@ -104,7 +104,7 @@ def price_memory(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices
 def priced_bytes(solver_input: SolverInput, graph: OpGraph, prices: MemoryPrices, choice: tuple[int, ...]) -> float:
     """Bytes on one device that have a price, under a choice."""
     priced = price_memory(solver_input, graph, prices).problem
-    return (solver.evaluate(priced, choice)[0] - solver.evaluate(solver_input.problem, choice)[0]) / prices.s_per_byte
+    return (solver.evaluate(priced, choice) - solver.evaluate(solver_input.problem, choice)) / prices.s_per_byte
 
 
 def least_bytes(solver_input: SolverInput, graph: OpGraph, values: frozenset[tuple[int, str]]) -> float:

@@ -72,9 +72,7 @@ def search_mesh(
     is_time = not model.overlap.kinds
     free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        why = f"no plan after {free.wall_s:.1f} s ({free.status.value})"
-        if free.status is Status.INFEASIBLE:
-            why = IMPOSSIBLE
+        why = IMPOSSIBLE if free.status is Status.INFEASIBLE else f"no plan within {time_limit_s:.1f} s"
         return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
     search = _MeshSearch(
         context=context,

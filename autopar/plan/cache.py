@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -24,12 +23,8 @@ SEARCH_VERSION = 125
 
 def plan_key(parts: Sequence[object]) -> str:
     """A file name: a hash of everything that a plan depends on."""
-    text = "\n".join(map(repr, (*parts, SEARCH_VERSION, jax.__version__, _solver_version())))
+    text = "\n".join(map(repr, (*parts, SEARCH_VERSION, jax.__version__)))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _solver_version() -> str:
-    return metadata.version("ortools")
 
 
 # The rules that this process has learned, by the name of the file of rules: a few hundred bytes for each distinct

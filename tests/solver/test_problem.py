@@ -1,4 +1,4 @@
-"""Tied nodes share one choice, and their costs and uses add up; edges of equal costs share one matrix, also when
+"""Tied nodes share one choice, and their costs add up; edges of equal costs share one matrix, also when
 reduced.
 """
 
@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver import Edge, Problem, Use, evaluate, tie
+from autopar.solver import Edge, Problem, evaluate, tie
 from autopar.solver.presolve import keep_strategies, merge_followers, merge_parallel
 
 
@@ -22,7 +22,6 @@ def test_tie_adds_costs_and_spreads_choices() -> None:
             Edge(source=0, target=2, cost=np.array([[1.0, 2.0], [3.0, 4.0]])),
             Edge(source=2, target=1, cost=np.array([[1.0, 2.0], [3.0, 4.0]])),
         ),
-        uses=(Use(node=1, start=0, stop=3, bytes=np.array([4, 2])),),
     )
     tied, undo = tie(problem, (7, 7, 3))
     assert [cost.tolist() for cost in tied.node_cost] == [[0.0, 0.0], [4.0, 3.0]]

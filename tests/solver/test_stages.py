@@ -21,12 +21,16 @@ from autopar.solver import (
     StagePlan,
     StageProblem,
     best_stages,
-    brute_force_stages,
-    solve_stages,
     stage_loops,
     step_time_s,
 )
 from autopar.solver.stage_problem import check, in_flight, stage_peak_bytes
+from tests.solver.brute_force import brute_force_stages
+
+
+def solve_stages(asked: StageProblem) -> StagePlan | NoStages:
+    return best_stages((asked,))[0]
+
 
 CLOSE = 1e-8
 

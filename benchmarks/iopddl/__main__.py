@@ -22,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.solver import Solution, Status, solve
-from autopar.solver.problem import Edge, Problem, Use
+from autopar.solver import Edge, Problem, Status
+from benchmarks.iopddl.memory import Limited, Use
+from benchmarks.iopddl.solving import Found, solve_limited
 
 NOT_ALLOWED = 10**18
 # Best cost submitted to the contest, by file name: for the score printed, the solver never sees them.
@@ -36,7 +37,7 @@ BEST_SUBMITTED = {
 WRITING_S = 1.0  # kept back for undoing the reductions, checking the answer and writing it
 
 
-def read_contest(path: str | Path) -> Problem:
+def read_contest(path: str | Path) -> Limited:
     """The problem of a .json or .json.gz file; equal edge matrices become one array.
 
     Raises: ValueError when the file does not follow the contest's format.
@@ -67,7 +68,7 @@ def read_contest(path: str | Path) -> Problem:
         for node, ((start, stop), size) in enumerate(zip(intervals, usages, strict=True))
         if start < stop and any(size)
     )
-    return Problem(node_cost=node_cost, edges=tuple(edges), uses=uses, limit_bytes=limit)
+    return Limited(problem=Problem(node_cost=node_cost, edges=tuple(edges)), uses=uses, limit_bytes=limit)
 
 
 def write_choice(choice: Sequence[int], path: str | Path) -> None:
@@ -108,14 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def _solve_file(file: Path, options: argparse.Namespace, begun: float) -> Solution:
+def _solve_file(file: Path, options: argparse.Namespace, begun: float) -> Found:
     problem = read_contest(file)
     reading_s = time.perf_counter() - begun
     left_s = options.seconds - reading_s - WRITING_S - 0.01 * options.seconds
-    log = (
-        (lambda line: print(f"  {time.perf_counter() - begun:7.1f} s  {line}", flush=True)) if options.verbose else None
-    )
-    solution = solve(problem, time_limit_s=max(left_s, 0.1), seed=options.seed, log=log)
+    log = (lambda line: print(f"  {line}", flush=True)) if options.verbose else (lambda line: None)
+    solution = solve_limited(problem, time_limit_s=max(left_s, 0.1), seed=options.seed, log=log)
     shifted = tuple((seconds + reading_s, cost) for seconds, cost in solution.incumbents)
     return dataclasses.replace(solution, wall_s=solution.wall_s + reading_s, incumbents=shifted)
 
@@ -130,7 +129,7 @@ def _since_start() -> float:
     return max(0.0, boot_s - ticks / 100.0)
 
 
-def _print_summary(name: str, solution: Solution, score: float | None, wall_s: float) -> None:
+def _print_summary(name: str, solution: Found, score: float | None, wall_s: float) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(f"{name}: {solution.status.value}")
     if solution.choice:

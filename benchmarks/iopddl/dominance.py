@@ -1,9 +1,22 @@
-"""The loops of `presolve.drop_dominated`, compiled, for problems with so much to compare that compiling them pays."""
+"""Strategies that another one of the same node always beats (dead-end elimination; Desmet et al. 1992, Goldstein 1994).
+Compiled.
+
+Goldstein's criterion for strategies s and t of a node: c[t] - c[s] + the sum over edges of the maximum over u of
+(e[t, u] - e[s, u]) <= 0, of the strategies u that the neighbour still has. Where an edge excludes s with u, t is no
+worse. One node at a time, those of few strategies first, so that two equal strategies do not remove each other.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence, Sized
+
 import numpy as np
 from numba import njit
+
+from autopar.solver import Problem
+from autopar.solver.elimination import MOST_WORK
+from autopar.solver.presolve import Reduction, keep_strategies, neighbours
 
 
 @njit(cache=True, nogil=True)
@@ -26,18 +39,17 @@ def _dearer(matrix: np.ndarray, columns: int, is_first: bool, allowed: np.ndarra
 
 
 @njit(cache=True, nogil=True)
-def _drop(worst: np.ndarray, use_bytes: np.ndarray, kept: np.ndarray) -> int:
-    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s."""
+def _drop(worst: np.ndarray, may_beat: np.ndarray, kept: np.ndarray) -> int:
+    """Drops strategies of a node from `kept`, and returns how many. worst[t, s]: how much dearer t can be than s.
+    may_beat[t * size + s]: whether t may beat s; empty = all may.
+    """
     size, dropped = len(kept), 0
     for s in range(size):
         for t in range(size):
             # Where both are infinite their difference is no number, and not below zero either.
             if t == s or not kept[t] or not worst[t, s] <= 0:
                 continue
-            holds_more = False
-            for use in range(0, len(use_bytes), size):
-                holds_more |= use_bytes[use + t] > use_bytes[use + s]
-            if not holds_more:
+            if len(may_beat) == 0 or may_beat[t * size + s]:
                 kept[s] = False
                 dropped += 1
                 break
@@ -45,7 +57,7 @@ def _drop(worst: np.ndarray, use_bytes: np.ndarray, kept: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
-def undominated(
+def _undominated(
     first: np.ndarray,
     cost: np.ndarray,
     edges: np.ndarray,
@@ -54,15 +66,15 @@ def undominated(
     near_first: np.ndarray,
     near: np.ndarray,
     order: np.ndarray,
-    use_first: np.ndarray,
-    use_bytes: np.ndarray,
+    beats_first: np.ndarray,
+    may_beat: np.ndarray,
     most_work: int,
 ) -> np.ndarray:
     """Whether each strategy is kept, of a list in which those of node v are first[v] to first[v + 1].
 
     edges: (edges, 3) the two nodes and the number of the matrix, whose rows, of the first node's strategies, begin at
     start[number] of `matrices`. near: the edges of each node. order: the nodes in turn, until the comparisons would be
-    more than `most_work`. use_bytes: from use_first[v] on, bytes of each strategy of v, use after use.
+    more than `most_work`. may_beat: from beats_first[v] to beats_first[v + 1], whether strategies of v may beat others.
     """
     kept = np.ones(first[-1], dtype=np.bool_)
     left = np.diff(first)
@@ -101,6 +113,41 @@ def undominated(
                 known[number, side] = len(found)
                 found.append(dearer)
             worst += dearer
-        of_uses = use_bytes[use_first[node] : use_first[node + 1]]
-        left[node] -= _drop(worst, of_uses, kept[begin : begin + size])
+        of_node = may_beat[beats_first[node] : beats_first[node + 1]]
+        left[node] -= _drop(worst, of_node, kept[begin : begin + size])
     return kept
+
+
+def drop_dominated(problem: Problem, may_beat: Mapping[int, np.ndarray], most_work: int = MOST_WORK) -> Reduction:
+    """Remove strategies that another of the same node beats whatever its neighbours choose; `may_beat`: of some nodes,
+    whether their strategy t may beat their strategy s, [t, s]. Nodes are passed over once there would be more than
+    `most_work` comparisons.
+    """
+    near = neighbours(problem)
+    sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
+    first = _starts(problem.node_cost)
+    beats = [may_beat[node].ravel() if node in may_beat else np.zeros(0, dtype=bool) for node in range(len(sizes))]
+    numbers: dict[int, int] = {}
+    matrices: list[np.ndarray] = []
+    for edge in problem.edges:
+        if numbers.setdefault(id(edge.cost), len(matrices)) == len(matrices):
+            matrices.append(edge.cost.ravel())
+    kept = _undominated(
+        first,
+        np.concatenate([np.zeros(0), *problem.node_cost]),
+        np.array([(e.source, e.target, numbers[id(e.cost)]) for e in problem.edges], dtype=np.int64).reshape(-1, 3),
+        _starts(matrices)[:-1],
+        np.concatenate([np.zeros(0), *matrices]),
+        _starts(near),
+        np.array([number for numbers_near in near for number in numbers_near], dtype=np.int64),
+        np.argsort(sizes, kind="stable"),
+        _starts(beats),
+        np.concatenate([np.zeros(0, dtype=bool), *beats]),
+        most_work,
+    )
+    return keep_strategies(problem, [np.flatnonzero(kept[a:b]) for a, b in itertools.pairwise(first.tolist())])
+
+
+def _starts(parts: Sequence[Sized]) -> np.ndarray:
+    """Where each of some parts begins that stand one behind the other, and where the last one ends."""
+    return np.array([0, *itertools.accumulate(map(len, parts))], dtype=np.int64)

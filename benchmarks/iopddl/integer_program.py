@@ -1,5 +1,5 @@
-"""The integer program, formulas (1), (2), (4) and (5), solved by OR-tools; memory rows are added when an answer
-violates them.
+"""The integer program, formulas (1), (2), (4) and (5), solved by HiGHS; memory rows are added when an answer violates
+them.
 
 Formula (3) is `problem.tie`. The program is built in arrays, in bulk. Strategies and pairs of infinite cost are left
 out, not priced. Edge variables are continuous: given 0-1 node variables, the row and column sums of (2) leave only 0
@@ -8,36 +8,34 @@ and 1. With slack in formula (4) and costs set aside it gives a choice within me
 
 from __future__ import annotations
 
-import datetime
-import enum
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
-from autopar.solver.problem import Flat, Infeasibility, Problem
+from autopar.solver import Problem
+from benchmarks.iopddl.memory import FlatLimited, Infeasibility, Limited, can_bind, holders, shares, used, worst_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """At one time: sum over nodes of bytes[node][choice] <= room; bytes are what is held beyond the node's least."""
 
-    time: int
     nodes: tuple[int, ...]
     bytes: tuple[np.ndarray, ...]
     room: int  # the limit less the least that every live node holds; negative = cannot fit
 
 
-def row_at(flat: Flat, number: int) -> Row:
+def row_at(flat: FlatLimited, number: int) -> Row:
     """The row of a number of the flat problem's rows."""
     spans = np.flatnonzero((flat.low <= number) & (flat.high > number))
     owners = np.searchsorted(flat.span_first, spans, side="right") - 1
     widths = np.diff(flat.first)[owners]
     return Row(
-        time=int(flat.times[number]),
         nodes=tuple(owners.tolist()),
         bytes=tuple(
             flat.bytes[at : at + width]
@@ -45,116 +43,6 @@ def row_at(flat: Flat, number: int) -> Row:
         ),
         room=int(flat.room[number]),
     )
-
-
-def used(flat: Flat, share: np.ndarray) -> np.ndarray:
-    """Bytes beyond the least in every row, (R,), for shares of strategies (strategies,)."""
-    if not len(flat.low):
-        return np.zeros(len(flat.room))
-    owners, width, begin, entry = _entries(flat)
-    nbytes = np.add.reduceat(
-        flat.bytes[np.repeat(flat.span_bytes, width) + entry] * share[np.repeat(flat.first[owners], width) + entry],
-        begin,
-    )
-    change = np.zeros(len(flat.room) + 1)
-    np.add.at(change, flat.low, nbytes)
-    np.add.at(change, flat.high, -nbytes)
-    return np.cumsum(change)[:-1]
-
-
-def _entries(flat: Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(node and number of strategies of each span; first entry of each span; strategy of each entry)"""
-    owners = np.repeat(np.arange(flat.nodes), np.diff(flat.span_first))
-    width = np.diff(flat.first)[owners]
-    begin = np.concatenate([[0], np.cumsum(width)[:-1]])
-    return owners, width, begin, np.arange(int(width.sum())) - np.repeat(begin, width)
-
-
-def shares(flat: Flat, choice: Sequence[int]) -> np.ndarray:
-    """A choice as a one for each strategy taken."""
-    share = np.zeros(int(flat.first[-1]))
-    share[flat.first[:-1] + np.asarray(choice, dtype=np.int64)] = 1.0
-    return share
-
-
-def can_bind(flat: Flat) -> np.ndarray:
-    """The rows that the largest choices would break, as numbers."""
-    if not len(flat.room):
-        return np.zeros(0, dtype=np.int64)
-    change = np.zeros(len(flat.room) + 1, dtype=np.int64)
-    if len(flat.low):
-        _, width, begin, entry = _entries(flat)
-        largest = np.maximum.reduceat(flat.bytes[np.repeat(flat.span_bytes, width) + entry], begin)
-        np.add.at(change, flat.low, largest)
-        np.add.at(change, flat.high, -largest)
-    return np.flatnonzero(change.cumsum()[:-1] > flat.room)
-
-
-def worst_rows(over: np.ndarray, *, most: int) -> list[int]:
-    """The rows most over, at most one of each stretch of time; over: (R,) positive = over."""
-    over = over.copy()
-    width = max(1, len(over) // 400)
-    worst: list[int] = []
-    while len(worst) < most and len(over):
-        row = int(np.argmax(over))
-        if over[row] <= 0:
-            break
-        worst.append(row)
-        over[max(0, row - width) : row + width + 1] = 0
-    return worst
-
-
-def least_memory(flat: Flat) -> np.ndarray:
-    """The choice of the least bytes times rows at every node, the cheapest of several: fits where most do."""
-    choice = np.zeros(flat.nodes, dtype=np.int64)
-    for node in range(flat.nodes):
-        costs = flat.cost[flat.first[node] : flat.first[node + 1]]
-        if len(costs) == 1:
-            continue
-        nbytes = np.zeros(len(costs))
-        for span in range(flat.span_first[node], flat.span_first[node + 1]):
-            at = flat.span_bytes[span]
-            nbytes += flat.bytes[at : at + len(costs)] * float(flat.high[span] - flat.low[span])
-        choice[node] = np.lexsort((costs, nbytes))[0]
-    return choice
-
-
-def cannot_fit(problem: Problem) -> Infeasibility | None:
-    """The times at which even the smallest choice of every live node passes the limit, or None when there are none."""
-    if problem.limit_bytes is None:
-        return None
-    changes: dict[int, int] = defaultdict(int)
-    for use in problem.uses:
-        if use.start < use.stop:
-            least = int(use.bytes.min())
-            changes[use.start] += least
-            changes[use.stop] -= least
-    level = 0
-    times: list[int] = []
-    worst, worst_time = 0, 0
-    for when in sorted(changes):
-        level += changes[when]
-        if level > problem.limit_bytes:
-            times.append(when)
-            if level > worst:
-                worst, worst_time = level, when
-    if not times:
-        return None
-    return Infeasibility(
-        times=tuple(times),
-        nodes=holders(problem, worst_time),
-        bytes_over=worst - problem.limit_bytes,
-        reason="even the smallest strategies of the nodes live at these times pass the limit",
-    )
-
-
-def holders(problem: Problem, when: int) -> tuple[int, ...]:
-    """The nodes that hold memory at a time whatever they choose or may choose, the largest least first."""
-    live: dict[int, int] = defaultdict(int)
-    for use in problem.uses:
-        if use.start <= when < use.stop and use.bytes.any():
-            live[use.node] += int(use.bytes.min())
-    return tuple(sorted(live, key=lambda node: -live[node]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,17 +163,8 @@ def total_cost(problem: Problem, edge_cost: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([*problem.node_cost, *edge_cost])
 
 
-THREADS = 2
 EXACT_ENTRIES = 60_000  # edge variables with which a program takes some seconds
 ROWS_AT_ONCE = 64  # rows added where the last answer broke them; a problem with no more gets all of them at once
-
-
-class Backend(enum.Enum):
-    """The solver behind MathOpt that takes what presolve leaves; docs/solver.md has their figures."""
-
-    HIGHS = "highs"
-    CP_SAT = "cp_sat"
-    SCIP = "scip"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,22 +176,11 @@ class Answer:
     proven: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How to solve. deadline: on the clock of time.perf_counter; relative_gap: at which an answer is good enough."""
-
-    backend: Backend
-    deadline: float
-    relative_gap: float
-    seed: int
-
-
-def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequence[int] = ()) -> Answer:
+def solve_lazily(problem: Problem, flat: FlatLimited, deadline: float, *, rows: Sequence[int] = ()) -> Answer:
     """The program with the rows given, then with those its answer breaks, until it breaks none.
 
-    flat: the arrays of the problem; its memory may count more than the problem's own uses. The linear relaxation finds
-    most of the rows that matter. A choice is returned only if it fits; the bound holds for all of the rows, being of
-    fewer.
+    The linear relaxation finds most of the rows that matter. A choice is returned only if it fits; the bound holds for
+    all of the rows, being of fewer.
     """
     binding = can_bind(flat)
     included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set(rows)
@@ -320,7 +188,7 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
     bound = -math.inf
     while True:
         program = build(problem, [row_at(flat, row) for row in sorted(included)])
-        values, answer = run(program, settings, integers=not relaxed)
+        values, answer = run(program, deadline, integers=not relaxed)
         bound = max(bound, answer.bound)
         if values is None:
             return Answer(choice=None, bound=bound, proven=answer.proven)
@@ -331,76 +199,48 @@ def solve_lazily(problem: Problem, flat: Flat, settings: Settings, *, rows: Sequ
         if not fresh and not relaxed:
             fits = not len(flat.room) or bool((used(flat, share) <= flat.room).all())
             return Answer(choice=answer.choice if fits else None, bound=bound, proven=answer.proven and fits)
-        if time.perf_counter() > settings.deadline:
+        if time.perf_counter() > deadline:
             return Answer(choice=None, bound=bound, proven=False)
         relaxed = relaxed and bool(fresh)
         included.update(fresh)
 
 
-def run(program: IntegerProgram, settings: Settings, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
-    """Run a backend; the values of all columns (None when it found none) and the answer. A relaxation's choice is None.
+def run(program: IntegerProgram, deadline: float, *, integers: bool = True) -> tuple[np.ndarray | None, Answer]:
+    """The values of all columns (None when none were found) and the answer. A relaxation's choice is None.
 
-    Costs are scaled to a largest absolute value of 1e6 before, for the solvers' absolute tolerances.
+    Costs are scaled to a largest absolute value of 1e6 before, for the solver's absolute tolerances.
     """
-    from ortools.math_opt import model_pb2
-    from ortools.math_opt.python import mathopt
-
     scale = 1e6 / max(float(np.abs(program.objective).max(initial=0.0)), 1e-300)
     columns, rows = len(program.objective), len(program.row_lower)
-    proto = model_pb2.ModelProto()
-    proto.variables.ids.extend(range(columns))
-    proto.variables.lower_bounds.extend(np.zeros(columns).tolist())
-    proto.variables.upper_bounds.extend(program.column_upper.tolist())
-    proto.variables.integers.extend((integers & (np.arange(columns) < program.strategies)).tolist())
-    priced = np.flatnonzero(program.objective)
-    proto.objective.linear_coefficients.ids.extend(priced.tolist())
-    proto.objective.linear_coefficients.values.extend((program.objective[priced] * scale).tolist())
-    proto.linear_constraints.ids.extend(range(rows))
-    proto.linear_constraints.lower_bounds.extend(program.row_lower.tolist())
-    proto.linear_constraints.upper_bounds.extend(program.row_upper.tolist())
-    order = np.lexsort((program.entry_column, program.entry_row))
-    proto.linear_constraint_matrix.row_ids.extend(program.entry_row[order].tolist())
-    proto.linear_constraint_matrix.column_ids.extend(program.entry_column[order].tolist())
-    proto.linear_constraint_matrix.coefficients.extend(program.entry_value[order].tolist())
-    model = mathopt.Model.from_model_proto(proto)
-
-    kinds = {
-        Backend.HIGHS: mathopt.SolverType.HIGHS,
-        Backend.CP_SAT: mathopt.SolverType.CP_SAT,
-        Backend.SCIP: mathopt.SolverType.GSCIP,
-    }
-    backend = settings.backend if integers else Backend.HIGHS  # the others have no relaxation to give
-    left_s = max(settings.deadline - time.perf_counter(), 0.01)
-    parameters = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=left_s) if math.isfinite(left_s) else None,
-        relative_gap_tolerance=settings.relative_gap if integers else None,
-        absolute_gap_tolerance=0.0 if integers else None,
-        random_seed=settings.seed,
-        threads=THREADS if backend is Backend.CP_SAT else None,  # MathOpt does not pass it on to the others
+    entries = csr_array((program.entry_value, (program.entry_row, program.entry_column)), shape=(rows, columns))
+    left_s = max(deadline - time.perf_counter(), 0.01)
+    result = milp(
+        program.objective * scale,
+        integrality=integers & (np.arange(columns) < program.strategies),
+        bounds=Bounds(0.0, program.column_upper),
+        constraints=LinearConstraint(entries, program.row_lower, program.row_upper),
+        options={"mip_rel_gap": 0.0} | ({"time_limit": left_s} if math.isfinite(left_s) else {}),
     )
-    result = mathopt.solve(model, kinds[backend], params=parameters)
-    reason = result.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+    if result.status == 2:
         return None, Answer(choice=None, bound=math.inf, proven=True)
-    bound = result.dual_bound() / scale
-    if not result.has_primal_feasible_solution():
-        return None, Answer(choice=None, bound=bound, proven=False)
-    stored = result.variable_values()
-    values = np.array([stored[variable] for variable in model.variables()])
-    proven = reason is mathopt.TerminationReason.OPTIMAL
+    proven = result.status == 0
+    bound = -math.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) / scale
     if not integers:
-        return values, Answer(choice=None, bound=bound if proven else -math.inf, proven=proven)
-    share = values[: program.strategies]
+        bound = float(result.fun) / scale if proven else -math.inf
+    if result.x is None or not integers:
+        return result.x, Answer(choice=None, bound=bound, proven=proven and result.x is not None)
+    share = result.x[: program.strategies]
     choice = tuple(int(np.argmax(share[a:b])) for a, b in zip(program.first[:-1], program.first[1:], strict=True))
-    return values, Answer(choice=choice, bound=bound, proven=proven)
+    return result.x, Answer(choice=choice, bound=bound, proven=proven)
 
 
-def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | Infeasibility | None:
+def fit(limited: Limited, flat: FlatLimited, deadline: float) -> tuple[int, ...] | Infeasibility | None:
     """A choice that fits, or why there is none; None when time ran out.
 
     Every row may pass its room by a shared z, and z is minimised; edges that allow every pair are left out. Rows are
     brought in as they are broken: an excess over some rows is one over all.
     """
+    problem = limited.problem
     free = replace(
         problem,
         node_cost=tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_cost),
@@ -414,7 +254,7 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
     included = set(binding.tolist()) if len(binding) <= ROWS_AT_ONCE else set()
     while True:
         program = build(free, [row_at(flat, row) for row in sorted(included)], spare=True)
-        values, answer = run(program, settings)
+        values, answer = run(program, deadline)
         if values is None or answer.choice is None:
             reason = "the strategies left exclude each other"
             return Infeasibility(times=(), nodes=(), bytes_over=0, reason=reason) if answer.proven else None
@@ -427,10 +267,10 @@ def fit(problem: Problem, flat: Flat, settings: Settings) -> tuple[int, ...] | I
             times = tuple(int(flat.times[row]) for row in np.flatnonzero(over == least))
             return Infeasibility(
                 times=times,
-                nodes=holders(problem, times[0]),
+                nodes=holders(limited, times[0]),
                 bytes_over=least,
                 reason="no choice that the edges allow fits at these times; this is the least excess",
             )
-        if time.perf_counter() > settings.deadline:
+        if time.perf_counter() > deadline:
             return None
         included.update(fresh)

@@ -1,10 +1,10 @@
-"""Local search by tree moves: a random induced tree of nodes is chosen anew, exactly, with everything else held.
-Compiled.
+"""Local search by tree moves in limited memory: a random induced tree of nodes is chosen anew, exactly, with everything
+else held. Compiled.
 
 With the rest fixed, the best choice of an induced tree is a dynamic program (subtree moves of Hamze and de Freitas,
 UAI 2004, made minimising). Memory enters by prices on rows: where a result passes the limit, the worst row's price is
 set to where the last result that fits and this one cost the same (the cutting-plane step of Lagrangian duality in one
-variable), and the tree is solved again.
+variable), and the tree is solved again. `graph`: the arrays of `problem.Flat`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-FLAGS = {"nnan", "nsz", "arcp", "contract"}
+Graph = tuple[np.ndarray, ...]
+FLAGS = {"nnan", "nsz", "arcp", "contract"}  # reorder freely, but infinities are kept: they mean "not allowed"
 TRIES = 12  # priced solutions of one tree: a row's price to a few bits is all that a discrete choice needs
 
 
 @njit(cache=True, nogil=True)
 def grow(
-    first: np.ndarray,
-    source: np.ndarray,
-    target: np.ndarray,
-    near_first: np.ndarray,
-    near: np.ndarray,
+    graph: Graph,
     root: int,
     most: int,
     mode: int,
@@ -36,6 +33,7 @@ def grow(
     queue: np.ndarray,
 ) -> int:
     """Grow an induced tree from root to at most `most` nodes; returns how many. mode: 0 wide, 1 deep, 2 random."""
+    first, _, source, target, _, _, near_first, near = graph
     size = 0
     front = 1
     begin = 0
@@ -87,25 +85,22 @@ def grow(
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def solve_tree(
-    first: np.ndarray,
-    source: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
+    graph: Graph,
     size: int,
     tree: np.ndarray,
     parent: np.ndarray,
     link: np.ndarray,
     at: np.ndarray,
     own: np.ndarray,
-    rate: np.ndarray,
     value: np.ndarray,
     back: np.ndarray,
     pick: np.ndarray,
 ) -> None:
-    """The cheapest choice of a tree whose nodes cost own + rate; pick: (size,) filled. at: where costs begin."""
+    """The cheapest choice of a tree whose nodes cost own; pick: (size,) filled. at: where costs begin."""
+    _, _, source, _, start, matrix, _, _ = graph
     for k in range(size):
         for s in range(at[k + 1] - at[k]):
-            value[at[k] + s] = own[at[k] + s] + rate[at[k] + s]
+            value[at[k] + s] = own[at[k] + s]
     for k in range(size - 1, 0, -1):
         v, e, p = tree[k], link[k], parent[k]
         count = at[k + 1] - at[k]
@@ -146,9 +141,7 @@ def solve_tree(
 
 @njit(cache=True, nogil=True)
 def tree_cost(
-    source: np.ndarray,
-    start: np.ndarray,
-    matrix: np.ndarray,
+    graph: Graph,
     size: int,
     tree: np.ndarray,
     parent: np.ndarray,
@@ -158,6 +151,7 @@ def tree_cost(
     pick: np.ndarray,
 ) -> float:
     """The true cost of a choice of the tree, with its edges to the rest."""
+    _, _, source, _, start, matrix, _, _ = graph
     total = 0.0
     for k in range(size):
         total += own[at[k] + pick[k]]
@@ -172,11 +166,17 @@ def tree_cost(
 
 @njit(cache=True, nogil=True)
 def prepare(
-    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
-    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, choice: np.ndarray, size: int, tree: np.ndarray,
-    stamp: np.ndarray, at: np.ndarray, own: np.ndarray, kept: np.ndarray,
-) -> None:  # fmt: skip
+    graph: Graph,
+    choice: np.ndarray,
+    size: int,
+    tree: np.ndarray,
+    stamp: np.ndarray,
+    at: np.ndarray,
+    own: np.ndarray,
+    kept: np.ndarray,
+) -> None:
     """Fill at, own (costs of the tree's nodes with their edges to the rest) and kept (their present choice)."""
+    first, cost, source, target, start, matrix, near_first, near = graph
     for k in range(size):
         stamp[tree[k]] = k
     for k in range(size):
@@ -308,16 +308,15 @@ def total(size: int, at: np.ndarray, rate: np.ndarray, pick: np.ndarray) -> floa
 
 @njit(cache=True, nogil=True)
 def search(
-    first: np.ndarray, cost: np.ndarray, source: np.ndarray, target: np.ndarray, start: np.ndarray,
-    matrix: np.ndarray, near_first: np.ndarray, near: np.ndarray, span_first: np.ndarray, low: np.ndarray,
-    high: np.ndarray, span_bytes: np.ndarray, bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray,
-    left: np.ndarray, seed: int, moves: int, largest: int, pull: float,
+    graph: Graph, span_first: np.ndarray, low: np.ndarray, high: np.ndarray, span_bytes: np.ndarray,
+    bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray, left: np.ndarray, seed: int, moves: int, largest: int,
 ) -> None:  # fmt: skip
     """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated.
 
-    price: (R,) cost a byte, the dual's; a move starts from `pull` times it and is kept when cost + pull * price *
-    bytes falls. While some row is over its limit, moves that lower the bytes over are kept first.
+    price: (R,) cost a byte; a move is kept when cost + price * bytes falls. While some row is over its limit, moves
+    that lower the bytes over are kept first.
     """
+    first = graph[0]
     np.random.seed(seed)
     n = len(first) - 1
     free = np.flatnonzero(first[1:] - first[:-1] > 1)
@@ -333,31 +332,33 @@ def search(
     queue, pick, kept = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     at = np.zeros(n + 1, np.int64)
     own, rate, value, toll = np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n])
+    both = np.zeros(first[n])
     back = np.zeros((largest + 1, np.max(first[1:] - first[:-1])), np.int32)
     change = np.zeros(len(left) + 1, np.int64)
     sums = np.zeros(len(left) + 1)
     for r in range(len(left)):
-        sums[r + 1] = sums[r] + price[r] * pull
+        sums[r + 1] = sums[r] + price[r]
     for move in range(moves):
         most = int(2.0 * (largest / 2.0) ** np.random.random())
         root = free[np.random.randint(0, len(free))]
         size = grow(
-            first, source, target, near_first, near, root, most, np.random.randint(0, 3), stamp, touched, count, move,
+            graph, root, most, np.random.randint(0, 3), stamp, touched, count, move,
             tree, parent, link, queue,
         )  # fmt: skip
-        prepare(first, cost, source, target, start, matrix, near_first, near, choice, size, tree, stamp, at, own, kept)
+        prepare(graph, choice, size, tree, stamp, at, own, kept)
         begin, end = charge(span_first, low, high, span_bytes, bytes_of, sums, size, tree, at, toll)
         rate[: at[size]] = toll[: at[size]]
-        before = tree_cost(source, start, matrix, size, tree, parent, link, at, own, kept)
+        before = tree_cost(graph, size, tree, parent, link, at, own, kept)
         toll_before = total(size, at, toll, kept)
         best_over, best_score = assess(left, begin, end, change)[0], before + toll_before
         found = False
         for attempt in range(TRIES):
-            solve_tree(first, source, start, matrix, size, tree, parent, link, at, own, rate, value, back, pick)
+            both[: at[size]] = own[: at[size]] + rate[: at[size]]
+            solve_tree(graph, size, tree, parent, link, at, both, value, back, pick)
             if not shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, pick, change):
                 break
             over, worst, level = assess(left, begin, end, change)
-            now = tree_cost(source, start, matrix, size, tree, parent, link, at, own, pick)
+            now = tree_cost(graph, size, tree, parent, link, at, own, pick)
             score = now + total(size, at, toll, pick)
             least = best_score - 1e-9 * abs(best_score) if best_score < np.inf else np.inf
             if over < best_over or (over == best_over and score < least):
