@@ -29,7 +29,7 @@ COLUMNS = (
     "row", "card", "kind", "", "recomputes", "tp x cp x pp x dp", "micro-batches", "attention", "published",
     "predicted", "ratio", "interval", "memory published", "predicted", "planned in", "made",
 )  # fmt: skip
-SEARCH_COLUMNS = ("row", "published plan", "free search", "factor", "plan of the search", "made")
+SEARCH_COLUMNS = ("row", "published plan", "free search", "factor", "plan of the search", "planned in", "made")
 CARD_COLUMNS = ("card", "kind", "", "rows", "median error", "within 10 %", "worst ratio", "median ratio")
 
 
@@ -54,12 +54,13 @@ ABOUT_INTERVALS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan and
-    under that of the free search, and what the latter is.
+    """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan, as the
+    row was predicted, and under that of the free search; the latter's processor time, and what it is.
     """
 
     published_plan_s: float
     step_time_s: float
+    planned_s: float
     plan: str
     search_version: int
     made_on: str
@@ -197,6 +198,7 @@ def _beside(key: str, search: Search) -> list[str]:
         f"{search.step_time_s:.2f} s",
         f"{search.published_plan_s / search.step_time_s:.3f}x",
         search.plan,
+        f"{search.planned_s:.0f} s",
         f"{search.made_on}, version {search.search_version}",
     ]
 
