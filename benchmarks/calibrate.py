@@ -38,6 +38,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "H100": ("sustained_share",),
     "H100 of 500 W": ("sustained_share", "flops_efficiency.float8"),
     "B200": ("sustained_share",),
+    "GB300": ("sustained_share",),
     "TPU": ("sustained_share",),
     "TPU v6e": ("sustained_share",),
 }

@@ -282,11 +282,15 @@ XLA's TPU compiler makes a kernel of its own of a softmax and the product behind
 written all the same, for the backward pass. XLA's analyses count no arithmetic of kernels of attention.
 
 What stays off, on TPU. XLA keeps what it can in vector memory (112 MiB for values on v5e, 96 on v6e, 48 on v5p), by
-times and free space: of two programs for the same plan of the mixture of experts, that for v5e leaves the scores of
-attention there from the forward to the backward pass, that for v6e does not, and they take 252 and 322 MB. The
-prediction, which keeps a value there while the next kernels read it, lies between them. The one-layer GPT on v5e and
-v6e is the same case (0.94 and 1.23): 34 MB of it are scores that the program for v6e keeps there. What is lost so is
-at most the vector memory, which is little beside the memory of a device.
+times and free space. The program of one plan of the one-layer GPT takes 102 MB on v5e, 159 on v6e and 196 on v5p, and
+that of the mixture 222, 256 and 295: the difference is what lies there. The prediction keeps a value there while the
+next kernels read it, and none that takes more than half of it. Five of the six are within 0.91 to 1.10; on v5e, where
+three gradients or logits of 34 MB fit at once, the GPT is at 1.45. What is lost so is at most the vector memory, which
+is little beside the memory of a device.
+
+Numbers of rows of attention (their largest score and their sum) wait for the backward pass as the TPU's kernel writes
+them, once for each of 128 lanes, 8 MB for each of the two in the one-layer models: XLA takes one of each where they are
+read, also behind an optimization barrier.
 
 Logits of a loss are held in 16 bits and once more in 32, as the gather of the labels' logits reads them: 805 MB of the
 large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
@@ -297,7 +301,8 @@ than is predicted: a plan in pieces that fits by little may not fit.
 Bytes. On v5p, XLA fills the parts of two reductions up to whole tiles and sends what is too much on with a permute: 3%
 of the bytes of the one-layer GPT. Of some reduce-scatters along the dimension that lies last in memory XLA makes
 all-reduces, which send twice as much: 4% of the bytes of Llama 8k for v5e and v6e, 1% of those of Llama 8k with
-blockwise attention."""
+blockwise attention; and of the reduce-scatter of the gradient of queries', keys' and values' weights in the one-layer
+models (11 MB)."""
 
 
 def page() -> row_processes.Page:

@@ -229,15 +229,18 @@ def entry_of(row: Row, *, short: bool) -> Entry:
     )
 
 
-def searched(row: Row) -> ledger_page.Search:
-    """The free search beside the published plan. Raises: AutoparError where one of them finds no plan."""
+def searched(row: Row, entry: Entry) -> ledger_page.Search:
+    """The free search beside the row's own prediction. Raises: AutoparError where it finds no plan."""
+    assert entry.step_time_s is not None, "a row with a prediction"
+    started_s = time.process_time()
     step, *arguments = step_of(row)
     found = autopar.plan(
         step, *arguments, cluster=cluster_of(row), cache_dir=None, search=autopar.Search(**options_of(row))
     )
     return ledger_page.Search(
-        published_plan_s=predicted(row, short=False).step_time_s,
+        published_plan_s=entry.step_time_s,
         step_time_s=found.predicted.step_time_s,
+        planned_s=time.process_time() - started_s,
         plan=str(found).split(".\n")[0].split(": ", 1)[1].replace("\n", " "),
         search_version=SEARCH_VERSION,
         made_on=datetime.date.today().isoformat(),
@@ -246,7 +249,7 @@ def searched(row: Row) -> ledger_page.Search:
 
 def with_search(row: Row, entry: Entry) -> Entry:
     try:
-        made = searched(row)
+        made = searched(row, entry)
     except AutoparError as error:
         print(f"{row.key}: {_in_short(error)}", flush=True)
         return entry

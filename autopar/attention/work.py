@@ -86,6 +86,13 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     return segments + of(form.rows) * (2 * LANES + (0 if eqn.params["gradients"] is None else tpu_block(sizes[KEY])))
 
 
+def has_wide_rows(eqn: Any, kernel: Kernel, ring: int) -> bool:
+    """Whether the forward pass hands on its numbers of rows as the TPU's kernel writes them, once for each lane: XLA
+    takes one of each in the backward pass, where it is read (libtpu 0.0.42.1), even behind a barrier.
+    """
+    return kernel is Kernel.TPU_FLASH and ring == 1 and eqn.params["gradients"] is None
+
+
 def repeated_operands(eqn: Any, kernel: Kernel) -> tuple[int, ...]:
     """Keys and values, where the TPU's kernel takes a copy of them for each head of queries that shares them.
 

@@ -12,8 +12,10 @@ import jax
 
 from autopar.attention import ring
 from autopar.attention.form import KEY, sizes_of
+from autopar.attention.kernels import LANES
 from autopar.attention.work import (
     block_bytes,
+    has_wide_rows,
     held_in_steps,
     in_steps,
     order_of,
@@ -66,7 +68,7 @@ def attention_steps(
     new: Callable[[int], int],
 ) -> list[MemoryStep]:
     """A block of scores and one of weights, in 32 bits, beside the keys and values that have come round; of a kernel
-    that keeps none, what it makes of each row. `new` makes a value of so many bytes.
+    that keeps none, what it makes of each row beside its outputs. `new` makes a value of so many bytes.
     """
     steps: list[MemoryStep] = []
     buffers: list[int] = []
@@ -94,7 +96,8 @@ def attention_steps(
         steps.append(step)
     at = (*inputs, *buffers)
     if not kernel.writes_scores:
-        rows = new(row_bytes(op.eqn, kernel) // split)
+        given = sum(nbytes[v] for v in outputs[1:]) if has_wide_rows(op.eqn, kernel, ring_size) else 0
+        rows = new(row_bytes(op.eqn, kernel) // split - given)
         pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((rows,), at), (outputs, (*at, rows)))
     else:
         block = block_bytes(op.eqn, split, ring_size)
@@ -265,6 +268,7 @@ class _MemoryWriter:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
         self.rounded: set[tuple[int, Place]] = set()
         self.transposed: dict[int, Sequence[int]] = {}
+        self.wide: set[int] = set()  # numbers of rows, once for each lane
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
         self._facts: dict[str, tuple[str, bool, bool, bool]] = {}
@@ -302,10 +306,12 @@ class _MemoryWriter:
         return number
 
     def own(self, value: int, taken: set[int], steps: list[MemoryStep]) -> int:
-        """A result that is an argument, or another result, handed through needs memory of its own."""
-        if value not in taken:
+        """A result that is an argument, or another result, handed through needs memory of its own; numbers of rows are
+        handed out once.
+        """
+        if value not in taken and value not in self.wide:
             return value
-        copy = self.new(self.nbytes[value])
+        copy = self.new(self.nbytes[value] // (LANES if value in self.wide else 1))
         steps.append(MemoryStep(inputs=(value,), outputs=(copy,), kind="convert", fusible=True))
         return copy
 
@@ -425,6 +431,10 @@ class _MemoryWriter:
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
+        ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
+        if has_wide_rows(op.eqn, kernel_under(op, self.device, ring_size), ring_size):
+            self.wide.update(outputs[1:])
+            self.nbytes.update((v, self.nbytes[v] * LANES) for v in outputs[1:])
         steps += attention_steps(op, compute.strategy, inputs, outputs, self.device, self.mesh, self.nbytes, self.new)
 
     def crossing(

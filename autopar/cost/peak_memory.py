@@ -506,7 +506,8 @@ def _in_vector_memory(
     program: MemoryProgram, ranges: tuple[LiveRange, ...], compiler: Compiler
 ) -> dict[int, list[LiveRange]]:
     """By position, the values that lie in vector memory: what the kernel there makes or reads, and what the next few
-    will read again, the largest first as far as there is room. What waits longer lies in the memory of the device.
+    will read again, the largest first as far as there is room. What waits longer lies in the memory of the device, and
+    so does what takes more than half of the room (on v5p all that was seen of its kind).
     """
     if not compiler.vector_memory_bytes:
         return {}
@@ -518,7 +519,7 @@ def _in_vector_memory(
     lasting = {*program.arguments, *program.results}
     near: dict[int, list[LiveRange]] = {}
     for r in ranges:
-        if r.value in lasting:
+        if r.value in lasting or _bytes(r, program.nbytes) > compiler.vector_memory_bytes / 2:
             continue
         at = [r.start, *(p for p in accesses.get(r.value, ()) if r.start < p < r.stop)]
         kept = {p for a, b in itertools.pairwise(at) if b - a <= compiler.vector_memory_kernels for p in range(a, b)}

@@ -115,7 +115,7 @@ class Compiler:
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
         vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
-            reads it for the value to stay there. XLA looks at times; of 1 to 12 kernels, 3 come nearest to what small
+            reads it for the value to stay there. XLA looks at times; of 1 to 12 kernels, 2 come nearest to what small
             steps take on v5e, v5p and v6e (`benchmarks.compiled_elsewhere`).
     """
 
@@ -199,7 +199,7 @@ TPU = dataclasses.replace(
     reduces_late=True,
     loses_between=True,
     tile=Tile(rows=8, columns=128),
-    vector_memory_kernels=3,
+    vector_memory_kernels=2,
 )
 
 

@@ -210,13 +210,15 @@ def _hopper(name: str, *, memory_gb: float, memory_gb_per_s: float, source: str)
     return _with_cudnn(dataclasses.replace(device, sustained_share=_HOPPER_SUSTAINED), _HOPPER_ATTENTION)
 
 
-# The same of a B200 in float8 (`benchmarks.calibrate`: Llama 8B on 8 B200 and on 8 GB200, Megatron-Bridge). Of B300 and
-# GB300 there are too few runs for a share of their own.
-_BLACKWELL_SUSTAINED = 0.845
+# The same of a B200 in float8 (`benchmarks.calibrate`: Llama 8B on 8 B200 and on 8 GB200, Megatron-Bridge), and of a
+# GB300 (8B on 8, 70B on 64). Of B300 there are too few runs for a share of its own.
+_BLACKWELL_SUSTAINED, _GB300_SUSTAINED = 0.845, 0.955
 
 
-def _blackwell(device: DeviceKind, shares: tuple[tuple[int, float, float], ...]) -> DeviceKind:
-    return _with_cudnn(dataclasses.replace(device, sustained_share=_BLACKWELL_SUSTAINED), shares)
+def _blackwell(
+    device: DeviceKind, shares: tuple[tuple[int, float, float], ...], sustained: float = _BLACKWELL_SUSTAINED
+) -> DeviceKind:
+    return _with_cudnn(dataclasses.replace(device, sustained_share=sustained), shares)
 
 
 def _nvidia_scaled(eight_bit: float, four_bit: float) -> tuple[tuple[str, float], ...]:
@@ -285,6 +287,7 @@ _GB300 = _blackwell(
         source="NVIDIA GB300 NVL72 data sheet; 279 of 288 GB to be used: verda.com, GB300 NVL72 architecture",
     ),
     _BLACKWELL_ULTRA_ATTENTION,
+    _GB300_SUSTAINED,
 )  # fmt: skip
 # Preliminary figures of one GPU of a Vera Rubin NVL72, without sparsity; float4 at the rate for training. Nobody has
 # published what products, attention or long runs reach: taken to be the shares of B200 and GB300.

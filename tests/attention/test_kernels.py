@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+import autopar
 from autopar.attention import execute, kernels, ring
 from autopar.attention.form import AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.kernels import Kernel, kernel_of, library_of, visible_share
@@ -173,3 +174,27 @@ def test_the_kernel_of_tpus_computes_what_blocks_do(form, arrays):
         found = passes(Kernel.TPU_FLASH)
     for a, b in zip(passes(Kernel.BLOCKS), found, strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
+def test_numbers_of_rows_wait_for_the_backward_pass_once_for_each_lane():
+    chip = autopar.Cluster.preset("tpu-v5e", topology="1x1")
+    chip = dataclasses.replace(chip, device=dataclasses.replace(chip.device, vector_memory_bytes=0))
+
+    def peak_bytes(layers):
+        def step(x):
+            def loss(x):
+                for _ in range(layers):
+                    q = x.reshape(1, 1024, 8, 128)
+                    scores = jnp.einsum("bqhd,bkhd->bhqk", q, q)
+                    x = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), q).reshape(x.shape)
+                return jnp.sum(x * x)
+
+            return x - jax.grad(loss)(x)
+
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+        found = autopar.plan(step, x, cluster=chip, cache_dir=None, search=autopar.Search(attention="kernel"))
+        return max(found.predicted.peak_bytes)
+
+    rows_bytes, activation_bytes = 2 * 8 * 1024 * kernels.LANES * 4, 1024 * 1024 * 2
+    beside = (peak_bytes(3) - peak_bytes(2) - rows_bytes) / activation_bytes
+    assert 4 <= beside <= 5.1

@@ -156,7 +156,8 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 def predicted_and_compiled(step, state, batch):
     cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
-    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, cache_dir=None)
+    search = autopar.Search(attention="as written")
+    made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, search=search, cache_dir=None)
     stats = compile_for_target(made, "tpu:v5e:2x2", state, batch).memory_analysis()
     return max(made.plan(state, batch).predicted.peak_bytes), allocated_bytes(stats)
 

@@ -83,10 +83,11 @@ def test_the_page_names_sources_and_rows_that_are_left_out():
 
 def test_the_search_stands_beside_the_published_plan():
     made = Search(
-        published_plan_s=6.0, step_time_s=4.0, plan="One program", search_version=8, made_on="2026-01-03"
+        published_plan_s=6.0, step_time_s=4.0, planned_s=9.0, plan="One program", search_version=8,
+        made_on="2026-01-03",
     )  # fmt: skip
     text = page({ONE.key: entry(step_time_s=2.0, search=made)})
-    assert f"| {ONE.key} | 6.00 s | 4.00 s | 1.500x | One program | 2026-01-03, version 8 |" in text
+    assert f"| {ONE.key} | 6.00 s | 4.00 s | 1.500x | One program | 9 s | 2026-01-03, version 8 |" in text
     assert "free search" not in page({ONE.key: entry(step_time_s=2.0)})
 
 
