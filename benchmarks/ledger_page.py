@@ -58,7 +58,7 @@ ABOUT_SEARCH = (
     "memory, by the same model of costs. Above 1 the search is faster than the published plan, whose time "
     "is the row's (of rows marked (short) a line through two models, whose memory is not told). For 70B on 32 v6e it "
     "finds no plan: its run keeps the inputs of layers in the host's memory, here all stay on the device. For 70B on "
-    "64 GB200 it had not ended after nine minutes of processor time. Other rows were not searched yet."
+    "64 GB200 it takes more than nine minutes of processor time. Rows without a search are not in the table."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "

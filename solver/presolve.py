@@ -437,31 +437,57 @@ def components(problem: Problem) -> Iterator[tuple[Problem, list[int]]]:
 
 
 def any_allowed(problem: Problem, deadline: float) -> Choice | None:
-    """A choice that is allowed, cheap strategies of nodes tried first; None at the deadline, on time.perf_counter.
+    """A choice that is allowed, cheap strategies of nodes tried first; None at the deadline, on time.perf_counter, or
+    after `MOST_WORK` looks at a node.
 
-    Each strategy tried drops those that it excludes; nodes of few strategies come first.
+    Each strategy tried drops those that it excludes (`_exclude`); nodes of few strategies come first.
 
     Raises: ConflictError when no choice is allowed.
     """
-    waiting = [(Reduction(problem=problem, undo=tuple), 0, np.arange(len(problem.node_cost[0])))]
-    while waiting:
-        total, node, tried = waiting.pop()
+    near, costs = neighbours(problem), problem.node_cost
+    waiting: list[tuple[list[np.ndarray], int, np.ndarray]] = [
+        ([np.isfinite(cost) for cost in costs], 0, np.isfinite(costs[0]))
+    ]
+    is_first = True
+    for _ in range(MOST_WORK // len(costs)):
+        if not waiting:
+            raise ConflictError("the strategies left exclude each other")
         if time.perf_counter() > deadline:
             return None
-        strategies = [np.arange(len(cost)) for cost in total.problem.node_cost]
-        strategies[node] = tried
-        try:
-            kept = keep_strategies(total.problem, strategies)
-            total = chain(total, chain(kept, drop_forbidden(kept.problem)))
-        except ConflictError:
+        left, node, tried = waiting.pop()
+        left = [tried if each == node else strategies for each, strategies in enumerate(left)]
+        if not _exclude(problem, near, left, range(len(costs)) if is_first else (node,)):
             continue
-        costs = total.problem.node_cost
-        undecided = [node for node, cost in enumerate(costs) if len(cost) > 1]
+        is_first = False
+        undecided = [node for node, strategies in enumerate(left) if strategies.sum() > 1]
         if not undecided:
-            return total.undo([0] * len(costs))
-        node = min(undecided, key=lambda each: len(costs[each]))
-        waiting += [(total, node, np.array([s])) for s in np.argsort(-costs[node], kind="stable").tolist()]
-    raise ConflictError("the strategies left exclude each other")
+            return tuple(int(strategies.argmax()) for strategies in left)
+        node = min(undecided, key=lambda each: int(left[each].sum()))
+        dearest_first = [s for s in np.argsort(-costs[node], kind="stable").tolist() if left[node][s]]
+        waiting += [(left, node, np.arange(len(costs[node])) == s) for s in dearest_first]
+    return None
+
+
+def _exclude(problem: Problem, near: Sequence[Sequence[int]], left: list[np.ndarray], changed: Collection[int]) -> bool:
+    """Drops from the strategies `left` of each node those that a neighbour no longer allows, from the changed nodes on;
+    False where a node has none left (arc consistency).
+    """
+    waiting = set(changed)
+    if not all(strategies.any() for strategies in left):
+        return False
+    while waiting:
+        node = waiting.pop()
+        for number in near[node]:
+            edge = problem.edges[number]
+            other = edge.target if edge.source == node else edge.source
+            of_node = np.isfinite(edge.cost) if edge.source == node else np.isfinite(edge.cost).T
+            allowed = left[other] & (np.diag(of_node) if other == node else of_node[left[node]].any(axis=0))
+            if not allowed.any():
+                return False
+            if allowed.sum() < left[other].sum():
+                left[other] = allowed
+                waiting.add(other)
+    return True
 
 
 def neighbours(problem: Problem) -> list[list[int]]:

@@ -13,7 +13,7 @@ from autopar.plan.options import AS_FAST, NEARLY_EQUAL
 
 def best_program(context: PlanningContext) -> SpmdCandidate | None:
     """The fastest program without stages that fits; of nearly equal ones that on the mesh with the fewest axes."""
-    fitting = [c for c in fitting_of(context) if isinstance(c, SpmdCandidate)]
+    fitting = [c for c in context.fitting if isinstance(c, SpmdCandidate)]
     fastest_s = min((c.step_time_s for c in fitting), default=0.0)
     equal = [c for c in fitting if c.step_time_s <= fastest_s * (1 + NEARLY_EQUAL)]
     return min(equal, key=lambda c: (len(c.sharding.mesh.axis_sizes), c.step_time_s), default=None)
@@ -22,15 +22,11 @@ def best_program(context: PlanningContext) -> SpmdCandidate | None:
 def choose(context: PlanningContext) -> SpmdCandidate | PipelineCandidate | None:
     """The plan: the best program, or a pipeline that is faster. None where nothing fits."""
     program = best_program(context)
-    fitting = [c for c in fitting_of(context) if isinstance(c, PipelineCandidate)]
+    fitting = [c for c in context.fitting if isinstance(c, PipelineCandidate)]
     pipeline = min(fitting, key=lambda c: c.step_time_s, default=None)
     if program is None or pipeline is None:
         return program or pipeline
     return pipeline if pipeline.step_time_s < program.step_time_s else program
-
-
-def fitting_of(context: PlanningContext) -> list[Candidate]:
-    return [c for c in context.candidates if c.peak_bytes <= context.limit_bytes]
 
 
 def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, tolerance: float) -> list[Candidate]:

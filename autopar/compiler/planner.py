@@ -192,10 +192,11 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     if in_one_program:
         context = _with_one_program(context)
         refuse_large_state(context)
-    context = _stage_in_few(context)
-    best = best_program(context)
-    if request.defer_stages and best is None and in_one_program:
+    if in_one_program or context.traced.stacked_over:
+        context = _in_fewest_microbatches(context)
+    if in_one_program and request.defer_stages and not context.program_fits:
         return context
+    best = best_program(context)
     beaten_s = best.step_time_s if best is not None else math.inf
     context = dataclasses.replace(context, to_beat_s=min(beaten_s, context.fastest_s, request.to_beat_s))
     context = context.after(_pipelines_that_may_pay(context, best))
@@ -230,7 +231,7 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
     return dataclasses.replace(context, traced=traced, views=views, graph=views.graph)
 
 
-def _stage_in_few(context: PlanningContext) -> PlanningContext:
+def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
     seconds: a quick search ends with it, and ways to write a step that differ in what scans compute again are compared
     by it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
@@ -239,19 +240,21 @@ def _stage_in_few(context: PlanningContext) -> PlanningContext:
     has_scans = any(op.blocks for op in context.graph.block.ops)
     is_of_use = has_scans or traced.stacked_over > 0 or request.effort is Effort.QUICK
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
-    if not is_of_use or not is_free or context.fastest_s < math.inf or any_callbacks(traced.jaxpr):
+    is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
+    if not is_of_use or not is_free or not is_even or context.fastest_s < math.inf:
         return context
     alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
-    what = "one stage in few micro-batches", alike, context.limit_bytes, context.cluster
-    return context.after(context.graphs.of(traced, what, lambda: tuple(_in_few_microbatches(context))))
+    what = "fewest micro-batches", alike, context.limit_bytes, context.cluster
+    return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context))))
 
 
-def _in_few_microbatches(context: PlanningContext) -> Iterator[Candidate | Rejection]:
-    num_devices, source = context.cluster.num_devices, "one stage in few micro-batches"
+def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejection]:
+    num_devices, source = context.cluster.num_devices, "one stage in the fewest micro-batches"
     try:
+        examples = num_examples(context.traced)
         binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
-        least = 2.0
-        for number in divisors(num_examples(context.traced) // num_devices):
+        least = 2.0  # in one, it is a program
+        for number in divisors(examples // num_devices) if examples % num_devices == 0 else ():
             if number < least or context.deadline.passed:
                 continue
             request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
@@ -260,7 +263,8 @@ def _in_few_microbatches(context: PlanningContext) -> Iterator[Candidate | Rejec
             if found is None or found.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes:
                 (found,) = requested_pipelines(asked)
                 if found.fits(context.limit_bytes):
-                    yield dataclasses.replace(found, source=source, name="ZeRO-3" if num_devices > 1 else "")
+                    name = "ZeRO-3" if num_devices > 1 else ""
+                    yield dataclasses.replace(found, source=source, name=name, weighed=())
                     return
             # Twice as many micro-batches need half of the memory at least.
             least = number * found.peak_bytes / context.limit_bytes
@@ -318,8 +322,9 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
         return []  # stages would not have the layouts that were asked for
     # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
     wants_little = request.effort is Effort.QUICK or not context.may_gain
-    if context.fastest_s < math.inf and request.admits_one_program and wants_little:
-        of_quick = "Search(effort='quick') takes one stage where one fits"
+    is_known = context.fastest_s < math.inf and admits_one_program(context.traced, context.cluster, request)
+    if is_known and wants_little:
+        of_quick = "Search(effort='quick') takes one program or one stage where one fits"
         return [
             Rejection(source=PIPELINES, why=f"not searched: {of_quick if context.may_gain else context.why_no_gain}")
         ]
@@ -389,7 +394,8 @@ def make_plans(
         return faster_split(traced, asked, cluster.num_devices, plans_of)
 
     ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
-    in_stages = not admits_one_program(traced, cluster, request)
+    in_stages = cluster.num_devices > WHOLE_UP_TO and not admits_one_program(traced, cluster, request)
+    in_stages = in_stages and not request.names_pipeline and request.time_limit_s is None
     return plans_in_memory(request, ways, plans_with, cluster.num_devices, in_stages=in_stages)
 
 

@@ -47,7 +47,7 @@ def plans_in_memory(
     elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
         search.as_one_program(first, others)
     if search.best is None or search.best in search.waiting:
-        search.plan(search.like(first) or search.best or first)
+        search.plan(search.fastest_as_one_stage(first.attention) or search.best or first)
     while (way := search.next_of(others)) is not None:
         if search.deadline.passed:
             untried = f"not all ways to write the step were planned: {search.deadline.text}"
@@ -110,7 +110,7 @@ class _Search:
             try:
                 if self.is_one_program(way):
                     return
-            except SolverError:
+            except (SolverError, UnsupportedError):
                 return
             self.waiting += others
             way = self.next_program()
@@ -148,7 +148,7 @@ class _Search:
         """Plans a way in any program that is faster than the best so far. Where one stage tells how they compare, it is
         planned as that first.
         """
-        compares = self.is_like_best(way) and id(way) not in self.one_stage_s
+        compares = self.is_comparable_with_best(way) and id(way) not in self.one_stage_s
         try:
             if compares and not self.is_one_program(way):
                 return
@@ -168,10 +168,12 @@ class _Search:
                 raise
 
     def next_of(self, others: Iterator[StepWay]) -> StepWay | None:
-        """The way that is expected to be fastest, where that is worth it; where nothing fits yet, that which saves
-        least.
+        """The way that is expected to be fastest, where that is worth it: the best one first, where it was planned as
+        one stage alone. Where nothing fits yet, that which saves least.
         """
         self.waiting += others
+        if self.best is not None and self.best in self.waiting:
+            return self.best
         ways = [w for w in self.waiting if w.saved_bytes < self.refused_bytes.get(w.attention, math.inf)]
         if not self.plans:
             return min(ways, key=lambda way: (way.least_s == math.inf, way.saved_bytes), default=None)
@@ -207,13 +209,13 @@ class _Search:
             self.best = way
             self.plans = tuple(functools.reduce(Plan.with_note, way.notes, plan) for plan in plans)
 
-    def like(self, first: StepWay) -> StepWay | None:
-        """The way with the attention of the first that is fastest as one stage; None where none fits so."""
-        alike = [way for way in self.waiting if way.attention is first.attention]
+    def fastest_as_one_stage(self, attention: Attention) -> StepWay | None:
+        """The way with this attention that is fastest as one stage; None where none fits so."""
+        alike = [way for way in self.waiting if way.attention is attention]
         fitting = [way for way in alike if self.one_stage_s.get(id(way), math.inf) < math.inf]
         return min(fitting, key=lambda way: self.one_stage_s[id(way)], default=None)
 
-    def is_like_best(self, way: StepWay) -> bool:
+    def is_comparable_with_best(self, way: StepWay) -> bool:
         """Whether one stage in few micro-batches tells how a way compares with the best: neither fits as one program,
         and they differ alone in what scans compute again, so that the search over stages gains about as much in both.
         """
@@ -227,7 +229,7 @@ class _Search:
         """
         if way.least_s == math.inf:
             return math.inf
-        if self.is_like_best(way) and id(way) in self.one_stage_s:
+        if self.is_comparable_with_best(way) and id(way) in self.one_stage_s:
             return max(self.step_s + self.one_stage_s[id(way)] - self.one_stage_s[id(self.best)], way.least_s)
         found = math.inf
         for other, programs in self.known:

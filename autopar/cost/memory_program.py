@@ -97,7 +97,7 @@ def attention_steps(
     at = (*inputs, *buffers)
     if not kernel.writes_scores:
         given = sum(nbytes[v] for v in outputs[1:]) if has_wide_rows(op.eqn, kernel, ring_size) else 0
-        rows = new(row_bytes(op.eqn, kernel) // split - given)
+        rows = new(max(0, row_bytes(op.eqn, kernel) // split - given))
         pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((rows,), at), (outputs, (*at, rows)))
     else:
         block = block_bytes(op.eqn, split, ring_size)

@@ -18,7 +18,7 @@ from autopar.cost.usage import compute_times_s
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
 from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate, program_fits
+from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import LayerPolicies
@@ -280,7 +280,7 @@ def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, pol
     short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
     """
     best, at = evaluated.best, _near_the_best(evaluated)
-    if best is None or at is None or not best.fits(evaluated.limit_bytes) or program_fits(evaluated.context):
+    if best is None or at is None or not best.fits(evaluated.limit_bytes) or evaluated.context.program_fits:
         return
     binding = best.binding if isinstance(best, PipelineEstimate) and len(best.choice.first_layers) == 1 else None
     of = best.choice if binding is not None else at.choice

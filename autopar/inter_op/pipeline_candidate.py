@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from autopar.inter_op.fit_stages import Round
 from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import StagedStep
-from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.context import Rejection
 from autopar.plan.schema import PipelineTrial
 from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh
@@ -106,12 +106,6 @@ class PipelineCandidate:
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """The sort key: candidates that fit first, then the faster."""
         return not self.fits(limit_bytes), self.step_time_s
-
-
-def program_fits(context: PlanningContext) -> bool:
-    """Whether a program without stages fits, of those that were found."""
-    programs = (c for c in context.candidates if not isinstance(c, PipelineCandidate))
-    return any(c.peak_bytes <= context.limit_bytes for c in programs)
 
 
 def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:

@@ -31,7 +31,6 @@ from autopar.inter_op.pipeline_candidate import (
     SOURCE,
     PipelineCandidate,
     PipelineEstimate,
-    program_fits,
     retry_without_hoisted_casts,
 )
 from autopar.inter_op.requested import split_step, whole_batch
@@ -218,12 +217,10 @@ class _Search:
         cuts, too_large = self.that_may_fit(cuts)
         if not cuts:
             return (self.nothing(too_large),), False
-        too_long_s = self.context.keep_tolerance * self.context.to_beat_s
-        screen = (
-            MeshScreen(num_devices=cluster.num_devices, are_equal=step.parts > 1, longest_s=too_long_s)
-            if self.screens
-            else None
-        )
+        screen: MeshScreen | None = None
+        if self.screens:
+            equal, longest_s = step.parts > 1, self.context.to_beat_s
+            screen = MeshScreen(num_devices=cluster.num_devices, are_equal=equal, longest_s=longest_s)
         posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(
             self.context,
@@ -274,7 +271,7 @@ class _Search:
         is no other plan of the step, or all are slow.
         """
         if best is None or not best.fits(self.context.limit_bytes):
-            return self.context.request.to_beat_s == math.inf
+            return self.context.to_beat_s == math.inf
         step_time_s = min(best.step_time_s, self.context.to_beat_s)
         return screen.has_left_out_for_pipeline and step_time_s > screen.longest_s
 
@@ -410,7 +407,7 @@ class _Search:
         of a step that is written in another way, which one stage may be faster than.
         """
         context = self.context
-        is_of_another = not program_fits(context) and context.least_s < context.keep_tolerance * context.to_beat_s
+        is_of_another = not context.program_fits and context.least_s < context.keep_tolerance * context.to_beat_s
         return is_of_another or self.several_may_be_faster(microbatched)
 
     def several_may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
@@ -463,8 +460,8 @@ class _Search:
     @property
     def number_that_fits(self) -> int | None:
         """The number of micro-batches in which one stage is known to fit."""
-        pipelines = (c for c in self.context.candidates if isinstance(c, PipelineCandidate))
-        return next((c.num_microbatches for c in pipelines if c.fits(self.context.limit_bytes)), None)
+        numbers = (candidate.num_microbatches for candidate in self.context.fitting)
+        return next((number for number in numbers if number is not None), None)
 
     def one_stage_in_other_numbers(
         self,

@@ -74,6 +74,10 @@ class SpmdCandidate:
     name: str = ""
 
     @property
+    def num_microbatches(self) -> None:
+        """None: it is no pipeline."""
+
+    @property
     def peak_bytes(self) -> int:
         return self.estimate.peak_bytes
 

@@ -46,7 +46,12 @@ class StepGraphs:
 
 
 class Candidate(Protocol):
-    """One way to run the step, lowered to instructions. `peak_bytes`: on the device with the highest peak."""
+    """One way to run the step, lowered to instructions. `peak_bytes`: on the device with the highest peak.
+    `num_microbatches`: of a pipeline, which one stage in micro-batches is too; None for a program.
+    """
+
+    @property
+    def num_microbatches(self) -> int | None: ...
 
     @property
     def source(self) -> str: ...
@@ -135,12 +140,21 @@ class PlanningContext:
     def weighed_one_program(self) -> bool:
         """Whether the step was searched for as one program without stages, or is known to need too much memory so."""
         refused = any(isinstance(rejection.error, MemoryLimitError) for rejection in self.rejections)
-        return refused or bool(self.candidates)
+        return refused or any(candidate.num_microbatches is None for candidate in self.candidates)
+
+    @property
+    def fitting(self) -> tuple[Candidate, ...]:
+        return tuple(candidate for candidate in self.candidates if candidate.peak_bytes <= self.limit_bytes)
+
+    @property
+    def program_fits(self) -> bool:
+        """Whether a program without stages fits, of those that were found."""
+        return any(candidate.num_microbatches is None for candidate in self.fitting)
 
     @property
     def fastest_s(self) -> float:
         """Step time of the fastest candidate so far that fits; inf: there is none."""
-        return min((c.step_time_s for c in self.candidates if c.peak_bytes <= self.limit_bytes), default=math.inf)
+        return min((candidate.step_time_s for candidate in self.fitting), default=math.inf)
 
     @property
     def may_gain(self) -> bool:

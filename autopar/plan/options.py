@@ -138,7 +138,8 @@ class PlanRequest:
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
         remat: The names that `jax.checkpoint` saves: as written, those of the fastest plan (auto), or these.
-        defer_stages: Whether stages and micro-batches are not searched for where the step does not fit without them.
+        defer_stages: Whether stages are not searched for where the step does not fit as one program: one stage in the
+            fewest micro-batches may be the plan then.
         to_beat_s: Step time of a plan that is there; slower ones are not wanted.
         recipe: The name of the recipe that the request is of; it decides nothing.
     """

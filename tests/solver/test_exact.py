@@ -1,4 +1,4 @@
-"""The solver against brute force on small random problems, with tables and with the anytime core alone."""
+"""The solver against brute force on small random problems, with tables and with the search alone."""
 
 from __future__ import annotations
 

@@ -61,6 +61,17 @@ def test_a_choice_that_is_allowed_is_found_where_there_is_one(seed: int) -> None
     assert any_allowed(problem, -math.inf) is None
 
 
+def test_a_choice_that_is_allowed_is_found_in_a_long_chain() -> None:
+    forbids = np.zeros((3, 3))
+    forbids[0, 0] = math.inf
+    cost = np.array([0.0, 1.0, 2.0])
+    edges = tuple(Edge(source=at, target=at + 1, cost=forbids) for at in range(1499))
+    problem = Problem(node_cost=(cost,) * 1500, edges=edges)
+    choice = any_allowed(problem, math.inf)
+    assert choice is not None
+    assert evaluate(problem, choice) < math.inf
+
+
 def test_a_follower_says_which_strategy_it_takes() -> None:
     follows = np.array([[math.inf, 2.0], [1.0, math.inf]])
     problem = Problem(
