@@ -361,6 +361,9 @@ def test_where_every_plan_has_stages_the_fastest_way_is_first():
 
     plans_in_memory(PlanRequest(), SAVING[::-1], plans_with, 512, in_stages=True)
     assert asked == [(SAVING[0].attention, False)]
+    nearly = dataclasses.replace(SAVING[1], least_s=1.005)
+    plans_in_memory(PlanRequest(), (nearly, *SAVING[2:], SAVING[0]), plans_with, 512, in_stages=True)
+    assert asked[1:] == [(nearly.attention, False)]
 
 
 def test_the_last_way_is_taken_where_nothing_else_fits():
