@@ -128,8 +128,8 @@ def test_gathered_weights_come_whole_where_pieces_of_them_are_summed():
 
 
 def test_what_fits_only_with_all_gathered_whole_is_found():
-    """In 34 MB: products in pieces keep the pieces of what they read, and need more."""
+    """In 68 MB: products in pieces keep the pieces of what they read, and need more."""
     cluster = Cluster.preset("tpu-v5e", topology="2x4")
-    context = dataclasses.replace(context_on(cluster), limit_bytes=34_000_000)
+    context = dataclasses.replace(context_on(cluster), limit_bytes=68_000_000)
     found = search_mesh(context, cost_model(cluster, LogicalMesh(axis_sizes=(8,))), time_limit_s=60.0)
-    assert found.peak_bytes <= 34_000_000
+    assert found.peak_bytes <= 68_000_000
