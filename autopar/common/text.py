@@ -44,6 +44,11 @@ def text_of_s(seconds: float) -> str:
     return _scaled(seconds, _TIMES) if abs(seconds) >= LEAST_S else "0 s"
 
 
+def text_of_limit(time_limit_s: float) -> str:
+    """`within 3.2 s`; of a search that only its number of tries ends `within the solver's tries`."""
+    return f"within {text_of_s(time_limit_s)}" if time_limit_s < float("inf") else "within the solver's tries"
+
+
 def text_of_interval_s(ends_s: tuple[float, float]) -> str:
     """`1.9 to 2.4 s`, `960 ms to 1.2 s`: two digits."""
     low, high = (_scaled(float(f"{end:.2g}"), _TIMES) for end in ends_s)

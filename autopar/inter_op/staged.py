@@ -9,6 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from autopar.common.text import text_of_limit
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
@@ -321,11 +322,12 @@ def solve_stage(problem: IntraOp, terms: ObjectiveWeights, time_limit_s: float) 
         time_limit_s=time_limit_s, prices=prices, exposure=Exposure(terms.exposed_fraction), rounds=ROUNDS
     )
     if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        is_tight = solution.status is Status.INFEASIBLE
         raise SolverError(
             where=f"a stage on mesh {problem.model.links.mesh}",
             expected="decisions for its operations",
-            got=f"{solution.status.value} within {time_limit_s:.1f} s",
-            hint=TOO_TIGHT if solution.status is Status.INFEASIBLE else NO_SOLUTION,
+            got="constraints that exclude each other" if is_tight else f"none {text_of_limit(time_limit_s)}",
+            hint=TOO_TIGHT if is_tight else NO_SOLUTION,
         )
     sharding = problem.decode(solution)
     return dataclasses.replace(sharding, overlapped_axes=sharding.overlapped_axes or terms.overlapped_axes)

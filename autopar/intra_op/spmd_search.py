@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from autopar.common.text import text_of_limit
 from autopar.cost.cost_model import EXPOSED_FRACTION, CostModel, NodeCosts
 from autopar.intra_op.build_choice_graph import tables_of
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
@@ -72,7 +73,7 @@ def search_mesh(
     is_time = not model.overlap.kinds
     free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        why = IMPOSSIBLE if free.status is Status.INFEASIBLE else f"no plan within {time_limit_s:.1f} s"
+        why = IMPOSSIBLE if free.status is Status.INFEASIBLE else f"no plan {text_of_limit(time_limit_s)}"
         return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
     search = _MeshSearch(
         context=context,
