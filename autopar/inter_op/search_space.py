@@ -293,9 +293,8 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
 
 
 def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
-    """The numbers in which several stages are tried next: those midway between the fastest so far and the next ones on
-    either side, by their ratio; then half of it where none is below, and double where none is above. So a number that
-    is found between two spares a look beyond them.
+    """The numbers in which several stages are tried next: half of the fastest so far where none is below, double where
+    none is above; then those midway between it and the next ones on either side, by their ratio.
 
     Args:
         numbers: All that the batch admits, in rising order.
@@ -304,12 +303,12 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
     """
     below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
     found = []
-    for low, high in ((below, best), (best, above)):
-        if low is not None and high is not None:
-            between = [m for m in numbers if low < m < high]
-            found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
     if below is None:
         found += [m for m in numbers if 2 * m <= best][-1:]
     if above is None:
         found += [m for m in numbers if m >= 2 * best][:1]
+    for low, high in ((below, best), (best, above)):
+        if low is not None and high is not None:
+            between = [m for m in numbers if low < m < high]
+            found += sorted(between, key=lambda m: abs(math.log(m * m / (low * high))))[:1]
     return found
