@@ -11,7 +11,8 @@
 One program can do the runs of the first micro-batch with what precedes the loop, of the last with what follows. What a
 program sends between its devices, another program cannot compute beside: gradients that are exchanged behind the last
 micro-batch, and parameters that are gathered ahead of the first one, hide behind nothing. As one program with that
-micro-batch they hide behind its passes.
+micro-batch they hide behind its passes. So do sends within a forward pass behind the backward pass of another
+micro-batch that stands next to it, and the other way round (`pairs`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from autopar.runtime.program import (
     TaskKind,
     dataflow,
 )
-from autopar.runtime.schedule import PipelineSchedule
+from autopar.runtime.schedule import PipelineSchedule, Slot
 
 
 def order_of_runs(
@@ -59,14 +60,28 @@ def order_of_runs(
     Raises:
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.
     """
+    return _ordered(flow, schedule, task_s, transfer_s)[0]
+
+
+def _ordered(
+    flow: Dataflow,
+    schedule: PipelineSchedule,
+    task_s: Sequence[float] | None,
+    transfer_s: Sequence[float] | None,
+    together: Collection[tuple[Node, ...]] = (),
+) -> tuple[tuple[Node, ...], Collection[tuple[Node, ...]]]:
+    """(the order, those of `together` that hold in it): runs that are neighbours on their mesh and begin when all that
+    any of them needs is there, but for those by which meshes would wait for each other.
+    """
     tasks = flow.pipeline.tasks
     needs = _needs(flow)
     before, after = (_once(tasks, kind, needs) for kind in (TaskKind.BEFORE, TaskKind.AFTER))
     lists = [list(runs) for runs in runs_of_mesh(flow.pipeline, schedule)]
     lists, moved = _with_tasks_of_stages(tasks, lists, before, after, needs)
     before, after = [n for n in before if n not in moved], [n for n in after if n not in moved]
-    merged = _merged(flow, schedule, lists, needs, frozenset(before), task_s, transfer_s)
-    return (*before, *merged, *after)
+    begun_by = {runs[0]: runs for runs in together}
+    merged = _merged(flow, schedule, lists, needs, frozenset(before), task_s, transfer_s, begun_by)
+    return (*before, *merged, *after), begun_by.values()
 
 
 def _with_tasks_of_stages(
@@ -215,7 +230,9 @@ def _merged(
     before: frozenset[Node],
     task_s: Sequence[float] | None,
     transfer_s: Sequence[float] | None,
+    begun_by: dict[Node, tuple[Node, ...]],
 ) -> list[Node]:
+    """`begun_by`: runs that begin together, by the first; those that hold up themselves are taken out."""
     position = [0] * len(lists)
     clock = [0.0] * len(lists)
     end_s = dict.fromkeys(before, 0.0)
@@ -228,7 +245,9 @@ def _merged(
         if position[mesh] == len(lists[mesh]):
             return
         start = clock[mesh]
-        for need in needs[lists[mesh][position[mesh]]]:
+        node = lists[mesh][position[mesh]]
+        runs = begun_by.get(node, (node,))
+        for need in (need for run in runs for need in needs[run] if need.node not in runs):
             if need.node not in end_s:
                 waiting.setdefault(need.node, []).append(mesh)
                 return
@@ -238,13 +257,26 @@ def _merged(
 
     for mesh in range(len(lists)):
         look_at(mesh)
-    while ready:
+    while True:
+        if not ready:
+            held_up = [
+                mesh for mesh, at in enumerate(position) if lists[mesh][at : at + 1] and lists[mesh][at] in begun_by
+            ]
+            if not held_up:
+                break
+            begun_by.pop(lists[held_up[0]][position[held_up[0]]])
+            for meshes in waiting.values():
+                meshes[:] = [mesh for mesh in meshes if mesh != held_up[0]]
+            look_at(held_up[0])
+            continue
         start, mesh = heapq.heappop(ready)
         node = lists[mesh][position[mesh]]
-        clock[mesh] = end_s[node] = start + (task_s[node[0]] if task_s is not None else 1.0)
-        position[mesh] += 1
-        order.append(node)
-        for changed in (mesh, *waiting.pop(node, ())):
+        runs = begun_by.get(node, (node,))
+        clock[mesh] = start + sum(task_s[number] if task_s is not None else 1.0 for number, _ in runs)
+        end_s |= dict.fromkeys(runs, clock[mesh])
+        position[mesh] += len(runs)
+        order += runs
+        for changed in (mesh, *(waiter for run in runs for waiter in waiting.pop(run, ()))):
             look_at(changed)
     stuck = {mesh: lists[mesh][position[mesh]] for mesh in range(len(lists)) if position[mesh] < len(lists[mesh])}
     if stuck:
@@ -310,6 +342,33 @@ def joinable(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[Node
     return tuple(sorted(found, key=lambda chain: position[chain[0]]))
 
 
+def pairs(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[Node, ...], ...]:
+    """The runs that may be one program each as neither waits for the other: a forward pass and, behind it on its mesh,
+    the backward pass of another micro-batch, both parts of it where they are two. On a mesh with several stages it is
+    of another stage.
+
+    The first and the last run of a mesh stay for `joinable`.
+    """
+    found: list[tuple[Node, ...]] = []
+    for nodes, todo in zip(runs_of_mesh(pipeline, schedule), schedule.lists, strict=True):
+        of_slot: dict[Slot, list[Node]] = {}
+        for number, micro_batch in nodes:
+            task = pipeline.tasks[number]
+            of_slot.setdefault(Slot(task.kind, task.stage, micro_batch), []).append((number, micro_batch))
+        slots = [slot for slot in todo if slot in of_slot]
+        several = len({slot.stage for slot in slots}) > 1
+        for at in range(1, len(slots) - 2):
+            forward, backward, *behind = slots[at : at + 3]
+            if forward.kind is not TaskKind.FORWARD or backward.kind is TaskKind.FORWARD:
+                continue
+            if forward.micro_batch == backward.micro_batch or several == (forward.stage == backward.stage):
+                continue
+            goes_on = at + 3 < len(slots) and behind[0] == (TaskKind.WEIGHT, *backward[1:])
+            runs = [forward, backward, *behind] if goes_on else [forward, backward]
+            found.append(tuple(node for slot in runs for node in of_slot[slot]))
+    return tuple(found)
+
+
 def _follows(flow: Dataflow, position: dict[Node, int], chain: Sequence[Node], node: Node) -> bool:
     """Whether a run can be in one program with those in front of it on its mesh, all of one stage."""
     tasks = flow.pipeline.tasks
@@ -348,14 +407,16 @@ def emit(
     Args:
         task_s: Seconds of each task, to merge the lists of the meshes by; all 1 if left out.
         transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
-        joined: Chains of runs that are one program each, of those of `joinable`.
+        joined: Chains of runs that are one program each, of those of `joinable` and `pairs`; those of `pairs` by which
+            meshes would wait for each other are left apart.
 
     Raises:
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.
     """
     flow = dataflow(pipeline, schedule.num_microbatches)
-    order = order_of_runs(flow, schedule, task_s, transfer_s)
-    writer = _Writer(flow, order, joined)
+    together = [runs for runs in joined if all(pipeline.tasks[number].kind.repeats for number, _ in runs)]
+    order, held = _ordered(flow, schedule, task_s, transfer_s, together)
+    writer = _Writer(flow, order, [runs for runs in joined if runs in held or runs not in together])
     return writer.program()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.common.records import HashedById
@@ -146,6 +146,20 @@ class Free:
 
 
 Instruction = Run | Joined | Send | Free
+
+
+def work_of(joined: Joined, pipeline: Pipeline) -> Hashable:
+    """Equal for chains that do the same in other micro-batches, which are numbered in the order of the runs."""
+    order: dict[int, int] = {}
+    for number, micro_batch in joined.parts:
+        if pipeline.tasks[number].kind.repeats:
+            order.setdefault(micro_batch, len(order))
+
+    def numbered(instances: Sequence[tuple[int, int]]) -> Hashable:
+        return tuple((b, order.get(i, -1 - i) if pipeline.buffers[b].repeats else 0) for b, i in instances)
+
+    tasks = tuple(number for number, _ in joined.parts)
+    return tasks, numbered(joined.reads), numbered(joined.makes), joined.donated
 
 
 def runs_of(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -317,15 +331,15 @@ def program_peak_in_flight(program: Program) -> tuple[int, ...]:
     """
     held: collections.Counter[int] = collections.Counter()
     peaks: collections.Counter[int] = collections.Counter()
-    for mesh, change in in_flight_changes(program).values():
+    for _, mesh, change in in_flight_changes(program):
         held[mesh] += change
         peaks[mesh] = max(peaks[mesh], held[mesh])
     return tuple(peaks[mesh] for mesh in range(num_meshes(program)))
 
 
-def in_flight_changes(program: Program) -> dict[int, tuple[int, int]]:
-    """For instructions that change what is in flight: (mesh, +1 or -1). A stage may have several tasks of a kind:
-    the first run of FORWARD takes, the last of the releasing kind gives back.
+def in_flight_changes(program: Program) -> list[tuple[int, int, int]]:
+    """What changes what is in flight, in order: (number of the instruction, mesh, +1 or -1). A stage may have several
+    tasks of a kind: the first run of FORWARD takes, the last of the releasing kind gives back.
     """
     tasks = program.pipeline.tasks
     release = release_kinds(program)
@@ -340,9 +354,11 @@ def in_flight_changes(program: Program) -> dict[int, tuple[int, int]]:
                 begun.setdefault((task.stage, micro_batch), at)
             elif task.kind is release[task.stage]:
                 ended[task.stage, micro_batch] = at
-    meshes = {at: tasks[runs_of(program.instructions[at])[0][0]].mesh for at in (*begun.values(), *ended.values())}
-    gains = set(begun.values())
-    return {at: (mesh, 1 if at in gains else -1) for at, mesh in sorted(meshes.items())}
+    mesh_of = {task.stage: task.mesh for task in tasks}
+    changes = [
+        (at, -change, mesh_of[stage]) for of, change in ((begun, 1), (ended, -1)) for (stage, _), at in of.items()
+    ]
+    return [(at, mesh, -change) for at, change, mesh in sorted(changes)]
 
 
 def num_meshes(program: Program) -> int:

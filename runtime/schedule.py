@@ -164,9 +164,13 @@ class Placement:
         return (self.span_s - max(self.busy_s)) / self.span_s
 
 
+# Two stages a group, s and 2p-1-s: the pipeline ends where it began.
+V_SHAPED = ("zb-v", "dualpipev", "inference-v")
+
+
 def mesh_of_stages(name: str, num_groups: int, chunks: int) -> tuple[int, ...]:
     """The group of devices of each stage of a schedule: one round of the groups after the other, and in a V back."""
-    if name in ("zb-v", "inference-v"):
+    if name in V_SHAPED:
         return (*range(num_groups), *reversed(range(num_groups)))
     return tuple(range(num_groups)) * chunks
 

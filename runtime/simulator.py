@@ -356,7 +356,7 @@ class _Clock:
 
     def in_flight(self) -> list[Steps]:
         changes: list[list[tuple[float, int, int]]] = [[] for _ in range(self.num_meshes)]
-        for at, (mesh, change) in in_flight_changes(self.program).items():
+        for at, mesh, change in in_flight_changes(self.program):
             when = self.starts_s[at] if change > 0 else self.ends_s[at]
             changes[mesh].append((when, change, change > 0))
         return [_running(changes_of_mesh) for changes_of_mesh in changes]

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.runtime.program import TaskKind
 from autopar.runtime.schedule import (
+    V_SHAPED,
     PipelineSchedule,
     Placement,
     Slot,
@@ -32,6 +33,7 @@ __all__ = [
     "Slot",
     "StageCosts",
     "Times",
+    "dualpipev",
     "eager_one_f_one_b",
     "gpipe",
     "inference",
@@ -48,7 +50,7 @@ __all__ = [
     "zb_v",
 ]
 
-F, B = TaskKind.FORWARD, TaskKind.BACKWARD
+F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 
 
 def gpipe(num_groups: int, num_microbatches: int) -> PipelineSchedule:
@@ -106,6 +108,69 @@ def interleaved(num_groups: int, num_microbatches: int, chunks: int) -> Pipeline
         splits_backward=False,
         in_flight=tuple(min(2 * (p - g - 1) + (v - 1) * p + 1, m * v) for g in range(p)),
     )
+
+
+def dualpipev(num_groups: int, num_microbatches: int) -> PipelineSchedule:
+    """Two stages a group in a V, whose forward pass of one micro-batch stands beside the backward pass of another of
+    the other stage, so that each can hide what the other sends (DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and its
+    cut in half). Weight gradients stand on their own where a group would wait.
+
+    On p = 2 groups, 4 micro-batches (capitals: the second stage of a group; brackets: neighbours, `pairs`)::
+
+        group 0   f0 f1 f2 F0  B0 W0 F1  [f3 B1 W1] [F2 b0 w0]  B2 W2 [F3 b1 w1]  B3 W3 b2 w2 b3 w3
+        group 1   f0 F0 f1 F1            [f2 B0 W0] [F2 b0 w0] [f3 B1 W1] [F3 b1 w1]  B2 W2 b2 w2 B3 b3 W3 w3
+
+    Bubble (p-1)F for F = B = W where each runs on its own, from m = 2p on; of neighbours that take P as one program at
+    most (p-1)(P+B-2W), the published one. In flight at most 2p+1 pairs (stage, micro-batch), each of half a group's
+    layers.
+    """
+    p, m = num_groups, max(num_microbatches, 2 * num_groups)
+    lists = (tuple(x for x in _dualpipev_list(g, p, m) if x.micro_batch < num_microbatches) for g in range(p))
+    schedule = PipelineSchedule(
+        name="dualpipev",
+        num_microbatches=num_microbatches,
+        num_stages=2 * p,
+        mesh_of_stage=mesh_of_stages("dualpipev", p, 2),
+        lists=tuple(lists),
+        splits_backward=True,
+        in_flight=(0,) * p,
+    )
+    return dataclasses.replace(schedule, in_flight=peak_in_flight(schedule))
+
+
+def _dualpipev_list(group: int, num_groups: int, num_microbatches: int) -> list[Slot]:
+    g, p, m = group, num_groups, num_microbatches
+    down, up = g, 2 * p - 1 - g
+    forward = {stage: iter([Slot(F, stage, i) for i in range(m)]) for stage in (down, up)}
+    backward = {stage: iter([Slot(B, stage, i) for i in range(m)]) for stage in (down, up)}
+    put_off: list[Slot] = []  # weight gradients, the oldest first
+    todo: list[Slot] = []
+
+    def back(stage: int, puts_off: bool = False) -> None:
+        slot = next(backward[stage])
+        todo.append(slot)
+        (put_off if puts_off else todo).append(Slot(W, stage, slot.micro_batch))
+
+    todo += [next(forward[down]) for _ in range(2 * (p - g - 1))]
+    for _ in range(g + 1):
+        todo += [next(forward[down]), next(forward[up])]
+    for _ in range(p - g - 1):
+        back(up)
+        todo.append(next(forward[up]))
+    for _ in range(m - 2 * p + g + 1):
+        for there, here in ((down, up), (up, down)):
+            todo.append(next(forward[there]))
+            back(here)
+    for _ in range(p - g - 1):
+        back(up)
+        todo.append(next(forward[up]))
+        back(down)
+    for number in range(2 * (g + 1)):
+        back(up if number % 2 == 0 else down, puts_off=number > g)
+    for _ in range(p - g - 1):
+        todo.append(put_off.pop(0))
+        back(down, puts_off=True)
+    return [*todo, *put_off]
 
 
 def inference(num_groups: int, num_microbatches: int, chunks: int = 1) -> PipelineSchedule:
@@ -204,6 +269,7 @@ _DRAWN: Mapping[str, _Maker] = MappingProxyType(
         "1f1b": lambda p, m, v: one_f_one_b(p, m),
         "eager-1f1b": lambda p, m, v: eager_one_f_one_b(p, m),
         "interleaved": interleaved,
+        "dualpipev": lambda p, m, v: dualpipev(p, m),
         "inference": inference,
         "inference-v": lambda p, m, v: inference_v(p, m),
     }
@@ -222,8 +288,7 @@ _CHUNKS: Mapping[str, Callable[[int], bool]] = MappingProxyType(
     {
         "interleaved": lambda v: v >= 1,
         "inference": lambda v: v >= 1,
-        "inference-v": lambda v: v == 2,
-        "zb-v": lambda v: v == 2,
+        **{name: lambda v: v == 2 for name in V_SHAPED},
     }
 )
 
@@ -241,8 +306,8 @@ def make_schedule(
 
     Args:
         num_groups: Device groups of the pipeline.
-        chunks: Stages on each group: any number for "interleaved" and "inference", 2 for "zb-v" and "inference-v", 1
-            for the others.
+        chunks: Stages on each group: any number for "interleaved" and "inference", 2 for those in a V ("zb-v",
+            "dualpipev", "inference-v"), 1 for the others.
         times: Of one stage, or of each stage, where the zero-bubble schedules are to be fitted to them; the others do
             not ask.
         whole_step: They are fitted to end early, not to let the next step begin while groups still end this one: the
@@ -259,7 +324,7 @@ def make_schedule(
             )
     if not _CHUNKS.get(name, lambda v: v == 1)(chunks):
         expected = dict.fromkeys(("interleaved", "inference"), "1 or more")
-        expected |= dict.fromkeys(("zb-v", "inference-v"), "2 stages on each group")
+        expected |= dict.fromkeys(V_SHAPED, "2 stages on each group")
         raise InvalidArgumentError(
             where=f"chunks of schedule {name}",
             expected=expected.get(name, "1 stage on each group"),

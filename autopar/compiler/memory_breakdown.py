@@ -166,10 +166,14 @@ def _of_task(staged: StagedStep, number: int, kinds: _Kinds, names: _Names) -> l
     planned = staged.stages[task.stage]
     graph, model = planned.stage.graph, planned.model
     if number >= len(staged.staged.tasks):
-        program, stands_for = joined_memory(staged, staged.joined[number - len(staged.staged.tasks)].parts)
+        programs = joined_memory(staged, staged.joined[number - len(staged.staged.tasks)].parts)
     else:
-        program, stands_for = task_program(graph, task.instructions, task.inputs, task.outputs, model)
-    return _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, kinds, names)
+        programs = [task_program(graph, task.instructions, task.inputs, task.outputs, model)]
+    return [
+        holder
+        for program, stands_for in programs
+        for holder in _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, kinds, names)
+    ]
 
 
 def _temporaries(

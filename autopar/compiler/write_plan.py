@@ -205,7 +205,7 @@ def pipeline_record(staged: StagedStep, recomputed: Sequence[str], chunks: int, 
         chunks=chunks,
         recomputed=tuple(recomputed),
         keeps_copies=hoist_casts,
-        joined=tuple(chain_name(staged, task.parts) for task in staged.joined),
+        joined=tuple(dict.fromkeys(chain_name(staged, task.parts) for task in staged.joined)),
         stages=tuple(stages),
         scan_parts=staged.step.parts,
         timeline=pipeline_timeline(simulation, staged.simulated),
@@ -668,28 +668,38 @@ def sends_of_stages(staged: StagedStep) -> tuple[Sends, ...]:
     """
     in_joined = collections.Counter(number for joined in staged.joined for number, _ in joined.parts)
     numbers = [[i for i, task in enumerate(staged.staged.tasks) if task.stage == s] for s in range(len(staged.stages))]
+    runs_of = collections.Counter(tuple(number for number, _ in joined.parts) for joined in staged.joined)
+    first_of = {tuple(number for number, _ in joined.parts): joined.parts for joined in reversed(staged.joined)}
     known: dict[Hashable, tuple[Sequence[str], Sends]] = {}
     found = []
     for planned, tasks in zip(staged.stages, numbers, strict=True):
         modules = tuple(dict.fromkeys(op.place for op in planned.stage.graph.ops()))
-        chains = [joined.parts for joined in staged.joined if joined.parts[0][0] in tasks]
+        chains = [chain for chain in runs_of if not set(tasks).isdisjoint(chain)]
         key = (
             planned.like,
             tuple(map(summary.folded, modules)),
             tuple(_form(staged, number, in_joined) for number in tasks),
-            tuple(tuple(tasks.index(number) for number, _ in chain) for chain in chains),
+            tuple(tuple(_joined_form(staged, number, tasks) for number in chain) for chain in chains),
+            tuple(runs_of[chain] for chain in chains),
         )
         if key not in known:
             sends: Sends = {}
             for number in tasks:
                 _add(sends, *_alone(staged, planned, number, in_joined))
             for chain in chains:
-                _add(sends, timed_chain(staged, chain).sends(), 1.0)
+                of_chain = timed_chain(staged, first_of[chain]).sends()
+                _add(sends, {cause: s for cause, s in of_chain.items() if cause[-1] in modules}, runs_of[chain])
             known[key] = modules, sends
         first_modules, sends = known[key]
         name = dict(zip(first_modules, modules, strict=True))
         found.append({(kind, axes, name.get(module, module)): s for (kind, axes, module), s in sends.items()})
     return tuple(found)
+
+
+def _joined_form(staged: StagedStep, number: int, tasks: Sequence[int]) -> Hashable:
+    """Equal for tasks of joined ones that are the same of these tasks, or of other stages that do the same."""
+    task = staged.staged.tasks[number]
+    return tasks.index(number) if number in tasks else (task.kind, task.level, staged.stages[task.stage].like)
 
 
 def _form(staged: StagedStep, number: int, in_joined: Mapping[int, int]) -> Hashable:

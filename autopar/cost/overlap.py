@@ -77,6 +77,17 @@ def timed_together(
     """Instructions of several parts of a step as one program, once each: with each part how often it runs in a step,
     since that is what its operations count. `results`: what the program hands on.
     """
+    return timed_beside([works_together(graph, parts, results, model, costs)], model)
+
+
+def works_together(
+    graph: OpGraph,
+    parts: Sequence[tuple[Sequence[Instruction], int]],
+    results: Sequence[Key],
+    model: CostModel,
+    costs: NodeCosts | None = None,
+) -> list[StreamWork]:
+    """The work of `timed_together`."""
     writer = _Writer(graph, model, costs or NodeCosts(graph, model))
     together = [instruction for instructions, _ in parts for instruction in instructions]
     writer.rounded |= rounded_copies(graph, together, results, model)
@@ -87,7 +98,21 @@ def timed_together(
         for instruction in instructions:
             writer.instruction(instruction, made, works)
         works[begun:] = [_scaled(work, 1 / runs) for work in works[begun:]]
-    return run(works, model.overlap.combined_bytes, model.overlap.scattered_bytes)
+    return works
+
+
+def timed_beside(works: Sequence[Sequence[StreamWork]], model: CostModel) -> Ran:
+    """The work of several programs as one, in which none reads what another makes."""
+    apart = [_apart(work, number) for number, program in enumerate(works) for work in program]
+    together = apart if len(works) > 1 else works[0]
+    return run(together, model.overlap.combined_bytes, model.overlap.scattered_bytes)
+
+
+def _apart(work: StreamWork, program: int) -> StreamWork:
+    """Work with the values of one of several programs."""
+    reads, makes = (tuple((program, value) for value in values) for values in (work.reads, work.makes))
+    of = None if work.pieces_of is None else (program, work.pieces_of)
+    return dataclasses.replace(work, reads=reads, makes=makes, pieces_of=of)
 
 
 def _scaled(work: StreamWork, share: float) -> StreamWork:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from autopar.plan.schema import PlannedValue
 from autopar.plan.summary import num_stages
 from autopar.runtime.cross_mesh import End
 from autopar.runtime.execute import Executor, Way, in_flight_on
-from autopar.runtime.program import Dataflow, Joined, Program, dataflow
+from autopar.runtime.program import Dataflow, Joined, Program, dataflow, work_of
 from autopar.runtime.transfers import crossing, is_here, route
 from autopar.runtime.verify import verify_program
 from autopar.sharding.rules import RuleBook
@@ -109,16 +109,16 @@ def lower_joined(
     meshes: Sequence[Mesh | None],
     weak: Mapping[int, bool],
 ) -> list[Any]:
-    """The lowered program of each chain of runs that is one."""
+    """The lowered program of each chain of runs that is one: of those that do the same in other micro-batches, one."""
     groups, flow = groups_of_examples(stages), dataflow(program.pipeline, executed.num_microbatches)
+    known: dict[Hashable, Any] = {}
     out: list[Any] = []
     for joined in executed.joined:
-        stage = program.tasks[joined.parts[0][0]].stage
-        mesh = meshes[stage]
-        if mesh is None:
-            out.append(None)
-            continue
-        out.append(_lower_chain(program, flow, joined, stages[stage], mesh, groups, weak))
+        mesh = meshes[program.tasks[joined.parts[0][0]].stage]
+        work = work_of(joined, executed.pipeline)
+        if work not in known:
+            known[work] = mesh and _lower_chain(program, flow, joined, stages, mesh, groups, weak)
+        out.append(known[work])
     return out
 
 
@@ -127,7 +127,7 @@ def _lower_chain(
     program: StagedProgram,
     flow: Dataflow,
     joined: Joined,
-    stage: LoweredStage,
+    stages: Sequence[LoweredStage],
     mesh: Mesh,
     groups: int,
     weak: Mapping[int, bool],
@@ -135,10 +135,11 @@ def _lower_chain(
     """Lowers one chain: the functions of its tasks, one after the other."""
     linked = [program.pipeline.tasks[number] for number, _ in joined.parts]
     tasks = [program.tasks[number] for number, _ in joined.parts]
-    functions = [task_function(task, stage, mesh, groups) for task in tasks]
-    key_of: dict[int, Key] = {}
+    functions = [task_function(task, stages[task.stage], mesh, groups) for task in tasks]
+    key_of: dict[int, tuple[LoweredStage, Key]] = {}
     for task, link in zip(tasks, linked, strict=True):
-        key_of |= zip((*link.inputs, *link.outputs), (*task.inputs, *task.outputs), strict=True)
+        keys = zip((*link.inputs, *link.outputs), (*task.inputs, *task.outputs), strict=True)
+        key_of |= {b: (stages[task.stage], key) for b, key in keys}
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         held = dict(zip(joined.reads, arrays, strict=True))
@@ -153,12 +154,14 @@ def _lower_chain(
     run.__name__ = "_and_".join(function.__name__ for function in functions)
     jitted = jax.jit(
         run,
-        in_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.reads),
-        out_shardings=tuple(sharding_of(key_of[b], mesh) for b, _ in joined.makes),
+        in_shardings=tuple(sharding_of(key_of[b][1], mesh) for b, _ in joined.reads),
+        out_shardings=tuple(sharding_of(key_of[b][1], mesh) for b, _ in joined.makes),
         donate_argnums=joined.donated,
     )
-    with _wide_types(stage):
-        return jitted.lower(*(aval_of(stage, key_of[b]) for b, _ in joined.reads))
+    with contextlib.ExitStack() as types:
+        for task in tasks:
+            types.enter_context(_wide_types(stages[task.stage]))
+        return jitted.lower(*(aval_of(*key_of[b]) for b, _ in joined.reads))
 
 
 def _wide_types(stage: LoweredStage) -> contextlib.AbstractContextManager[Any]:
@@ -213,10 +216,14 @@ MOST_AT_ONCE = 8
 def compile_all(lowered: Sequence[Any | None], options: Sequence[Mapping[str, Any]], progress: Progress) -> list[Any]:
     """The executables of lowered programs, each under its options of XLA; None where there is none.
 
+    One that stands several times is compiled once, under the options of the first.
+
     Raises: the error of the first that cannot be compiled, when those that were begun are done.
     """
     at_once = min(os.cpu_count() or 1, MOST_AT_ONCE)
-    programs = {i: program for i, program in enumerate(lowered) if program is not None}
+    first_of: dict[int, int] = {}
+    first = [first_of.setdefault(id(program), i) for i, program in enumerate(lowered)]
+    programs = {i: lowered[i] for i in first_of.values() if lowered[i] is not None}
     with ThreadPoolExecutor(at_once, thread_name_prefix="autopar-compile") as threads:
         compiling = {i: threads.submit(jax_compat.compiled, x, dict(options[i])) for i, x in programs.items()}
         try:
@@ -226,7 +233,7 @@ def compile_all(lowered: Sequence[Any | None], options: Sequence[Mapping[str, An
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
-    return [compiling[i].result() if i in compiling else None for i in range(len(lowered))]
+    return [compiling[i].result() if i in compiling else None for i in first]
 
 
 # Leaves that are one array for the user and shards on the stages: split before a step, joined after it.

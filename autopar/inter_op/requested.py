@@ -41,7 +41,7 @@ from autopar.passes.saved_arrays import check_passes_apart, check_saved_arrays
 from autopar.passes.split_scan import SplitStep, split_scans
 from autopar.plan.context import PlanningContext, Rejection, StepGraphs
 from autopar.plan.options import FollowedStages, PlanRequest
-from autopar.runtime.schedule import mesh_of_stages
+from autopar.runtime.schedule import V_SHAPED, mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh, on_meshes
 from autopar.sharding.rules import RuleBook
@@ -51,7 +51,7 @@ def schedule_beside(followed: FollowedStages, graph: OpGraph) -> str:
     """Forward passes alone where the step has no backward pass, on the same groups; else the schedule of the other."""
     if any(op.role is Role.BACKWARD for op in graph.ops()):
         return followed.schedule
-    return "inference-v" if followed.schedule == "zb-v" else "inference"
+    return "inference-v" if followed.schedule in V_SHAPED else "inference"
 
 
 def followed_choice(

@@ -37,7 +37,7 @@ from autopar.passes.stage_graph import StageGraph, split_backward, split_stages
 from autopar.runtime.cross_mesh import refined, wire_layouts
 from autopar.runtime.emit import emit
 from autopar.runtime.program import Node, Program, TaskKind, runs_of
-from autopar.runtime.schedule import StageCosts
+from autopar.runtime.schedule import V_SHAPED, StageCosts
 from autopar.runtime.simulator import Simulation, merged, simulate
 from autopar.runtime.standard_schedules import PipelineSchedule, is_fitted, make_schedule
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
@@ -225,7 +225,7 @@ class StagedStep:
 
 def default_chunks(name: str) -> int:
     """The number of stages on each group of devices, by default."""
-    return 2 if name in ("interleaved", "zb-v", "inference-v") else 1
+    return 2 if name in ("interleaved", *V_SHAPED) else 1
 
 
 def schedule_of(name: str, num_stages: int, num_microbatches: int, chunks: int) -> PipelineSchedule:

@@ -19,6 +19,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.plain_loop import run_graph
+from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.standard_schedules import SCHEDULES
 from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
@@ -159,7 +160,7 @@ _RECIPES = (
 )
 
 
-_CHUNKED = ("interleaved", "zb-v", "inference-v")
+_CHUNKED = ("interleaved", *V_SHAPED)
 
 
 def _suits(recipe: str, program: Program) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.inter_op import build_stages, joined_tasks
-from autopar.runtime.emit import joinable
+from autopar.runtime.emit import joinable, pairs
 from tests.small_steps import assert_close, transformer
 
 
@@ -24,7 +24,8 @@ def all_that_can_be(monkeypatch):
     """Joined, that is, whatever it hides."""
 
     def join_all(staged, limit_bytes):
-        chains = joinable(staged.simulated.pipeline, staged.schedule)
+        pipeline, schedule = staged.simulated.pipeline, staged.schedule
+        chains = [*joinable(pipeline, schedule), *pairs(pipeline, schedule)]
         return joined_tasks.with_joined(staged, [joined_tasks.joined_task(staged, chain) for chain in chains])
 
     monkeypatch.setattr(build_stages, "join_where_it_pays", join_all)
@@ -49,8 +50,29 @@ def all_that_can_be(monkeypatch):
                 ("W of stage 0", "after 0 of stage 0"),
             ),
         ),
+        (
+            {"dp": 4, "pp": 2, "num_microbatches": 4, "schedule": "dualpipev", "chunks": 2},
+            (
+                ("F of stage 0", "B of stage 3", "W of stage 3"),
+                ("F of stage 1", "B of stage 2", "W of stage 2"),
+                ("F of stage 2", "B of stage 1", "W of stage 1"),
+                ("F of stage 3", "W of stage 0"),
+                ("before 0 of stage 0", "F of stage 0"),
+                ("W of stage 1", "after 0 of stage 1"),
+                ("W of stage 0", "after 1 of stage 0"),
+            ),
+        ),
+        (
+            {"dp": 4, "pp": 2, "num_microbatches": 4},
+            (
+                ("F of stage 0", "B of stage 0"),
+                ("before 0 of stage 0", "F of stage 0"),
+                ("B of stage 1", "after 0 of stage 1"),
+                ("B of stage 0", "after 0 of stage 0"),
+            ),
+        ),
     ],
-    ids=["one stage", "one micro-batch", "two stages"],
+    ids=["one stage", "one micro-batch", "two stages", "dualpipev", "1f1b"],
 )
 def test_results_are_those_of_plain_jit(recipe, joined, all_that_can_be):
     case = transformer()

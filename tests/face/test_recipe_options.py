@@ -22,7 +22,7 @@ RECIPES = {
     "zero 3": {"zero": 3},
     "tensor": {"tp": 4},
 }
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "zb-1p", "zb-2p")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "zb-1p", "zb-2p", "dualpipev")
 GPT = CASES["gpt"](layers=1, batch=16)
 BFLOAT16 = CASES["gpt_bf16"](layers=1, batch=16)
 DEEP = {"gpt": CASES["gpt"](layers=4, batch=16), "moe": CASES["moe"](layers=4, batch=16)}
@@ -143,7 +143,7 @@ def test_float16_with_a_loss_scale(options, scale, num_microbatches):
 def test_stages_on_every_schedule(name, schedule):
     _, plan = verified(DEEP[name], recipes.pipeline(2, schedule, num_microbatches=4), 4)
     assert plan.record.pipeline.schedule == schedule
-    assert len(plan.record.pipeline.stages) == (4 if schedule in ("interleaved", "zb-v") else 2)
+    assert len(plan.record.pipeline.stages) == (4 if schedule in ("interleaved", "zb-v", "dualpipev") else 2)
 
 
 @pytest.mark.slow

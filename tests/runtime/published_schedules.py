@@ -125,6 +125,7 @@ def expectations(p: int, m: int, times: Times | None = None) -> Iterator[Expecte
             yield Expected(name, 1, (p - 1) * (f + b - 2 * w), 2 * p - 1)
     if m >= 2 * p:
         yield Expected("zb-v", 2, 0.0, p)  # for F = B = W
+        yield Expected("dualpipev", 2, (p - 1) * f, min(p + 0.5, m))  # the same
     yield Expected("inference", 1, 0.0, 0)
     yield Expected("inference-v", 2, 2 * (p - 1) * f, 0)
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.runtime.emit import emit, joinable, order_of_runs
-from autopar.runtime.program import Free, Joined, Run, Send, TaskKind, dataflow
+from autopar.runtime.emit import emit, joinable, order_of_runs, pairs
+from autopar.runtime.program import Free, Joined, Run, Send, TaskKind, dataflow, runs_of, work_of
+from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.simulator import simulate, timeline_of
 from autopar.runtime.standard_schedules import SCHEDULES, make_schedule
 from autopar.runtime.verify import verify_program
@@ -183,7 +184,7 @@ def test_runs_stand_in_the_order_of_time():
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 8), st.integers(1, 3), st.integers(0, 10**9)
 )
 def test_random_pipelines(name, p, m, v, seed):
-    v = 2 if name in ("zb-v", "inference-v") else v if name in ("interleaved", "inference") else 1
+    v = 2 if name in V_SHAPED else v if name in ("interleaved", "inference") else 1
     rng = random.Random(seed)
     schedule = make_schedule(name, p, m, v)
     pipeline = random_pipeline(schedule, rng)
@@ -583,7 +584,7 @@ def results(program):
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9)
 )
 def test_random_pipelines_make_the_same_of_it(name, p, m, v, seed):
-    v = 2 if name in ("zb-v", "inference-v") else v if name in ("interleaved", "inference") else 1
+    v = 2 if name in V_SHAPED else v if name in ("interleaved", "inference") else 1
     schedule = make_schedule(name, p, m, v)
     pipeline = random_pipeline(schedule, random.Random(seed))
     chains = joinable(pipeline, schedule)
@@ -591,6 +592,65 @@ def test_random_pipelines_make_the_same_of_it(name, p, m, v, seed):
     verify_program(program, schedule)
     assert [joined.parts for joined in program.joined] == list(chains)
     assert results(program) == results(emit(pipeline, schedule))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "eager-1f1b", "interleaved", "zb-2p", "zb-v", "dualpipev"]),
+    st.integers(2, 4),
+    st.integers(4, 9),
+    st.integers(0, 10**9),
+)
+def test_neighbours_of_random_pipelines_make_the_same_as_one_program(name, p, m, seed):
+    schedule = make_schedule(name, p, m, 2 if name in ("interleaved", *V_SHAPED) else 1)
+    pipeline = random_pipeline(schedule, random.Random(seed))
+    found = pairs(pipeline, schedule)
+    program = emit(pipeline, schedule, joined=[*joinable(pipeline, schedule), *found])
+    verify_program(program, schedule)
+    left_apart = set(found) - {joined.parts for joined in program.joined}
+    assert not left_apart or (name != "dualpipev" and left_apart != set(found))
+    assert results(program) == results(emit(pipeline, schedule))
+    num_works = {work_of(joined, pipeline) for joined in program.joined}
+    assert len(num_works) <= 2 * len({tuple(n for n, _ in joined.parts) for joined in program.joined})
+
+
+def test_neighbours_of_dualpipev_are_those_of_its_picture():
+    schedule = make_schedule("dualpipev", 2, 4, 2)
+    pipeline = chain(schedule)
+    names = [[f"{pipeline.tasks[n].name} {i}" for n, i in runs] for runs in pairs(pipeline, schedule)]
+    assert names == [
+        ["F0 3", "B3 1", "W3 1"],
+        ["F3 2", "B0 0", "W0 0"],
+        ["F3 3", "B0 1", "W0 1"],
+        ["F1 2", "B2 0", "W2 0"],
+        ["F2 2", "B1 0", "W1 0"],
+        ["F1 3", "B2 1", "W2 1"],
+        ["F2 3", "B1 1", "W1 1"],
+    ]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 20), (8, 20)])
+@pytest.mark.parametrize("pair_s", [6.0, 9.0])
+def test_the_bubble_of_dualpipev_in_pairs_is_at_most_the_published_one(p, m, pair_s):
+    """(p-1)(P + B - 3W) of pairs that take P, B with the weight gradient in it: DeepSeek-V3, table 2, with a V."""
+    schedule = make_schedule("dualpipev", p, m, 2)
+    pipeline = chain(schedule)
+    found = pairs(pipeline, schedule)
+    program = emit(pipeline, schedule, joined=found)
+    task_s = [3.0 if task.kind.repeats else 0.0 for task in pipeline.tasks] + [pair_s for _ in found]
+    simulation = simulate(program, task_s, [0.0] * len(pipeline.transfers))
+    bubbles_s = []
+    for mesh in range(p):
+        on = [
+            at
+            for at, x in enumerate(program.instructions)
+            if any(pipeline.tasks[n].mesh == mesh for n, _ in runs_of(x))
+        ]
+        busy_s = [(simulation.starts_s[at], simulation.ends_s[at]) for at in on]
+        bubbles_s.append(busy_s[-1][1] - busy_s[0][0] - sum(end_s - start_s for start_s, end_s in busy_s))
+    published_s = (p - 1) * (pair_s + 6.0 - 9.0)
+    assert max(bubbles_s) <= published_s
+    assert pair_s == 6.0 or max(bubbles_s) == published_s
 
 
 def test_a_joined_run_that_reads_another_slot_is_seen():

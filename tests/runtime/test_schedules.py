@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError, ScheduleError
 from autopar.runtime.program import TaskKind
+from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.standard_schedules import (
     SCHEDULES,
     Slot,
@@ -76,6 +77,18 @@ def text(schedule):
                 "B2.1 B3.2 B3.1 W2.1 W3.2 W3.1",
             ],
         ),
+        (
+            "dualpipev",
+            2,
+            4,
+            2,
+            [
+                "F0.0 F1.0 F2.0 F0.3 B0.3 W0.3 F1.3 F3.0 B1.3 W1.3 F2.3 B0.0 W0.0 B2.3 W2.3 F3.3 B1.0 W1.0 B3.3 W3.3 "
+                "B2.0 W2.0 B3.0 W3.0",
+                "F0.1 F0.2 F1.1 F1.2 F2.1 B0.2 W0.2 F2.2 B0.1 W0.1 F3.1 B1.2 W1.2 F3.2 B1.1 W1.1 B2.2 W2.2 "
+                "B2.1 W2.1 B3.2 B3.1 W3.2 W3.1",
+            ],
+        ),
         ("inference", 2, 3, 1, ["F0 F1 F2", "F0 F1 F2"]),
         ("inference", 2, 3, 2, ["F0.0 F1.0 F0.2 F1.2 F2.0 F2.2", "F0.1 F1.1 F0.3 F1.3 F2.1 F2.3"]),
     ],
@@ -102,13 +115,13 @@ def test_bubbles_and_what_is_in_flight_follow_the_formulas(p):
             schedule = make_schedule(expected.name, p, m, expected.chunks)
             verify_schedule(schedule)
             check(expected, schedule, Times())
-            if expected.name != "zb-v":
+            if expected.name not in ("zb-v", "dualpipev"):
                 other = next(
                     x for x in expectations(p, m, times) if (x.name, x.chunks) == (expected.name, expected.chunks)
                 )
                 check(other, schedule, times)
-    chunked = {("interleaved", v) for v in (2, 3, 4)} | {("zb-v", 2), ("inference-v", 2)}
-    assert seen == {(name, 1) for name in SCHEDULES if name not in ("zb-v", "inference-v")} | chunked
+    chunked = {("interleaved", v) for v in (2, 3, 4)} | {(name, 2) for name in V_SHAPED}
+    assert seen == {(name, 1) for name in SCHEDULES if name not in V_SHAPED} | chunked
 
 
 def test_each_stage_of_1f1b_holds_one_less():
@@ -159,7 +172,7 @@ seconds = st.floats(0.1, 10.0)
     st.builds(Times, forward_s=seconds, backward_s=seconds, weight_s=seconds, transfer_s=st.floats(0.0, 3.0)),
 )
 def test_every_schedule_keeps_its_promises(name, p, m, v, times):
-    v = 2 if name in ("zb-v", "inference-v") else v if name in ("interleaved", "inference") else 1
+    v = 2 if name in V_SHAPED else v if name in ("interleaved", "inference") else 1
     schedule = make_schedule(name, p, m, v)
     fitted = make_schedule(name, p, m, v, times)
     verify_schedule(schedule)

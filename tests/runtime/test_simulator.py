@@ -11,6 +11,7 @@ import pytest
 from autopar.common.trace_events import chrome_trace, write_trace
 from autopar.runtime.emit import emit
 from autopar.runtime.program import Free, Run, Send, TaskKind
+from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.simulator import merged, simulate, timeline_of
 from autopar.runtime.standard_schedules import SCHEDULES, Times, make_schedule, place
 from tests.runtime.pipelines import Builder, chain
@@ -104,7 +105,7 @@ def test_memory_that_a_task_takes_over_counts_once():
 def test_programs_take_the_time_of_their_schedule(name, transfer_s):
     """What is emitted keeps the schedule's times: nothing waits for more than the chain of stages does."""
     times = Times(forward_s=3.0, backward_s=4.0, weight_s=2.0, transfer_s=transfer_s)
-    schedule = make_schedule(name, 4, 8, 2 if name in ("interleaved", "zb-v", "inference-v") else 1)
+    schedule = make_schedule(name, 4, 8, 2 if name in ("interleaved", *V_SHAPED) else 1)
     pipeline = chain(schedule)
     merged = times.backward_s + (0.0 if schedule.splits_backward else times.weight_s)
     seconds = {F: times.forward_s, B: merged, W: times.weight_s, BEFORE: 0.0, AFTER: 0.0}
@@ -174,7 +175,7 @@ def wide(pipeline, times):
     )
 
 
-@pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("interleaved", "zb-v", "inference-v")])
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("interleaved", *V_SHAPED)])
 def test_runs_times_and_memory_are_those_of_the_pipeline(name):
     schedule = make_schedule(name, 3, 6)
     pipeline = wide(chain(schedule), 4)
