@@ -109,9 +109,9 @@ def pipeline(
 ) -> Recipe:
     """Pipeline stages of about equal arithmetic on equal groups of devices.
 
-    `chunks` is the number of stages of each group (interleaved and zb-v schedules). Sources: Huang et
-    al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Megatron-LM", 2021; Qi et al., "Zero bubble pipeline
-    parallelism", 2024. Raises: InvalidArgumentError.
+    `chunks` is the number of stages of each group (interleaved, zb-v and dualpipev schedules). Sources: Huang et al.,
+    "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Megatron-LM", 2021; Qi et al., "Zero bubble pipeline
+    parallelism", 2024; DeepSeek-AI, "DeepSeek-V3", 2024 (dualpipev). Raises: InvalidArgumentError.
     """
     check_schedule("recipes.pipeline(schedule=...)", schedule)
     return Recipe(request=checked_stages("recipes.pipeline", stages, schedule, num_microbatches, chunks))
