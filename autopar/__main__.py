@@ -207,6 +207,11 @@ def _add_planning(add: Add) -> None:
     fit.add_argument("--multiple", type=int, metavar="N", help="batches are multiples of N (the number of devices)")
     text = "the argument of FUNCTION that is the number of examples, where the batch does not have them first"
     fit.add_argument("--batch-arg", metavar="NAME", help=text)
+    text = "the tokens of each sequence of a sample, one a line: what padding costs, and buckets (with --batch-arg)"
+    fit.add_argument("--lengths", metavar="PATH", help=text)
+    text = "with --lengths, the argument of FUNCTION that is the length of the examples (length)"
+    fit.add_argument("--length-arg", metavar="NAME", default="length", help=text)
+    fit.add_argument("--buckets", type=int, metavar="N", default=4, help="with --lengths, the most buckets (4)")
     fit.add_argument("--report", metavar="PATH", help="write charts over batch sizes as a page for a browser")
     fit.add_argument("--price", action="append", metavar="CLUSTER=PRICE", help="of an hour on the whole cluster")
 

@@ -49,7 +49,8 @@ def parallelize(
             a decorator is returned. NNX objects among its arguments may be changed in place, as under `nnx.jit`.
         plan: A plan to run unchanged; a recipe (`autopar.recipes`, `autopar.constrain`) that constrains the search,
             also as text (`"fsdp"`, `"tensor_parallel(size=8)"`); another step, whose layout of the state this one
-            adopts, stages included (for an evaluation step). None searches freely.
+            adopts, stages included: for an evaluation step, which donates nothing, and for the same function on
+            batches of another length, which donates as that step does. None searches freely.
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
         search: The wishes for a plan and the effort of the search, as `autopar.Search(num_microbatches=8)`.
@@ -180,6 +181,8 @@ def _make_step(fun: Any, options: StepOptions) -> Step:
         raise InvalidArgumentError(
             where="parallelize(fun)", expected="a function", got=type(fun).__name__, hint="decorate the training step"
         )
+    if options.follow is not None and options.follow.function is function:
+        options = dataclasses.replace(options, follow=dataclasses.replace(options.follow, donates=True))
     return Step(function, options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -32,12 +34,14 @@ from autopar.errors import (
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware import step_errors
 from autopar.hardware.cluster import Cluster
+from autopar.lengths import FilledRow, bucket_lengths, checked_lengths, packed_rows, rounded_up
 from autopar.plan.plan import Plan
 from autopar.plan.report.fit_data import FitRow
 from autopar.plan.summary import fullest
 from autopar.step import Step
 from autopar.step_views import (
     batch_axes_of,
+    beside,
     microbatches_named_by,
     on_cluster,
     peak_on_more_examples,
@@ -161,16 +165,21 @@ EXACT, BITS = 64, 7
 S_PER_HOUR, MILLION = 3600, 1_000_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fitting:
     """All batch sizes that were planned for, by cluster and size. By cluster: the number that its sizes are `multiples`
     of, and the plan of its largest batch. `step` is the step's name.
+
+    Where lengths are given, `filled` has the ways to make batches of them, and `bucket_plans` by cluster the plan of
+    each bucket by its length, all with the state in the layouts of the longest one's.
     """
 
     step: str
     rows: tuple[FitRow, ...]
     multiples: dict[str, int]
     plans: dict[str, Plan]
+    filled: tuple[FilledRow, ...] = ()
+    bucket_plans: dict[str, dict[int, Plan]] = dataclasses.field(default_factory=dict)
 
     def largest(self, cluster: str | None = None) -> int:
         """The largest batch that fits on a cluster, the first one where none is named; 0 where none fits."""
@@ -192,7 +201,9 @@ class Fitting:
     def to_dict(self) -> dict[str, Any]:
         """The rows as plain values, as `json.dumps` takes them."""
         rows = [msgspec.to_builtins(row) | {"example_s": row.example_s} for row in self.rows]
-        return {"largest": {name: self.largest(name) for name in self.multiples}, "rows": rows}
+        filled = [msgspec.to_builtins(row) for row in self.filled]
+        largest = {name: self.largest(name) for name in self.multiples}
+        return {"largest": largest, "rows": rows} | ({"filled": filled} if filled else {})
 
     def text(self, text_format: TextFormat = PLAIN) -> str:
         """The largest batches in sentences, all others in a table."""
@@ -223,9 +234,22 @@ class Fitting:
                 cells.append("" if row.price is None else f"{row.price:.4g}")
             table.add_row(*cells)
         console.table(table)
+        if self.filled:
+            console.table(_table_of_filled(self.filled))
         return console.text()
 
     __str__ = text
+
+
+def _table_of_filled(rows: Sequence[FilledRow]) -> Table:
+    """A line for each length of rows."""
+    table = Table("cluster", "sequences", "rows of", "a batch", "step", "padding", "tokens a second")
+    for row in rows:
+        first, told = [escape(row.cluster), row.way], [f"{row.padding:.1%}", f"{row.tokens_per_s:,.0f}"]
+        for length, batch, step_s in zip(row.lengths, row.batches, row.step_times_s, strict=True):
+            table.add_row(*first, str(length), str(batch), text_of_s(step_s), *told)
+            first, told = ["", ""], ["", ""]
+    return table
 
 
 def fit(
@@ -234,6 +258,8 @@ def fit(
     clusters: Cluster | str | Sequence[Cluster | str],
     multiple: int | None = None,
     prices: Mapping[str, float] | None = None,
+    lengths: Sequence[int] | None = None,
+    buckets: int = 4,
 ) -> Fitting:
     """Finds the largest batch that fits, by plans for batches of other sizes; nothing is run.
 
@@ -254,35 +280,134 @@ def fit(
             about a hundredth of the batch (`Fitting.multiples`), so that few plans are needed. Of the number of
             micro-batches that the step names too.
         prices: Of an hour on the whole cluster, by its name: rows then have the price of a million examples.
+        lengths: Tokens of the sequences of a sample of the data. The batch is then a function of the number of
+            examples and their length, and batches of the longest sequence are planned for. `Fitting.filled`
+            says what padding costs: the tokens a second of batches padded to that length, of batches of buckets of
+            lengths with as many tokens in each, and of sequences packed into rows of that length, for a step whose
+            attention takes segments (priced as if its positions attended to the whole row).
+        buckets: The most buckets of lengths, chosen for the least padding.
 
     Raises: InvalidArgumentError; what planning raises, except for what does not fit.
     """
     parallel = as_step(step)
-    clusters = [clusters] if isinstance(clusters, Cluster | str) else clusters
-    named = {c if isinstance(c, str) else c.name: Cluster.parse(c) if isinstance(c, str) else c for c in clusters}
-    _check_clusters(list(named), len(clusters), prices or {})
+    named = _by_name([clusters] if isinstance(clusters, Cluster | str) else clusters, prices or {})
     if multiple is not None:
         expect_positive("autopar.fit(multiple=...)", multiple, "a positive whole number", "leave it out")
-    args = nnx_objects.split(args)
-    axes = batch_axes_of(parallel, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
-    check_batch(parallel.__name__, args, axes)
-    rows: list[FitRow] = []
-    multiples: dict[str, int] = {}
-    plans: dict[str, Plan] = {}
+    sample = None if lengths is None else checked_lengths("autopar.fit(lengths=...)", lengths)
+    of_length = _by_length(parallel.__name__, nnx_objects.split(args), sample is not None)
+    shapes, axes = _checked(parallel, of_length(0 if sample is None else rounded_up(int(sample.max()))))
+    found, rows, filled = Fitting(parallel.__name__, (), {}, {}), list[FitRow](), list[FilledRow]()
     for name, cluster in named.items():
         size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
         size = math.lcm(size, microbatches_named_by(parallel))
-        made = _weighed(on_cluster(parallel, cluster), name, args, axes, size, bits)
-        multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
+        on_it = on_cluster(parallel, cluster)
+        made = _weighed(on_it, name, shapes, axes, size, bits)
+        found.multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
-        fitting = [plan for _, plan in made if plan is not None]
+        fitting = [(row, plan) for row, plan in made if plan is not None]
         if fitting:
-            plans[name] = fitting[-1]
-    return Fitting(step=parallel.__name__, rows=tuple(rows), multiples=multiples, plans=plans)
+            found.plans[name] = fitting[-1][1]
+        if fitting and sample is not None:
+            bounds = bucket_lengths(sample, buckets)
+            batches, found.bucket_plans[name] = _buckets(on_it, fitting, of_length, axes, bounds, size)
+            filled += _ways(name, sample, batches, found.bucket_plans[name])
+    return dataclasses.replace(found, rows=tuple(rows), filled=tuple(filled))
 
 
-def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float]) -> None:
+def _by_length(name: str, args: Sequence[Any], has_lengths: bool) -> Callable[[int], tuple[Any, ...]]:
+    """The arguments for sequences of a length: batches that are functions get it behind the number of examples.
+
+    Raises: InvalidArgumentError where lengths are given and no argument is a function.
+    """
+    if not has_lengths:
+        return lambda length: tuple(args)
+    if not any(map(callable, args)):
+        raise InvalidArgumentError(
+            where=f"autopar.fit({name}, ..., lengths=...)",
+            expected="a batch that is a function of the number of examples and their length",
+            got="a batch of arrays or shapes",
+            hint="write lambda examples, length: {'tokens': jax.ShapeDtypeStruct((examples, length), 'int32')}",
+        )
+
+    def of(function: Callable[..., Any], length: int) -> Callable[[int], Any]:
+        return lambda examples: function(examples, length)
+
+    return lambda length: tuple(of(arg, length) if callable(arg) else arg for arg in args)
+
+
+def _buckets(
+    step: Step,
+    of_longest: Sequence[tuple[FitRow, Plan]],
+    of_length: Callable[[int], Sequence[Any]],
+    axes: Axes,
+    lengths: Sequence[int],
+    size: int,
+) -> tuple[dict[int, int], dict[int, Plan]]:
+    """The batch of each bucket, multiples of a size, and its plan: of the longest that in which an example takes the
+    least time, of the others as many tokens, where these fit.
+    """
+    row, plan = min(of_longest, key=lambda each: (each[0].example_s or 0.0, -each[0].batch))
+    batches, plans, longest = {lengths[-1]: row.batch}, {lengths[-1]: plan}, lengths[-1]
+    for length in lengths[:-1]:
+        tokens = row.batch * longest // length
+        found = _of_bucket(step, plan, of_length(length), axes, tokens - tokens % size, size)
+        if found is not None:
+            batches[length], plans[length] = found
+    return batches, plans
+
+
+def _of_bucket(
+    step: Step, longest: Plan, args: Sequence[Any], axes: Axes, most: int, size: int
+) -> tuple[int, Plan] | None:
+    """The batch of a bucket and its plan, with the state as that of the longest has it: as many tokens, or half of them
+    where these do not fit.
+    """
+    while most >= size:
+        _, plan = planned_for(beside(with_whole_batch(step), longest), resized(args, axes, most), most)
+        if plan is not None:
+            return most, plan
+        most = most // 2 - most // 2 % size
+    return None
+
+
+def _ways(cluster: str, sample: Any, batches: Mapping[int, int], plans: Mapping[int, Plan]) -> list[FilledRow]:
+    """The sample padded to the longest, in the buckets that have a plan, and packed. A sequence goes into the shortest
+    bucket that takes it.
+    """
+    bounds, longest = sorted(batches), max(batches)
+    step_s = {length: plan.predicted.step_time_s for length, plan in plans.items()}
+    tokens = int(sample.sum())
+    in_bucket = collections.Counter(bounds[bisect.bisect_left(bounds, length)] for length in sample.tolist())
+    ways = {
+        "padded": {longest: len(sample)},
+        "buckets": {length: in_bucket[length] for length in bounds},
+        "packed": {longest: packed_rows(sample, longest)},
+    }
+    return [
+        FilledRow(
+            cluster=cluster,
+            way=way,
+            lengths=tuple(rows),
+            batches=tuple(batches[length] for length in rows),
+            step_times_s=tuple(step_s[length] for length in rows),
+            padding=1 - tokens / sum(length * count for length, count in rows.items()),
+            tokens_per_s=tokens / sum(count / batches[length] * step_s[length] for length, count in rows.items()),
+        )
+        for way, rows in ways.items()
+    ]
+
+
+def _checked(step: Step, args: Sequence[Any]) -> tuple[Sequence[Any], Axes]:
+    """Arguments with the dimensions of their examples. Raises: as of `check_batch`."""
+    axes = batch_axes_of(step, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
+    check_batch(step.__name__, args, axes)
+    return args, axes
+
+
+def _by_name(clusters: Sequence[Cluster | str], prices: Mapping[str, float]) -> dict[str, Cluster]:
     """Raises: InvalidArgumentError for no cluster, two of one name, and the price of one that is not asked for."""
+    named = {c if isinstance(c, str) else c.name: Cluster.parse(c) if isinstance(c, str) else c for c in clusters}
+    names, count = list(named), len(clusters)
     wrong = "none" if not names else f"{count} clusters, some of one name" if len(names) < count else ""
     if wrong:
         raise InvalidArgumentError(
@@ -294,6 +419,7 @@ def _check_clusters(names: Sequence[str], count: int, prices: Mapping[str, float
     for name in prices:
         expected = f"prices of {', '.join(map(repr, names))}"
         expect_one_of("autopar.fit(prices=...)", name, names, "write the name as in clusters", expected)
+    return named
 
 
 def _weighed(

@@ -87,7 +87,7 @@ def call_split(step: Step, args: Sequence[Any]) -> Any:
 
 def followed(step: Step) -> FollowedStep:
     """The view of a step for steps that follow it."""
-    return FollowedStep(step.__name__, step._plans.latest)
+    return FollowedStep(step.__name__, step._plans.latest, step._function)
 
 
 def on_cluster(step: Step, cluster: Cluster) -> Step:
@@ -118,6 +118,14 @@ def with_whole_batch(step: Step) -> Step:
     if not step._options.request.names_pipeline:
         search = search.updated(Search(num_microbatches=1))
     return Step(function_of(step), dataclasses.replace(step._options, search=search))
+
+
+def beside(step: Step, plan: Plan) -> Step:
+    """The same step on other batches, its state where a plan of it has it, unless its options say where it lies."""
+    options = step._options
+    is_free = options.plan is None and options.follow is None and not options.has_recipe
+    follow = FollowedStep(step.__name__, lambda: plan, donates=True) if is_free else options.follow
+    return Step(function_of(step), dataclasses.replace(options, follow=follow))
 
 
 def microbatches_named_by(step: Step) -> int:

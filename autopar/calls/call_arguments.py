@@ -318,9 +318,10 @@ class CallArguments:
         )
 
     def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The numbers of the donated dynamic arguments; none where the step follows another one."""
+        """The numbers of the donated dynamic arguments; none where the step follows one made of another function."""
         numbers = nnx_objects.donate_argnums(args, self._options.donate_argnums, DEFAULT_ARGNUMS["donate_argnums"])
-        return self._dynamic_numbers(numbers if self._options.follow is None else (), len(args))
+        follow = self._options.follow
+        return self._dynamic_numbers(numbers if follow is None or follow.donates else (), len(args))
 
     def _dynamic_numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
         dynamic = self._not_static(range(num_args))

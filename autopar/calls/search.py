@@ -236,10 +236,14 @@ def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowedStep:
-    """The step that another one follows: its name, and a function to its latest plan, None before it has one."""
+    """The step that another one follows: its name, a function to its latest plan, None before it has one, and its own
+    function. `donates`: the other is made of the same function, and so takes over the state too.
+    """
 
     name: str
     latest_plan: Callable[[], Plan | None]
+    function: Callable[..., Any] | None = None
+    donates: bool = False
 
 
 def with_followed_layouts(request: PlanRequest, followed: FollowedStep, traced: TracedStep, name: str) -> PlanRequest:

@@ -109,12 +109,21 @@ def compare(parsed: argparse.Namespace) -> Output:
 def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
     _check_folder("--report", parsed.report)
+    lengths = None if parsed.lengths is None else _lengths_in(parsed.lengths)
     step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
     prices = dict(_price(text) for text in parsed.price or ())
     step = with_search(as_step(step), Search(effort=parsed.effort))
     clusters = parsed.cluster or ["local"]
     with _told_on_stderr():
-        found = autopar.fit(step, *arguments, clusters=clusters, multiple=parsed.multiple, prices=prices)
+        found = autopar.fit(
+            step,
+            *arguments,
+            clusters=clusters,
+            multiple=parsed.multiple,
+            prices=prices,
+            lengths=lengths,
+            buckets=parsed.buckets,
+        )
     if parsed.report:
         found.report(parsed.report)
     return Output(found.text, found.to_dict())
@@ -169,17 +178,33 @@ def _told_on_stderr(*, on_terminal: bool = False) -> Iterator[None]:
 
 
 def _of_batch_sizes(parsed: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
-    """The step and its arguments, of which those with examples are functions of their number."""
+    """The step and its arguments, of which those with examples are functions of their number, and of their length where
+    lengths are given.
+    """
 
-    def of(examples: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return shapes_only(parsed.function, [*parsed.arg, f"{parsed.batch_arg}={examples}"])
+    def of(examples: int, *length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        lengths = [f"{parsed.length_arg}={each}" for each in length]
+        return shapes_only(parsed.function, [*parsed.arg, f"{parsed.batch_arg}={examples}", *lengths])
 
-    def batch(number: int) -> Callable[[int], Any]:
-        return lambda examples: of(examples)[1][number]
+    def batch(number: int) -> Callable[..., Any]:
+        return lambda *sizes: of(*sizes)[1][number]
 
     step, arguments = of(parsed.multiple or 1)
     argnums = batch_argnums_of(as_step(step), arguments)
     return step, [batch(i) if i in argnums else arg for i, arg in enumerate(arguments)]
+
+
+def _lengths_in(path: str) -> list[int]:
+    """The lengths in a file, one a line. Raises: InvalidArgumentError for a file that has something else."""
+    try:
+        return [int(line) for line in Path(path).read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            where="--lengths",
+            expected="a text file with the tokens of each sequence of a sample, one number a line",
+            got=f"{path}: {error}",
+            hint="write one number a line",
+        ) from None
 
 
 def doctor(parsed: argparse.Namespace) -> Output:

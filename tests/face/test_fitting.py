@@ -16,7 +16,7 @@ from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, check_batch, largest, resized, unit_of
 from autopar.plan.report.fit_data import fit_values
 from autopar.step_views import peak_on_more_examples, peak_on_other_batch
-from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster
+from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, grouped, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None)
 LIMIT_BYTES = 100_000
@@ -351,3 +351,73 @@ def test_what_does_not_fit_is_told_without_times():
 def test_clusters_have_names_of_their_own_and_prices_theirs(clusters, prices, got):
     with pytest.raises(InvalidArgumentError, match=got):
         autopar.fit(mlp_step, MLP_STATE, MLP_BATCH, clusters=clusters, prices=prices)
+
+
+def token_step(state, batch):
+    """Rows of tokens of any length, each of which sees the mean of its row."""
+
+    def loss(state):
+        x = state["table"][batch["tokens"]]
+        return jnp.mean((jnp.tanh(x - x.mean(1, keepdims=True)) @ state["out"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+TOKEN_STATE = {"table": jax.ShapeDtypeStruct((512, 256), "float32"), "out": jax.ShapeDtypeStruct((256, 64), "float32")}
+SAMPLE = [100, 120, 128, 300, 384, 500, 1000, 90]
+
+
+def tokens_of(examples, length):
+    return {"tokens": jax.ShapeDtypeStruct((examples, length), "int32")}
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.zero(3)])
+def test_what_padding_of_a_sample_costs(recipe):
+    options = OPTIONS | {"search": autopar.Search(memory_limit_bytes="40MB")} | ({"plan": recipe} if recipe else {})
+    step = autopar.parallelize(token_step, **options)
+    found = autopar.fit(step, TOKEN_STATE, tokens_of, clusters="dgx-h100", lengths=SAMPLE, buckets=3)
+    padded, buckets, packed = found.filled
+    plans, tokens = found.bucket_plans["dgx-h100"], sum(SAMPLE)
+    assert padded.lengths == packed.lengths == (1024,)
+    assert padded.batches == packed.batches == (found.fastest(),)
+    assert buckets.lengths == (128, 512, 1024) == tuple(sorted(plans))
+    assert buckets.batches == (8 * found.fastest(), 2 * found.fastest(), found.fastest())
+    assert [row.padding for row in found.filled] == pytest.approx(
+        [1 - tokens / (8 * 1024), 1 - tokens / (4 * 128 + 3 * 512 + 1024), 1 - tokens / (3 * 1024)]
+    )
+    step_s = {length: plan.predicted.step_time_s for length, plan in plans.items()}
+    seconds = sum(
+        n * step_s[at] / batch for n, at, batch in zip((4, 3, 1), sorted(plans), buckets.batches, strict=True)
+    )
+    assert buckets.tokens_per_s == pytest.approx(tokens / seconds)
+    assert packed.tokens_per_s == pytest.approx(padded.tokens_per_s * 8 / 3)
+    layouts = {tuple(v.layout for v in plan.record.arguments if v.kind == "state") for plan in plans.values()}
+    assert len(layouts) == 1  # the state is where it is, whichever bucket comes next
+    assert "packed" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["filled"][1]["lengths"] == [128, 512, 1024]
+
+
+def test_lengths_need_a_batch_by_examples_and_length():
+    with pytest.raises(InvalidArgumentError, match="a function of the number of examples and their length"):
+        autopar.fit(token_step, TOKEN_STATE, tokens_of(8, 64), clusters="dgx-h100", lengths=SAMPLE)
+
+
+def test_buckets_in_turn_are_those_of_plain_jit():
+    """A step for each length, which have the state in common: nothing of it moves between them."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = {n: jax.random.normal(key, TOKEN_STATE[n].shape) for n, key in zip(TOKEN_STATE, keys, strict=True)}
+    long = autopar.parallelize(token_step, cluster=slow_cluster(4), **OPTIONS)
+    short = autopar.parallelize(token_step, cluster=slow_cluster(4), plan=long, **OPTIONS)
+    got, expected, plain, before = jax.tree.map(jnp.copy, state), state, jax.jit(token_step), None
+    for turn, (step, length) in enumerate([(long, 64), (short, 16), (long, 64), (short, 16)]):
+        batch = {"tokens": jax.random.randint(jax.random.key(turn), (8 * 64 // length, length), 0, 512)}
+        given = got
+        got, loss = step(given, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)) or turn == 0  # it is donated
+        expected, expected_loss = plain(expected, batch)
+        assert loss == pytest.approx(float(expected_loss), rel=1e-5)
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(got)]
+        assert before is None or shardings == before
+        before = shardings
+    assert_close(got, expected)

@@ -109,12 +109,12 @@ BATCH_1152 = [1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 144, 192, 288, 384, 5
 
 
 def test_between_numbers_for_stages_the_middle_is_tried():
-    assert next_for_stages(BATCH_1152, {64, 288}, 288) == [144, 576]  # 136 is in the middle; twice as many
+    assert next_for_stages(BATCH_1152, {64, 288}, 288) == [576, 144]  # twice as many; 136 is in the middle
     assert next_for_stages(BATCH_1152, {64, 144, 288}, 144) == [96, 192]
 
 
 def test_beyond_the_numbers_for_stages_half_and_double_are_tried():
-    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [144, 32]  # what lies between first
+    assert next_for_stages(BATCH_1152, {64, 288}, 64) == [32, 144]  # what lies between comes last
     assert next_for_stages(BATCH_1152, {1152}, 1152) == [576]
     assert next_for_stages([1, 3, 9], {1}, 1) == [3]
     assert next_for_stages([1], {1}, 1) == []
