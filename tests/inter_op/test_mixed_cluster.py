@@ -13,7 +13,6 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.submeshes import Submesh, link_between, orders, place
 from autopar.ir.mesh import LogicalMesh
-from autopar.plan.file import first_fault
 from tests.small_steps import chain_step, grouped
 
 NETWORK = Link(latency_s=1e-5, bytes_per_s=5e9, source="made up: 40 Gb/s")
@@ -53,15 +52,6 @@ def arguments(layers=12, width=16_384, batch=32_768):
 
 def step(on, **options):
     return autopar.parallelize(chain_step, cluster=on, cache_dir=None, **grouped(**options))
-
-
-def test_a_file_whose_stage_lies_on_two_kinds_is_refused(mixed):
-    assert first_fault(mixed.record) is None
-    other = Cluster.joined([hosts(FAST, each=1), hosts(SLOW, each=3)])
-    fault = first_fault(dataclasses.replace(mixed.record, cluster=other))
-    assert fault is not None
-    assert fault.place == "$.plan.pipeline.stages[0].first_device"
-    assert fault.expected == "devices of one part (1 fast + 3 slow), or all of the cluster"
 
 
 def held(plan):
