@@ -13,6 +13,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
 from autopar.common.files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
@@ -189,5 +191,5 @@ def is_strategy(strategy: Strategy, signature: Signature, mesh: LogicalMesh) -> 
     rebuilt = strategy_of(signature, strategy.operands, strategy.results, mesh)
     if rebuilt is None:
         return False
-    in_order = dataclasses.replace(rebuilt, ring=tuple(sorted(rebuilt.ring)))
-    return in_order == dataclasses.replace(strategy, ring=tuple(sorted(strategy.ring)))
+    in_order = replace(rebuilt, ring=tuple(sorted(rebuilt.ring)))
+    return in_order == replace(strategy, ring=tuple(sorted(strategy.ring)))

@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, step_in_parts, with_options_of
 from autopar.compiler.step_ways import program_graph
@@ -314,7 +316,7 @@ class _Fitting:
         strategy = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)
         if strategy is None:
             return None
-        return dataclasses.replace(strategy, ring=tuple(a for a in strategy_before.ring if a not in dropped))
+        return replace(strategy, ring=tuple(a for a in strategy_before.ring if a not in dropped))
 
 
 def fit(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.common.records import lazy
 from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
@@ -65,17 +65,17 @@ class MicrobatchedStep:
         """The leaf that each argument is, or is a slice of."""
         return tuple(piece.leaf for piece in self.step.arguments)
 
-    @lazy
+    @functools.cached_property
     def annotated(self) -> MicrobatchedStep:
         """The same with the semantics of its values."""
         return dataclasses.replace(self, graph=annotate_semantics(self.graph))
 
-    @lazy
+    @functools.cached_property
     def assignment(self) -> LayerAssignment:
         """The layer of every operation."""
         return assign_layers(self.graph, self.layers, self.homes)
 
-    @lazy
+    @functools.cached_property
     def homes(self) -> dict[int, int]:
         """The layer at which state of the layers of a scan lies, by the position of the argument: that of its part."""
         layer_of, first = _layers_of_scopes(self), len(self.graph.constants)
@@ -83,7 +83,7 @@ class MicrobatchedStep:
         scopes = {position: self.step.scopes[part] for position, part in parts if part is not None}
         return {position: layer_of[scope] for position, scope in scopes.items() if scope in layer_of}
 
-    @lazy
+    @functools.cached_property
     def stage_graphs(self) -> dict[tuple, StageGraphs]:
         """The stages of choices that were built, by what they depend on."""
         return {}

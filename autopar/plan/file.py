@@ -65,8 +65,6 @@ def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
             return record
     except JsonFaultError as error:
         fault = error.fault
-    except AssertionError as error:  # of a layout
-        fault = Fault(place="$.plan", expected="layouts of a mesh", got=str(error))
     raise PlanFormatError(
         where=f"{where}, {fault.place}", expected=fault.expected, got=f"{fault.got}{changed}", hint=_HINT
     )

@@ -224,8 +224,8 @@ PLACES: dict[str, tuple[Callable[[Json], Any], str]] = {
     "$.plan.cluster.device": (
         lambda plan: plan["cluster"]["device"].update(memory_bytes=0), "expected memory_bytes above zero, got 0",
     ),
-    "$.plan": (
-        lambda plan: plan["results"][0].update(layout={"dims": [[0], [0]]}), "expected layouts of a mesh, got",
+    "$.plan.results[0].layout": (
+        lambda plan: plan["results"][0].update(layout={"dims": [[0], [0]]}), "got a mesh axis is used twice",
     ),
 }  # fmt: skip
 
