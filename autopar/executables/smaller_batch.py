@@ -344,8 +344,7 @@ def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rul
     """Bytes of a device under a plan's decisions, on the step as it is traced on another batch; None where the step has
     other operations or layers then.
 
-    `planned` is the step for which the plan was made. On a cluster of several kinds the bytes are to be compared with
-    the memory of the smallest device.
+    `planned` is the step for which the plan was made.
     """
     planned, traced = (with_options_of(plan, t) for t in (planned, traced))
     if plan.record.pipeline is not None:
@@ -372,4 +371,4 @@ def _of_stages(
         return None
     microbatched, graphs = other
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
-    return joined_as_named(staged, record.joined, traced.name).peak_of_smallest_bytes
+    return max(joined_as_named(staged, record.joined, traced.name).peak_bytes)

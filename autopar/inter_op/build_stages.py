@@ -10,7 +10,7 @@ from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
 from autopar.frontend.recompute_in_scans import Recompute, is_by_value, is_product, saves_inputs_alone
-from autopar.hardware.cluster import Cluster, memory_share
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import join_where_it_pays
@@ -210,10 +210,8 @@ def build(
     """
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
-    submeshes = place(choice.group_meshes, schedule.mesh_of_stage, cluster, choice.group_parts)
+    submeshes = place(choice.group_meshes, schedule.mesh_of_stage)
     models = [model_of(cluster, s) for s in submeshes]
-    shares = tuple(memory_share(cluster, s.first_device, s.mesh.num_devices) for s in submeshes)
-    limits = dataclasses.replace(limits, memory_shares=shares)
     given = GivenStageLayouts(
         pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
         followed=_of_arguments(microbatched, followed or {}),

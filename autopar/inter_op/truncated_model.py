@@ -179,7 +179,7 @@ def estimate(
     if shorter is None:
         return None
     paired_ops = [pair for each in shorter for pair in each.paired_ops]
-    submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage, cluster), microbatched.step
+    submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage), microbatched.step
     models = [model_of(cluster, s) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
     known, given = [graphs.costs[0].on(models[0])], GivenStageLayouts()

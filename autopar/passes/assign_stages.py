@@ -67,11 +67,9 @@ def _made_at(op: Op) -> str:
     return f"the {op.primitive} at {line}" if line else f"the {op.place or op.primitive}"
 
 
-def balanced(
-    layers: Layers, num_stages: int, rates: Sequence[float] = (), hint: str = _FEWER_STAGES
-) -> tuple[int, ...]:
-    """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest, where
-    each stage works at its rate (none given: all alike). `hint` is that of the error (`more_layers`).
+def balanced(layers: Layers, num_stages: int, hint: str = _FEWER_STAGES) -> tuple[int, ...]:
+    """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest. `hint`
+    is that of the error (`more_layers`).
 
     Raises: InvalidArgumentError when there are fewer layers than stages.
     """
@@ -87,8 +85,8 @@ def balanced(
     # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.
     largest = [0.0] + [float("inf")] * n
     starts: list[list[int]] = []
-    for rate in rates or [1.0] * num_stages:
-        options = [[(max(largest[a], (before[b] - before[a]) / rate), a) for a in range(b)] for b in range(1, n + 1)]
+    for _ in range(num_stages):
+        options = [[(max(largest[a], before[b] - before[a]), a) for a in range(b)] for b in range(1, n + 1)]
         best = [min(costs) for costs in options]
         largest = [float("inf"), *(value for value, _ in best)]
         starts.append([0, *(start for _, start in best)])
