@@ -356,10 +356,9 @@ def other_home(plan: Json) -> None:
 def forged_sum(plan: Json) -> None:
     """A product of whole matrices whose results are said to be summands: it would be added up once for each device."""
     made = plan["decisions"]
-    layouts = made["layouts"]
-    sums = (s for s in made["strategies"] if layouts[s["results"][0]]["partial"])
+    sums = (s for s in made["strategies"] if s["results"][0]["partial"])
     strategy = next(s for s in sums if len(s["operands"]) == 2)
-    strategy["operands"] = [layouts.index({"dims": [[], []], "partial": []})] * 2
+    strategy["operands"] = [{"dims": [[], []], "partial": []}] * 2
     strategy["split"] = 1
 
 
