@@ -80,12 +80,6 @@ def chosen(num_devices: int | None = None) -> tuple[list[Any], LocalDevices]:
         InvalidArgumentError: Devices of several kinds, or of one that is not in the tables.
         NotEnoughDevicesError: Fewer devices than asked for.
     """
-    devices = first(num_devices)
-    return devices, describe(devices)
-
-
-def first(num_devices: int | None = None) -> list[Any]:
-    """The first `num_devices` of `jax.devices()`, or all. Raises: NotEnoughDevicesError."""
     import jax  # here, because starting jax's devices is a thing that only those who ask for them should wait for
 
     devices = jax.devices()
@@ -97,7 +91,8 @@ def first(num_devices: int | None = None) -> list[Any]:
             hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
             "JAX_NUM_CPU_DEVICES=8, set before jax starts",
         )
-    return devices[:num_devices]
+    devices = devices[:num_devices]
+    return devices, describe(devices)
 
 
 def describe(devices: Sequence[Any]) -> LocalDevices:

@@ -29,7 +29,6 @@ from scipy.cluster.hierarchy import DisjointSet
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.build_graph import graph_of_body
-from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import (
     Block,
     FactorKind,
@@ -45,7 +44,7 @@ from autopar.ir.graph import (
     walk,
 )
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
-from autopar.ir.rewrite import renumbered
+from autopar.ir.rewrite import CanonicalForm, renumbered
 from autopar.kernels.local import runs_locally
 from autopar.microbatch.cut_graph import cut_graph
 from autopar.sharding.rules import RuleBook, with_rules
