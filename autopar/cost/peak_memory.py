@@ -411,7 +411,7 @@ class MemoryProgram:
     donated: Mapping[int, int]
 
 
-class LiveRange(msgspec.Struct, frozen=True, kw_only=True):
+class LiveRange(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A value that takes `share` (1/2, 1 or 2) of its bytes from position `start` up to, not including, `stop`."""
 
     value: int

@@ -31,7 +31,7 @@ class Stream(HashedById):
 BESIDE = (Stream.SEND, Stream.HOST)
 
 
-class StreamWork(msgspec.Struct, frozen=True, kw_only=True):
+class StreamWork(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A piece of work for one device, between the values that it reads and makes.
 
     Attributes:

@@ -34,7 +34,7 @@ SLICE, STACK = "slice_of_stacked", "stack"
 SEVERAL = -1  # in place of the one kernel that reads a value
 
 
-class Kernel(msgspec.Struct, frozen=True, kw_only=True):
+class Kernel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Operations that XLA runs as one. It reads and writes only values that are in memory.
 
     Attributes:

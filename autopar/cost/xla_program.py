@@ -216,7 +216,7 @@ def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:
             return TPU
 
 
-class MemoryStep(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryStep(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.
 
     Attributes:

@@ -29,7 +29,7 @@ from autopar.sharding.strategies import Strategy
 Layouts = tuple[Layout, ...]
 
 
-class LayoutSite(msgspec.Struct, frozen=True, eq=False):
+class LayoutSite(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The layouts of a value: under strategy s of `node` its layout is `layouts[s]`.
 
     Equal lists of layouts are one object in a choice graph, so that sites compare and hash by identity of their lists:

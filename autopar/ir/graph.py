@@ -142,7 +142,7 @@ class Factor:
         return self.rounded or self.size
 
 
-class Rule(msgspec.Struct, frozen=True):
+class Rule(msgspec.Struct, frozen=True, gc=False):
     """How an operation's dimensions hang together, in Shardy's terms.
 
     `operands[i][d]` and `results[i][d]` list the factors of a dimension, major first; a dimension of size one has none.
@@ -162,7 +162,7 @@ class Rule(msgspec.Struct, frozen=True):
                     yield atom, d, factors
 
 
-class Value(msgspec.Struct, frozen=True):
+class Value(msgspec.Struct, frozen=True, gc=False):
     """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it. Of a leaf of the
     batch, `example_dim` is the dimension that counts examples, None where it holds none.
 
@@ -242,7 +242,7 @@ class OrderCost:
     more_bytes: float = 0.0
 
 
-class Op(msgspec.Struct, frozen=True, kw_only=True):
+class Op(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One operation.
 
     `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with

@@ -11,7 +11,7 @@ import msgspec
 from autopar.ir.mesh import LogicalMesh
 
 
-class Layout(msgspec.Struct, frozen=True, cache_hash=True):
+class Layout(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """`dims[d]` are the mesh axes that split dimension d, major first; `partial` are the axes over which devices hold
     summands of the value (unreduced). An axis stands in at most one place. All other axes replicate.
 

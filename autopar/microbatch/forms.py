@@ -46,7 +46,7 @@ class IslandLayout:
     inside: IslandLayout | None = None
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class State(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The relation of a value of one micro-batch to that of the whole batch.
 
     `dim`, `outer`: dimension `dim` of a SPLIT (or `TRIPS`) holds `outer` blocks, each with the examples in order; for

@@ -49,7 +49,7 @@ class StepKind(HashedById):
         return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 
-class ReshardStep(msgspec.Struct, frozen=True, kw_only=True):
+class ReshardStep(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of a path: `axes` are the mesh axes it communicates over."""
 
     kind: StepKind

@@ -19,7 +19,7 @@ from autopar.ir.mesh import LogicalMesh
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Strategy(msgspec.Struct, frozen=True):
+class Strategy(msgspec.Struct, frozen=True, gc=False):
     """One way to split an operation.
 
     `operands` are the layouts it reads, `results` those it leaves, partial over axes given to a summed factor.
@@ -40,7 +40,7 @@ def replicated_strategy(operands: Iterable[tuple[int, ...]], results: Iterable[t
     return Strategy(tuple(replicated(len(s)) for s in operands), tuple(replicated(len(s)) for s in results), split=1)
 
 
-class Signature(msgspec.Struct, frozen=True):
+class Signature(msgspec.Struct, frozen=True, gc=False):
     """What the strategies of an operation depend on.
 
     `sums_partially`: results may be left partial. `linear`: sets of operands in which it is linear, when partial
