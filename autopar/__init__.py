@@ -23,7 +23,7 @@ if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwis
     from autopar.mixed_precision.policy import precision
     from autopar.monitoring.monitor import Monitor
     from autopar.plan.plan import Plan
-    from autopar.recipes.pins import constrain
+    from autopar.recipes.recipe import constrain
     from autopar.step import Step
     from autopar.transferring import transfer
     from autopar.tuning import Timed, Tuning, tune

@@ -156,7 +156,7 @@ def check_cluster(cluster: Cluster) -> None:
     """Raises: InvalidArgumentError for a cluster of other devices than those here, and where one stands for several."""
     here, device = _name_here(), cluster.device
     is_shared = device.platform is Platform.CPU and cluster.num_devices > 1
-    if here in (device.platform, device.name) and not cluster.parts and not is_shared:
+    if here in (device.platform, device.name) and not is_shared:
         return
     raise InvalidArgumentError(
         where="autopar.measure",

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from autopar.common.records import HashedById
+from autopar.common.enums import HashedById
 
 
 class TaskKind(HashedById):

@@ -9,7 +9,6 @@ from autopar.solver.problem import Edge, Problem, Solution, Status, evaluate, ti
 from autopar.solver.solving import solve
 from autopar.solver.stage_problem import (
     NoStages,
-    Placement,
     Schedule,
     Stage,
     StageOption,
@@ -23,7 +22,6 @@ from autopar.solver.stage_search import best_stages
 __all__ = [
     "Edge",
     "NoStages",
-    "Placement",
     "Problem",
     "Schedule",
     "Solution",

@@ -1,9 +1,8 @@
 """The dynamic programme's loops, compiled. `stage_search` says what they compute.
 
-A move is a stage that could be: layers [first, to[i]) on units[i] device units, with least[i] to most[i] units behind
-it. Moves are sorted by their first layer: those of layer a are begin[a] to begin[a + 1]. add_s = fill + drain, last_s =
-add + once. A row is kept for every (level, layer): level k holds the ways to run the layers from there on in k stages,
-by the units they use.
+A move is a stage that could be: layers [first, to[i]) on units[i] device units. Moves are sorted by their first layer:
+those of layer a are begin[a] to begin[a + 1]. add_s = fill + drain, last_s = add + once. A row is kept for every
+(level, layer): level k holds the ways to run the layers from there on in k stages, by the units they use.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def suffixes(
     `prefixes` made; states that are not below room_s with them are dropped. low, high: (levels + 1, layers + 1) the
     units between which a row has states.
     """
-    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
+    begin, to, units, add_s, last_s, fill_s, steady_s, allowed = moves
     levels, layers, total = sums.shape[0] - 1, sums.shape[1] - 1, sums.shape[2] - 1
     low[:, :] = total + 1
     high[:, :] = -1
@@ -132,7 +131,7 @@ def suffixes(
                 b, n, add, last, fill = to[i], units[i], add_s[i], last_s[i], fill_s[i]
                 for step in range(2 if open_end and k == levels else 1):
                     source = k - 1 + step
-                    start, stop = max(low[source, b], least[i]), min(high[source, b], total - n, most[i])
+                    start, stop = low[source, b], min(high[source, b], total - n)
                     if start > stop:
                         continue
                     if top < 0:
@@ -171,7 +170,7 @@ def follow(
 
     turn: once a stage's own update is what ends last, follow the least sum from there on.
     """
-    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
+    begin, to, units, add_s, last_s, fill_s, steady_s, allowed = moves
     layers, d = sums.shape[1] - 1, sums.shape[2] - 1
     levels = sums.shape[0] - 1
     a, k, count = 0, level, 0
@@ -184,7 +183,7 @@ def follow(
             rest = d - units[i]
             for step in range(2 if open_end and k == levels else 1):
                 source, b = k - 1 + step, to[i]
-                if rest < max(low[source, b], least[i]) or rest > min(high[source, b], most[i]):
+                if rest < low[source, b] or rest > high[source, b]:
                     continue
                 value = sums[source, b, rest] + add_s[i]
                 if not by_sum:
@@ -205,7 +204,7 @@ def follow(
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def prefixes(moves: Moves, first_s: np.ndarray, other_s: np.ndarray, prefix_s: np.ndarray) -> None:
     """Fills prefix_s[b, d]: the least sum over the layers before b on d units, first_s of stage 0, else other_s."""
-    begin, to, units, least, most = moves[:5]
+    begin, to, units = moves[:3]
     layers, total = prefix_s.shape[0] - 1, prefix_s.shape[1] - 1
     prefix_s[:, :] = np.inf
     prefix_s[0, 0] = 0.0
@@ -214,7 +213,7 @@ def prefixes(moves: Moves, first_s: np.ndarray, other_s: np.ndarray, prefix_s: n
             b, n = to[i], units[i]
             cost = first_s[i] if a == 0 else other_s[i]
             source, target = prefix_s[a], prefix_s[b]
-            for d in range(max(0, total - n - most[i]), total - n - least[i] + 1):
+            for d in range(total - n + 1):
                 target[d + n] = min(target[d + n], source[d] + cost)
 
 
@@ -242,7 +241,7 @@ def labels(
     left them for the same arguments. head: (levels + 1, layers + 1, units + 1) first label of a state. pool: (labels,
     2) sum, end. link: (labels, 3) next label of the state, the move taken, the label of what comes behind.
     """
-    begin, to, units, least, most, add_s, last_s, fill_s, steady_s, allowed = moves
+    begin, to, units, add_s, last_s, fill_s, steady_s, allowed = moves
     levels, layers, total = head.shape[0] - 1, head.shape[1] - 1, head.shape[2] - 1
     head[:, :, :] = -1
     pool[0, 0], pool[0, 1] = 0.0, -np.inf
@@ -256,7 +255,7 @@ def labels(
                     continue
                 for step in range(2 if open_end and k == levels else 1):
                     source, b = k - 1 + step, to[i]
-                    first, last = max(low[source, b], least[i]), min(high[source, b], total - units[i], most[i])
+                    first, last = low[source, b], min(high[source, b], total - units[i])
                     for d in range(first, last + 1):
                         old = head[source, b, d]
                         while old >= 0:

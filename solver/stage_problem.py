@@ -89,27 +89,6 @@ class StageOption:
     name: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Where stages with an option lie, on devices of several kinds: those of one kind follow one another.
-
-    begin, end: the devices of the kind, counted from the end of the pipeline on.
-    is_last: whether only the last stage on these devices has the option (True), or only others (False).
-    host_devices: of a host there.
-    memory_share: memory of a device there, as a multiple of the problem's limit.
-    """
-
-    begin: int
-    end: int
-    host_devices: int
-    is_last: bool | None = None
-    memory_share: float = 1.0
-
-    def behind(self, num_devices: int) -> tuple[int, int]:
-        """(least, most) devices that the stages behind one on so many devices have together."""
-        return self.begin + (self.is_last is False), self.begin if self.is_last else self.end - num_devices
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageProblem:
     """Cut the layers into stages and give each an option, so that a step takes the least time and every stage fits.
@@ -121,7 +100,6 @@ class StageProblem:
     num_microbatches: options are for a micro-batch of this problem's size.
     chunks: of a group of devices under the interleaved schedule, 2 or more; 1 under all others.
     fixed_num_stages: the number of stages (of groups, if interleaved); None = free.
-    placements: of each option, where devices differ; empty: every option lies anywhere, on hosts of host_devices.
     """
 
     options: tuple[StageOption, ...]
@@ -133,7 +111,6 @@ class StageProblem:
     host_devices: int
     chunks: int = 1
     fixed_num_stages: int | None = None
-    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,29 +352,14 @@ def check(problem: StageProblem, stages: Sequence[Stage]) -> str | None:
         return f"{used} devices, expected {problem.num_devices}"
     if not math.isfinite(step_time_s(problem, stages)):
         return "a layer cannot be run as its option says"
-    behind = 0
-    for stage in reversed(stages if problem.placements else ()):
-        num_devices = problem.options[stage.option].num_devices
-        least, most = problem.placements[stage.option].behind(num_devices)
-        if not least <= behind <= most:
-            return f"{behind} devices behind option {stage.option}, expected {least} to {most}"
-        behind += num_devices
-    for stage, peak in zip(stages, stage_peak_bytes(problem, stages), strict=True):
-        if peak > (limit := limit_of(problem, stage.option)):
-            return f"{peak} bytes, {limit} fit"
+    if (peak := max(stage_peak_bytes(problem, stages))) > problem.limit_bytes:
+        return f"{peak} bytes, {problem.limit_bytes} fit"
     return None
 
 
-def limit_of(problem: StageProblem, option: int) -> int:
-    """Bytes of a device that stages with an option have."""
-    share = problem.placements[option].memory_share if problem.placements else 1.0
-    return int(problem.limit_bytes * share) if share != 1.0 else problem.limit_bytes
-
-
 def fullness(problem: StageProblem, stages: Sequence[Stage]) -> float:
-    """Of the fullest stage, its bytes as a part of what a device there has."""
-    peaks = zip(stages, stage_peak_bytes(problem, stages), strict=True)
-    return max(peak / limit_of(problem, stage.option) for stage, peak in peaks)
+    """Of the fullest stage, its bytes as a part of what a device has."""
+    return max(stage_peak_bytes(problem, stages)) / problem.limit_bytes
 
 
 # Whether a problem of stages is well formed.
@@ -419,26 +381,20 @@ def validate(problem: StageProblem) -> None:
         )
     if not isinstance(problem.schedule, Schedule):
         raise ValueError(f"schedule: expected one of {[str(s) for s in Schedule]}, got {problem.schedule!r}")
-    if len(problem.placements) not in (0, len(problem.options)):
-        raise ValueError(f"placements: expected none, or one of each option, got {len(problem.placements)}")
-    if problem.placements and problem.schedule is Schedule.INTERLEAVED:
-        raise ValueError("placements: expected none where all stages have one option (interleaved)")
     _check_sizes(problem)
     for number, option in enumerate(problem.options):
         _check_option(problem, number, option)
 
 
 def _check_sizes(problem: StageProblem) -> None:
-    hosts = [lies.host_devices for lies in problem.placements] or [problem.host_devices] * len(problem.options)
-    for host in set(hosts):
-        sizes = {o.num_devices for o, n in zip(problem.options, hosts, strict=True) if n == host}
-        parts = sorted(size for size in sizes if size < host)
-        for small, large in zip(parts, [*parts[1:], host], strict=False):
-            if small < 1 or large % small:
-                raise ValueError(
-                    f"num_devices of options: {small} does not divide {large}, so that stages may not tile a host"
-                )
-    for number, (option, host) in enumerate(zip(problem.options, hosts, strict=True)):
+    host = problem.host_devices
+    parts = sorted({option.num_devices for option in problem.options if option.num_devices < host})
+    for small, large in zip(parts, [*parts[1:], host], strict=False):
+        if small < 1 or large % small:
+            raise ValueError(
+                f"num_devices of options: {small} does not divide {large}, so that stages may not tile a host"
+            )
+    for number, option in enumerate(problem.options):
         where = f"option {number}" + (f" ({option.name})" if option.name else "")
         if option.num_devices > host and option.num_devices % host:
             raise ValueError(

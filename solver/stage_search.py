@@ -30,7 +30,6 @@ from autopar.solver.stage_problem import (
     fullness,
     held_bytes,
     in_flight,
-    limit_of,
     most_stages,
     stage_peak_bytes,
     step_time_s,
@@ -106,7 +105,7 @@ def range_sums(options: Sequence[StageOption], layers: int) -> RangeSums:
 class Moves:
     """Stages that could be, sorted by first layer; add_s = fill + drain, last_s = add + once.
 
-    allowed: micro-batches that fit in flight. least_behind, most_behind: devices of the stages behind it.
+    allowed: micro-batches that fit in flight.
     """
 
     first: np.ndarray
@@ -119,8 +118,6 @@ class Moves:
     steady_s: np.ndarray
     once_s: np.ndarray
     allowed: np.ndarray
-    least_behind: np.ndarray
-    most_behind: np.ndarray
 
     def __len__(self) -> int:
         return len(self.first)
@@ -157,7 +154,7 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     if problem.fixed_num_stages == 1 and problem.chunks == 1:  # all layers on all devices
         could &= (devices == problem.num_devices)[:, None] & (sums.last - sums.first == problem.num_layers)
     at = option, where = np.nonzero(could)
-    room = limits_of(problem)[option] - sums.state_bytes[at] - sums.working_bytes[at]
+    room = problem.limit_bytes - sums.state_bytes[at] - sums.working_bytes[at]
     held = held_bytes(problem, sums.saved_bytes[at], sums.deferred_bytes[at])
     fits = room >= least_flight(problem) * held
     at = option, where = option[fits], where[fits]
@@ -165,7 +162,6 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
     passes = sums.forward_s[at], sums.backward_s[at], sums.weight_s[at]
     made = terms(problem, devices[option], *passes, sums.once_s[at], sums.send_s[at])
     add = made.fill_s + made.drain_s
-    least, most = behind(problem)
     moves = Moves(
         first=sums.first[where],
         to=sums.last[where],
@@ -177,35 +173,11 @@ def moves_under(problem: StageProblem, sums: RangeSums, under_s: float) -> Moves
         steady_s=made.steady_s,
         once_s=made.once_s,
         allowed=np.where(held > 0, room[fits] // np.maximum(held, 1), NO_LIMIT),
-        least_behind=least[option],
-        most_behind=most[option],
     )
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
-    kind = _kinds(devices, least, most)[moves.option]  # options of one size, in one place, stand for one another
-    order = np.lexsort((moves.add_s, kind, moves.to, moves.first))
-    moves, kind = moves.take(order), kind[order]
+    moves = moves.take(np.lexsort((moves.add_s, moves.devices, moves.to, moves.first)))
     ranking = (moves.fill_s, moves.add_s, moves.last_s, moves.steady_s, moves.allowed)
-    return moves.take(loops.undominated(moves.first, moves.to, kind, *ranking))
-
-
-def _kinds(devices: np.ndarray, least_behind: np.ndarray, most_behind: np.ndarray) -> np.ndarray:
-    """Equal numbers for options on as many devices in the same place."""
-    keys = np.stack([devices, least_behind, most_behind], axis=1)
-    return np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-
-
-def limits_of(problem: StageProblem) -> np.ndarray:
-    """Bytes of a device, for each option."""
-    return np.array([limit_of(problem, number) for number in range(len(problem.options))], dtype=np.int64)
-
-
-def behind(problem: StageProblem) -> tuple[np.ndarray, np.ndarray]:
-    """(least, most) devices behind a stage, for each option."""
-    placed = zip(problem.placements, problem.options, strict=True) if problem.placements else ()
-    ranges = [lies.behind(option.num_devices) for lies, option in placed]
-    ranges = ranges or [(0, problem.num_devices)] * len(problem.options)
-    least, most = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-    return least, most
+    return moves.take(loops.undominated(moves.first, moves.to, moves.devices, *ranking))
 
 
 def least_flight(problem: StageProblem) -> int:
@@ -218,8 +190,7 @@ def why_no_layer_fits(problem: StageProblem, sums: RangeSums) -> str | None:
     alone = sums.last == sums.first + 1
     held = held_bytes(problem, sums.saved_bytes, sums.deferred_bytes)
     need = sums.state_bytes + least_flight(problem) * held + sums.working_bytes
-    room = limits_of(problem)[:, None]
-    over = np.where(np.isfinite(sums.forward_s), need - room, np.inf)[:, alone].min(axis=0)
+    over = np.where(np.isfinite(sums.forward_s), need - problem.limit_bytes, np.inf)[:, alone].min(axis=0)
     bad = np.flatnonzero(over > 0)
     if not len(bad):
         return None
@@ -278,9 +249,8 @@ class DynamicProgram:
         self.flight, self.open_end, self.exact = flight, open_end, exact
         begin = np.searchsorted(moves.first, np.arange(layers + 1))
         units = moves.devices // unit
-        least, most = -(-moves.least_behind // unit), moves.most_behind // unit
         self.graph = (
-            begin, moves.to, units, least, most, moves.add_s, moves.last_s, moves.fill_s, moves.steady_s, moves.allowed,
+            begin, moves.to, units, moves.add_s, moves.last_s, moves.fill_s, moves.steady_s, moves.allowed,
         )  # fmt: skip
         levels = len(flight) - 1
         self.sums = np.empty((levels + 1, layers + 1, total + 1))
@@ -624,8 +594,7 @@ def _search(problem: StageProblem, moves: Moves, under_s: float, *, in_memory: b
     moves = moves.take(moves.add_s + moves.steady_s < under_s)
     if not len(moves):
         return _First()
-    edges = [edge for lies in problem.placements for edge in (lies.begin, lies.end)]
-    unit = math.gcd(*np.unique(moves.devices).tolist(), *edges)
+    unit = math.gcd(*np.unique(moves.devices).tolist())
     total, odd = divmod(problem.num_devices, unit)
     if odd:
         return _First()
@@ -678,9 +647,9 @@ def _why_not(problem: StageProblem, sums: RangeSums) -> str | None:
 def _guess_s(problem: StageProblem) -> float:
     """Roughly what a step takes: the best option's layers spread evenly, memory set aside but for the state."""
     best = math.inf
-    for number, option in enumerate(problem.options):
+    for option in problem.options:
         count = min(max(problem.num_devices // option.num_devices, 1), problem.num_layers)
         once = float(option.forward_s.sum() + option.backward_s.sum())
-        if option.state_bytes.sum() / count <= limit_of(problem, number):
+        if option.state_bytes.sum() / count <= problem.limit_bytes:
             best = min(best, once + (problem.num_microbatches - 1) * once / count)
     return best

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
 from autopar.frontend.build_graph import build_graph
@@ -58,15 +59,13 @@ def sectioned(traced: TracedStep, num_microbatches: int = 1) -> OpGraph:
 def with_loop(graph: OpGraph, section: Mapping[int, Section], num_microbatches: int) -> OpGraph:
     """Puts operations into their sections, SPLITs on the batch, and ACCUMULATEs on what is read behind the loop."""
     fresh = Fresh(graph)
-    ops = [dataclasses.replace(op, section=section[op.id]) for op in graph.block.ops]
+    ops = [replace(op, section=section[op.id]) for op in graph.block.ops]
     splits, names, arguments = [], {}, list(graph.block.inputs)
     for i in sorted(graph.batch):
         whole, micro = fresh.copy_of(arguments[i]), arguments[i]
         value = graph.values[micro]
-        fresh.values[whole] = dataclasses.replace(
-            value, id=whole, shape=(value.shape[0] * num_microbatches, *value.shape[1:])
-        )
-        fresh.values[micro] = dataclasses.replace(value, name="")
+        fresh.values[whole] = replace(value, id=whole, shape=(value.shape[0] * num_microbatches, *value.shape[1:]))
+        fresh.values[micro] = replace(value, name="")
         arguments[i] = whole
         splits.append(loop_op(fresh, OpKind.SPLIT, whole, micro))
     made = {v for op in ops if op.section.repeats for v in op.outputs}

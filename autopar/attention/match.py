@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from autopar.attention import ring
 from autopar.attention.checks import score_products
@@ -44,7 +45,6 @@ from autopar.attention.mask_terms import (
     term_of,
 )
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, walk
@@ -515,7 +515,7 @@ class PassWriter:
             if obstacle := obstacle_for(eqn, self.sought.kernel, 1):
                 self.sought.obstacles[found.product.op.id] = obstacle
                 return None
-            like = dataclasses.replace(like, recomputes=found.product.op.recomputes)
+            like = replace(like, recomputes=found.product.op.recomputes)
             self.forwards[same] = self.operation(eqn, operands, like)
         return self.forwards[same], form
 
@@ -553,7 +553,7 @@ class PassWriter:
     def operation(self, eqn: Any, operands: Sequence[Atom], like: Op) -> Op:
         made = [v.aval for v in eqn.outvars]
         outputs = tuple(self.fresh.value(a.shape, str(a.dtype), jax_compat.itemsize(a)) for a in made)
-        op = dataclasses.replace(
+        op = replace(
             like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands),
             outputs=outputs, rule=ring.rule_of(eqn), key=equation_key(eqn),
         )  # fmt: skip
@@ -582,7 +582,7 @@ def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS) -> OpGraph:
         block = closed(_rewritten(graph.block, sought, fresh, Around({}, {})), fresh)
         left = wanted & {op.id for op in walk(block)}
         if not left:
-            values = tuple(replaced(v, dimensions=(), purpose=None) for v in fresh.values)
+            values = tuple(replace(v, dimensions=(), purpose=None) for v in fresh.values)
             return renumbered(dataclasses.replace(graph, values=values, block=remove_dead(block)))
         wanted = wanted - left
     return graph
@@ -619,8 +619,8 @@ def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Bl
         ops: list[Op] = []
         for op in block.ops:
             inner = tuple(_rewritten(b, sought, fresh, seen().inside(op)) for b in op.blocks)
-            ops.append(replaced(op, blocks=inner) if inner else op)
-        block = dataclasses.replace(block, ops=tuple(ops))
+            ops.append(replace(op, blocks=inner) if inner else op)
+        block = replace(block, ops=tuple(ops))
     reader = Reader(block, sought, fresh, around)
     reader.run()
     if (unknown := reader.first_unknown) is not None:

@@ -16,10 +16,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.attention.form import ELEMENTWISE
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, OrderCost, Value, read_by
 from autopar.ir.rewrite import makers
 
@@ -245,8 +245,8 @@ def _marked(
             stacks.update(op.outputs[i] for i in made if op.kind is OpKind.SCAN and i >= op.num_carry)
         if op.primitive in _SLICES and any(isinstance(a, int) and a in stacks for a in op.inputs):
             stacks.update(op.outputs)
-        ops.append(replaced(op, blocks=tuple(bodies)) if bodies else op)
-    block = dataclasses.replace(block, ops=tuple(ops))
+        ops.append(replace(op, blocks=tuple(bodies)) if bodies else op)
+    block = replace(block, ops=tuple(ops))
     found, joined = _found(block, values, scores)
     if not found:
         return block, ()
@@ -260,8 +260,8 @@ def _marked(
         more_bytes = in_order[op.id] - moved[op.id] + cost.beside_itemsize * values[op.outputs[0]].size
         if more_bytes:
             costs[op.id] = dataclasses.replace(cost, more_bytes=more_bytes)
-    marked = (replaced(op, kernel_bytes=moved.get(op.id, op.kernel_bytes), order_cost=costs.get(op.id)) for op in ops)
-    block = dataclasses.replace(block, ops=tuple(marked))
+    marked = (replace(op, kernel_bytes=moved.get(op.id, op.kernel_bytes), order_cost=costs.get(op.id)) for op in ops)
+    block = replace(block, ops=tuple(marked))
     return block, tuple(i for i, atom in enumerate(block.outputs) if isinstance(atom, int) and atom in found)
 
 

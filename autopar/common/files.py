@@ -18,7 +18,7 @@ import re
 import stat
 import uuid
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -162,19 +162,3 @@ def _invalid(error: msgspec.ValidationError, root: str) -> Fault:
 def _lowered(text: str) -> str:
     """A sentence to stand behind others: not of JSON, which is capital throughout."""
     return text if text[:2].isupper() else text[:1].lower() + text[1:]
-
-
-def first_layout_twice(tree: Any, place: str) -> Fault | None:
-    """The first layout in decoded JSON that splits by a mesh axis twice."""
-    if isinstance(tree, dict):
-        dims, partial = tree.get("dims"), tree.get("partial", [])
-        if isinstance(dims, list) and isinstance(partial, list):
-            used = [axis for axes in dims if isinstance(axes, list) for axis in axes] + partial
-            if len(set(map(str, used))) < len(used):
-                return Fault(place=place, expected="every mesh axis once", got=f"dims {dims}, partial {partial}")
-        items = [(f"{place}.{key}", value) for key, value in tree.items()]
-    elif isinstance(tree, list):
-        items = [(f"{place}[{i}]", value) for i, value in enumerate(tree)]
-    else:
-        items = []
-    return next((fault for where, value in items if (fault := first_layout_twice(value, where)) is not None), None)

@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 from autopar.common import jax_compat
 
 # The packages whose functions another process finds by their names.
-_IMPORTED = ("jax", "jaxlib", "numpy", "autopar", "ml_dtypes", "builtins")
+_IMPORTED = ("jax", "jaxlib", "numpy", "autopar", "ml_dtypes", "msgspec", "builtins")
 # Those whose objects it may make: to import them runs nothing of the user's.
 _KNOWN = frozenset(_IMPORTED) | sys.stdlib_module_names - {"__main__"}
 

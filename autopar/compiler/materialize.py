@@ -11,10 +11,8 @@ from jax.sharding import Mesh
 from autopar.compiler.check_decisions import (
     at_place,
     check_decisions,
-    check_groups,
     check_layers,
     check_operations,
-    check_transfers,
     check_values,
 )
 from autopar.compiler.step_ways import program_graph
@@ -121,7 +119,6 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
     first_layers = [s.first_layer for s in record.stages]
     with at_place(name, f"{place}.schedule"):
         graphs = stage_graphs(microbatched, record.recomputed, first_layers, record.schedule, record.chunks)
-    check_groups(record, graphs.schedule.mesh_of_stage, name)
     with at_place(name, f"{place}.stages"):
         for submesh in submeshes_of(record):
             model_of(plan.cluster, submesh)
@@ -130,7 +127,6 @@ def make_staged(traced: TracedStep, plan: Plan, rules: RuleBook) -> StagedStep:
         decided_at = f"{place}.stages[{q}].decisions"
         check_operations(record.stages[q].decisions, stage.graph, decided_at, name)
         check_decisions(sharding, stage.graph, decided_at, name)
-    check_transfers(shardings, graphs.stages, graphs.schedule.mesh_of_stage, name)
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
     staged = joined_as_named(staged, record.joined, name)
     arguments, results = staged_values(traced, staged, plan.record.leaves)

@@ -308,8 +308,6 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
         return True
     if best.step_time_s <= least_handed_out_s(cluster, 2, 1, has_backward=False):
         return False
-    if cluster.parts:
-        return True  # one program is as slow as the slowest devices
     return 1 - best.shared_out_s / best.step_time_s > LOST
 
 

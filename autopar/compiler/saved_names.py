@@ -186,8 +186,7 @@ class _Recomputation:
 
     def __init__(self, graph: OpGraph, cluster: Cluster) -> None:
         self.graph = graph
-        part = cluster.parts[0] if cluster.parts else cluster
-        self.costs = NodeCosts(graph, cost_model(part, LogicalMesh(axis_sizes=(part.num_devices,))))
+        self.costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
         self._known: dict[Names, tuple[float, float]] = {}
 
     def of(self, names: Names) -> tuple[float, float]:

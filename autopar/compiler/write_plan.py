@@ -30,7 +30,7 @@ from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.roofline import flops_of, main_dtype, peak_dtype
 from autopar.cost.stream_work import NO_TIME, Cause, SendTime
 from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
-from autopar.hardware.cluster import Cluster, peak_flops_per_s
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.joined_tasks import chain_name, timed_chain
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
@@ -243,11 +243,10 @@ def staged_predicted(
     for number, (task, seconds) in enumerate(zip(staged.staged.tasks, staged.hidden_s, strict=True)):
         runs = (staged.graph.num_microbatches if task.kind.repeats else 1) - in_joined[number]
         hidden_s += staged.submeshes[task.stage].mesh.num_devices * runs * seconds
-    kinds = dict(zip(staged.submeshes, (planned.model.device for planned in staged.stages), strict=True))
-    devices, step_s = sum(s.mesh.num_devices for s in kinds), simulation.step_time_s
+    devices, step_s = sum(s.mesh.num_devices for s in {*staged.submeshes}), simulation.step_time_s
 
     def peak_rate(dtype: str) -> float:
-        return sum(peak_flops_per_s(cluster, device, at.mesh.num_devices, dtype) for at, device in kinds.items())
+        return devices * cluster.device.peak_flops_per_s(dtype)
 
     return Predicted(
         step_time_s=step_s,
@@ -282,7 +281,7 @@ def predicted(
     step_s, flops = ran.end_s, flops_in(graph)
 
     def peak_rate(dtype: str) -> float:
-        return peak_flops_per_s(cluster, model.device, model.links.mesh.num_devices, dtype)
+        return model.links.mesh.num_devices * cluster.device.peak_flops_per_s(dtype)
 
     prediction = Predicted(
         step_time_s=step_s,

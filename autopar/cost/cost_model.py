@@ -430,19 +430,11 @@ class CostsOnMeshes:
 
 
 def least_time_s(graph: OpGraph, cluster: Cluster) -> float:
-    """Seconds of all operations, shared by all devices of a cluster, of several kinds each as fast as it is."""
-    parts = cluster.parts or (cluster,)
-    models = [cost_model(part, LogicalMesh(axis_sizes=(part.num_devices,))) for part in parts]
-    alone_s = [least_step_time_s(graph, model) for model in models]
-    return 1.0 / sum(1.0 / s for s in alone_s) if min(alone_s) > 0 else 0.0
-
-
-def least_step_time_s(graph: OpGraph, model: CostModel) -> float:
-    """Seconds of all operations, each shared by all devices of the model's mesh, without communication, waiting or work
-    done twice.
+    """Seconds of all operations, each shared by all devices of a cluster, without communication, waiting or work done
+    twice.
     """
-    costs = NodeCosts(graph, model)
-    return in_turn_s(graph.block.ops, lambda op: costs.even_s(op, model.links.mesh.num_devices))
+    costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
+    return in_turn_s(graph.block.ops, lambda op: costs.even_s(op, cluster.num_devices))
 
 
 def in_turn_s(ops: Iterable[Op], seconds_of: Callable[[Op], float]) -> float:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common.trace_events import DEVICES, LINKS, Timeline
 from autopar.common.trace_events import TraceEvent as Shown
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
@@ -131,7 +133,7 @@ def _scaled(work: StreamWork, share: float) -> StreamWork:
         )
         for ran in work.inside
     )
-    return dataclasses.replace(
+    return replace(
         work,
         seconds=work.seconds * share,
         latency_s=work.latency_s * share,
@@ -318,7 +320,7 @@ class _Writer:
                 works.append(self.collective(send, int(send.sent_bytes), is_sent, (on_its_way,), reduces=False))
             outs.append(self.new())
             waits_for = arrived if pieces.operand is not None else ()
-            works.append(dataclasses.replace(product, reads=(*reads, *waits_for), makes=(outs[-1],)))
+            works.append(replace(product, reads=(*reads, *waits_for), makes=(outs[-1],)))
             if pieces.operand is not None and sends:
                 arrived = (self.new(),)
                 works.append(_renamed((on_its_way, outs[-1]), arrived))
@@ -330,7 +332,7 @@ class _Writer:
                 if sends:
                     arrived = (self.new(),)
                     works.append(self.collective(send, int(send.sent_bytes), (summed,), arrived, reduces=False))
-        works[begun:] = [dataclasses.replace(work, pieces_of=op.id) for work in works[begun:]]
+        works[begun:] = [replace(work, pieces_of=op.id) for work in works[begun:]]
         result: tuple[int, ...] = tuple(outs) if pieces.operand is not None else (outs[-1],)
         if compute.reduced:
             (use,), (layout,), (v,) = uses_of_reduction(self.graph, compute, self.model), compute.results, op.outputs

@@ -30,7 +30,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.common.records import made_often
+import msgspec
+from msgspec.structs import replace
+
 from autopar.cost import xla_fusion, xla_program
 from autopar.cost.xla_fusion import Kernel
 from autopar.cost.xla_program import (
@@ -120,7 +122,7 @@ def with_sunk_broadcasts(
         if step.kind == "cond":
             bodies = (with_sunk_broadcasts(b.body, b.body_outputs, nbytes, like) for b in step.body)
             branches = zip(step.body, bodies, strict=True)
-            step = dataclasses.replace(step, body=tuple(dataclasses.replace(b, body=body) for b, body in branches))
+            step = replace(step, body=tuple(replace(b, body=body) for b, body in branches))
         elif step.body:
             step = _with_constants_inside(step, cheap, nbytes, like)
         done.append(step)
@@ -163,7 +165,7 @@ def _with_constants_inside(
         inputs = tuple(map(inside, cheap[value].inputs)) if value in cheap else ()
         known[value] = new(value)
         if value in cheap:
-            sunk.append(dataclasses.replace(cheap[value], inputs=inputs, outputs=(known[value],), key=None))
+            sunk.append(replace(cheap[value], inputs=inputs, outputs=(known[value],), key=None))
         else:
             constants[value] = known[value]
         return known[value]
@@ -173,7 +175,7 @@ def _with_constants_inside(
         if outer in cheap:
             sunk.append(MemoryStep(inputs=(inside(outer),), outputs=(inner,), kind="reshape", fusible=True))
     names = [pair for i, pair in enumerate(names) if i >= loop.num_constants or pair[0] not in cheap]
-    return dataclasses.replace(
+    return replace(
         loop,
         inputs=(*constants, *(outer for outer, _ in names)),
         body_inputs=(*constants.values(), *(inner for _, inner in names)),
@@ -409,9 +411,7 @@ class MemoryProgram:
     donated: Mapping[int, int]
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRange:
+class LiveRange(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A value that takes `share` (1/2, 1 or 2) of its bytes from position `start` up to, not including, `stop`."""
 
     value: int

@@ -31,6 +31,8 @@ import heapq
 import math
 from collections.abc import Hashable, Sequence
 
+from msgspec.structs import replace
+
 from autopar.cost.stream_work import BESIDE, Ran, Stream, StreamWork, computes, makers_of
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
@@ -100,7 +102,7 @@ def _as_one(gathers: Sequence[StreamWork]) -> StreamWork:
     first, *others = gathers
     parts_s = [first.seconds, *(work.seconds - work.latency_s for work in others)]
     seconds = sum(parts_s)
-    return dataclasses.replace(
+    return replace(
         first,
         name=f"{first.name} and {len(others)} more",
         seconds=seconds,
@@ -452,7 +454,7 @@ class _Clock:
         for i in sorted(group.there, key=lambda i: self.rank[i])[1:]:
             work = self.program[i]
             if work.latency_s:
-                self.program[i] = dataclasses.replace(work, seconds=work.seconds - work.latency_s, latency_s=0.0)
+                self.program[i] = replace(work, seconds=work.seconds - work.latency_s, latency_s=0.0)
         for i in group.there:
             del self.groups[i]
             self.queue(i, ready_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from autopar.common.records import HashedById, made_often
+import msgspec
+
+from autopar.common.enums import HashedById
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.lowering.instructions import Compute
 
@@ -29,9 +31,7 @@ class Stream(HashedById):
 BESIDE = (Stream.SEND, Stream.HOST)
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWork:
+class StreamWork(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A piece of work for one device, between the values that it reads and makes.
 
     Attributes:

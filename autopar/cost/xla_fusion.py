@@ -12,7 +12,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autopar.common.records import made_often
+import msgspec
+from msgspec.structs import replace
+
 from autopar.cost.xla_program import (
     ABSORBING,
     ALIASES,
@@ -32,9 +34,7 @@ SLICE, STACK = "slice_of_stacked", "stack"
 SEVERAL = -1  # in place of the one kernel that reads a value
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class Kernel(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Operations that XLA runs as one. It reads and writes only values that are in memory.
 
     Attributes:
@@ -217,7 +217,7 @@ def _with_converted_products(kernels: Sequence[Kernel], results: frozenset[int])
     wide = {k.inputs: k.outputs for k in converting if alone.issuperset(k.inputs) and in_order.isdisjoint(k.outputs)}
     left_out = frozenset(wide.values())
     return [
-        dataclasses.replace(kernel, outputs=wide.get(kernel.outputs, kernel.outputs))
+        replace(kernel, outputs=wide.get(kernel.outputs, kernel.outputs))
         for kernel in kernels
         if kernel.outputs not in left_out
     ]
@@ -231,7 +231,7 @@ def _with_row_kernels(kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     readers = Counter(v for kernel in kernels for v in kernel.inputs)
     rows = {k.outputs[0]: k.inputs for k in kernels if k.reduces_rows and readers[k.outputs[0]] == 1}
     return tuple(
-        dataclasses.replace(kernel, read_by_rows=tuple(v for r in kernel.inputs for v in rows.get(r, ())))
+        replace(kernel, read_by_rows=tuple(v for r in kernel.inputs for v in rows.get(r, ())))
         if any(r in rows for r in kernel.inputs)
         else kernel
         for kernel in kernels

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from autopar.common.records import made_often
 from autopar.cost.roofline import is_fusible
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import REDUCED, RETURNED, UNREDUCED, Op, OpGraph
@@ -215,9 +216,7 @@ def compiler_for(platform: Platform, jax_version: tuple[int, ...]) -> Compiler:
             return TPU
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryStep:
+class MemoryStep(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One operation. Sizes of its values are per device, after sharding; ids are unique in the whole program.
 
     Attributes:
@@ -265,7 +264,7 @@ def with_broadcasts(
             for v, out in zip(step.inputs, step.outputs, strict=False):
                 alias[out] = alias.get(v, v)
         elif step.body:
-            step = dataclasses.replace(step, body=with_broadcasts(step.body, nbytes, like))
+            step = replace(step, body=with_broadcasts(step.body, nbytes, like))
         elif step.kind in ARITHMETIC:
             (out,) = step.outputs
             inputs = list(step.inputs)
@@ -280,7 +279,7 @@ def with_broadcasts(
                         )
                     inputs[i] = known[key]
             if inputs != list(step.inputs):
-                step = dataclasses.replace(step, inputs=tuple(inputs))
+                step = replace(step, inputs=tuple(inputs))
         done.append(step)
     return tuple(done)
 
@@ -307,8 +306,8 @@ def without_recomputation(
                 same.update(zip(step.outputs, before, strict=True))
                 continue
         if step.body:
-            step = dataclasses.replace(step, body=without_recomputation(step.body, step.body_outputs, compiler))
-        done.append(step if inputs == step.inputs else dataclasses.replace(step, inputs=inputs))
+            step = replace(step, body=without_recomputation(step.body, step.body_outputs, compiler))
+        done.append(step if inputs == step.inputs else replace(step, inputs=inputs))
     return tuple(done)
 
 

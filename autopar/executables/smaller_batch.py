@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from autopar.compiler.check_decisions import signature_of
 from autopar.compiler.materialize import recorded_stages, stage_shardings, step_in_parts, with_options_of
 from autopar.compiler.step_ways import program_graph
@@ -314,7 +316,7 @@ class _Fitting:
         strategy = strategy_of(signature_of(op, self.graph, self.plan), operands, results, self.plan.mesh)
         if strategy is None:
             return None
-        return dataclasses.replace(strategy, ring=tuple(a for a in strategy_before.ring if a not in dropped))
+        return replace(strategy, ring=tuple(a for a in strategy_before.ring if a not in dropped))
 
 
 def fit(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
@@ -342,8 +344,7 @@ def peak_of_other_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rul
     """Bytes of a device under a plan's decisions, on the step as it is traced on another batch; None where the step has
     other operations or layers then.
 
-    `planned` is the step for which the plan was made. On a cluster of several kinds the bytes are to be compared with
-    the memory of the smallest device.
+    `planned` is the step for which the plan was made.
     """
     planned, traced = (with_options_of(plan, t) for t in (planned, traced))
     if plan.record.pipeline is not None:
@@ -370,4 +371,4 @@ def _of_stages(
         return None
     microbatched, graphs = other
     staged = recorded_stages(plan.cluster, record, microbatched, graphs, shardings)
-    return joined_as_named(staged, record.joined, traced.name).peak_of_smallest_bytes
+    return max(joined_as_named(staged, record.joined, traced.name).peak_bytes)

@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from autopar.attention.kernels import Kernel
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat, jax_local
-from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.callbacks import is_callback
 from autopar.frontend.fingerprints import program_fingerprint
@@ -119,7 +120,7 @@ class _Builder:
         shape, dtype = tuple(int(n) for n in aval.shape), dtype_text(aval.dtype)
         weak_type = bool(getattr(aval, "weak_type", False))
         value = Value(len(self.values), shape, dtype, jax_compat.itemsize(aval), name, weak_type)
-        self.values.append(replaced(value, example_dim=example_dim))
+        self.values.append(replace(value, example_dim=example_dim))
         return len(self.values) - 1
 
     def constant(self, var: Any, array: Any) -> int:
@@ -176,9 +177,9 @@ class _Builder:
         outputs = tuple(self.value(v) for v in eqn.outvars)
         op = self._op(OpKind.EQUATION, eqn, ins, outputs, stack, count, key=equation_key(eqn))
         if is_callback(eqn):  # each is called for itself, on whole arrays
-            op = replaced(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
+            op = replace(op, key=f"{op.key}#{op.id}", rule=replicated_rule(eqn, ""))
         elif (rule := local_rule(op.eqn)) is not None:
-            op = replaced(op, key=f"{op.key}#{program_fingerprint(op.eqn)}", rule=rule)
+            op = replace(op, key=f"{op.key}#{program_fingerprint(op.eqn)}", rule=rule)
         ops.append(op)
         return outputs
 
@@ -208,7 +209,7 @@ class _Builder:
         return [through[a] if isinstance(a, int) else a for a in ins]
 
     def _copy_of(self, atom: int) -> int:
-        self.values.append(replaced(self.values[atom], id=len(self.values), name=""))
+        self.values.append(replace(self.values[atom], id=len(self.values), name=""))
         return len(self.values) - 1
 
     def _block(self, closed: Any, stack: str, count: float) -> Block:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common.paths import parts_of
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS
 
@@ -70,7 +71,7 @@ class _Names:
         return found
 
     def block(self, block: Block, updates: Mapping[int, str]) -> Block:
-        return dataclasses.replace(block, ops=_by_readers([self.op(op, updates) for op in block.ops]))
+        return replace(block, ops=_by_readers([self.op(op, updates) for op in block.ops]))
 
     def op(self, op: Op, updates: Mapping[int, str]) -> Op:
         if op.blocks:
@@ -82,7 +83,7 @@ class _Names:
                 self.pass_on(a, out)
         elif name and not op.has_place:
             self.made_by |= dict.fromkeys(op.outputs, (name, op.role))
-        return op if op.has_place or not name or op.kind is not OpKind.EQUATION else replaced(op, parameters=name)
+        return op if op.has_place or not name or op.kind is not OpKind.EQUATION else replace(op, parameters=name)
 
     def pass_on(self, source: Atom, target: int) -> None:
         """What is known of a value holds for another."""
@@ -109,7 +110,7 @@ class _Names:
             if len(block.outputs) == len(op.outputs):  # all but the condition of a while
                 for made, result in zip(block.outputs, op.outputs, strict=True):
                     self.pass_on(made, result)
-        return replaced(op, blocks=tuple(blocks))
+        return replace(op, blocks=tuple(blocks))
 
 
 def _by_readers(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -119,7 +120,7 @@ def _by_readers(ops: Sequence[Op]) -> tuple[Op, ...]:
     for op in reversed(ops):
         name = op.parameters or next((reader[v] for v in op.outputs if v in reader), "")
         if name != op.parameters and not op.has_place and op.kind is OpKind.EQUATION:
-            op = replaced(op, parameters=name)
+            op = replace(op, parameters=name)
         if name and not op.has_place:
             reader |= dict.fromkeys((a for a in op.inputs if isinstance(a, int)), name)
         named.append(op)

@@ -14,8 +14,9 @@ import enum
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
@@ -175,7 +176,7 @@ class _Rewriter:
         for op in block.ops:
             here.enter(op)
         ops = [
-            replaced(op, blocks=tuple(self.in_block(body, here.inside(op, body)) for body in op.blocks))
+            replace(op, blocks=tuple(self.in_block(body, here.inside(op, body)) for body in op.blocks))
             if op.blocks
             else op
             for op in block.ops
@@ -188,7 +189,7 @@ class _Rewriter:
             known.numbers.update(here.inside(first, first.blocks[0]).numbers)
             return self.in_scans(joined, known)
 
-        block = with_joined_scans(dataclasses.replace(block, ops=tuple(ops)), self.fresh, in_scans)
+        block = with_joined_scans(replace(block, ops=tuple(ops)), self.fresh, in_scans)
         if not self.all_kept:
             return block
         kept = _with_all_kept(block, around.copy())
@@ -230,7 +231,7 @@ class _Rewriter:
                 stack.pop()
                 if op is not None:
                     made: dict[int, int] = dict(names)
-                    second.append(replaced(clone(op, made, self.fresh), role=Role.BACKWARD, recomputes=True))
+                    second.append(replace(clone(op, made, self.fresh), role=Role.BACKWARD, recomputes=True))
                     names.update({v: made[v] for v in op.outputs if v not in there})
 
         for op in backward:
@@ -243,7 +244,7 @@ class _Rewriter:
         if not names:
             return None
         starts = joined.block.outputs[: len(joined.block.outputs) - joined.num_ends]
-        block = dataclasses.replace(joined.block, ops=(*first, *second), outputs=(*starts, *named(ends, names)))
+        block = replace(joined.block, ops=(*first, *second), outputs=(*starts, *named(ends, names)))
         return dataclasses.replace(joined, block=block, first=frozenset(op.id for op in first))
 
     def sent(self, value: int, like: Op, name: int) -> Op:
@@ -316,4 +317,4 @@ def _with_all_kept(block: Block, known: _Equal) -> Block:
         ops.append(op)
     if not same:
         return block
-    return dataclasses.replace(block, ops=tuple(ops), outputs=named(block.outputs, same))
+    return replace(block, ops=tuple(ops), outputs=named(block.outputs, same))

@@ -1,11 +1,8 @@
-"""`Cluster`, the hardware of a plan: devices, their number, and the links between them; and its parts, where devices
-are of several kinds.
-"""
+"""`Cluster`, the hardware of a plan: devices, their number, and the links between them."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +12,7 @@ import msgspec
 
 from autopar.common.files import JsonFaultError, decoded
 from autopar.errors import InvalidArgumentError
-from autopar.hardware import discovery, mesh_links, mixed, presets
+from autopar.hardware import discovery, mesh_links, presets
 from autopar.hardware.collective_cost import Fabric, Link
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import FitQuality, Measurement
@@ -29,8 +26,8 @@ _MACHINE = re.compile(rf"({'|'.join(map(re.escape, ('local', *presets.GPU_HOSTS,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts of equal devices, or several such clusters (`parts`). The inner link joins the devices of a domain: one
-    host (a DGX box), or several (an NVL72 rack has 18 hosts of 4). Of TPUs a host here is a slice.
+    """Hosts of equal devices. The inner link joins the devices of a domain: one host (a DGX box), or several (an NVL72
+    rack has 18 hosts of 4). Of TPUs a host here is a slice.
 
     Attributes:
         name: As in `Cluster.preset`, or free.
@@ -43,9 +40,6 @@ class Cluster:
         torus: Physical shape of a host's devices where the link inside is a torus (TPU), else empty.
         inside_chip: On a torus of chips that are several devices each, the link between these: they are the last axis
             of the torus, and share the chip's wires to others.
-        parts: Clusters that differ and make up this one (`joined`), in the order of the devices. All other fields are
-            then as of the slowest and smallest: what one program on all devices gets.
-        between_parts: Link from a part to another, per device.
         axis_override: Instead of what follows from the above, one link for all mesh axes, or one for each.
         fits: Of measured constants, how well they give back what was timed; empty where they come from tables.
     """
@@ -61,8 +55,6 @@ class Cluster:
     fits: tuple[FitQuality, ...] = ()
     hosts_per_domain: int = 1
     inside_chip: Link | None = None
-    parts: tuple[Cluster, ...] = ()
-    between_parts: Link | None = None
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
@@ -78,13 +70,6 @@ class Cluster:
                 expected=f"a number that divides {self.num_hosts} hosts",
                 got=str(self.hosts_per_domain),
                 hint="give the hosts that one fast link joins (18 of an NVL72 rack), or 1",
-            )
-        if self.parts and (self.between_parts is None or sum(p.num_devices for p in self.parts) != self.num_devices):
-            raise InvalidArgumentError(
-                where=f"Cluster({self.name!r}).parts",
-                expected=f"clusters of {self.num_devices} devices together, and a link between them",
-                got=f"{' + '.join(str(p.num_devices) for p in self.parts)} devices, link {self.between_parts}",
-                hint="make it with Cluster.joined",
             )
         if self.torus and (min(self.torus) < 1 or math.prod(self.torus) != self.domain_devices):
             raise InvalidArgumentError(
@@ -170,28 +155,11 @@ class Cluster:
             devices_per_host=of_host,
             hosts_per_domain=hosts_per_domain,
             torus=self.torus if whole else mesh_links.part(self.torus, domain_devices, self.inside_chip),
-            parts=(),
-            between_parts=None,
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Cluster], *, between: Link | None = None) -> Cluster:
-        """Clusters of different devices as one: stages of a pipeline lie on one of them each, a program without stages
-        on all, as slow and as small as the slowest and smallest devices.
-
-        Args:
-            parts: In the order of the devices.
-            between: Link from one to another, per device; None: the slowest of their own links between hosts.
-
-        Raises:
-            InvalidArgumentError: Devices of several platforms, a TPU torus, or more parts than there may be.
-        """
-        whole = tuple(inner for part in parts for inner in (part.parts or (part,)))
-        return cls(parts=whole, **mixed.joined_fields(whole, between))
-
-    @classmethod
     def local(cls, num_devices: int | None = None, *, measured: bool = True) -> Cluster:
-        """The devices of this program (the first `num_devices` of them); those of several kinds are joined.
+        """The devices of this program (the first `num_devices` of them), all of one kind.
 
         Their constants are those that `measure` saved for devices like these under this version of jax, or else those
         of `autopar.hardware.presets`; `measured=False` takes the latter always. A measurement of several accelerators
@@ -199,11 +167,10 @@ class Cluster:
         they share these cores and the memory, so that each of four does about twice as much as each of eight.
 
         Raises:
-            InvalidArgumentError: A device that is not in `autopar.hardware.presets`.
+            InvalidArgumentError: Devices of several kinds, or of one that is not in `autopar.hardware.presets`.
             NotEnoughDevicesError: Fewer devices than asked for.
         """
-        found = [cls._of(part) for part in discovery.find_parts(num_devices, measured=measured)]
-        return found[0] if len(found) == 1 else cls.joined(found)
+        return cls._of(discovery.find(num_devices, measured=measured))
 
     @classmethod
     def measure(
@@ -296,14 +263,11 @@ class Cluster:
 
         `local` or `local:4` (devices of this program); `dgx-h100`, `dgx-h100x16` (16 hosts), `dgx-h100:4` (4 cards of
         a host); `tpu-v5e:2x4`, `tpu-v5p:4x4x4:2` (2 slices); `dgx-h100x16@h100.json` is such a machine with the devices
-        of a file (`of_devices_in`); anything else that ends in .json is a file made by `save`;
-        `dgx-a100-80g+p3.16xlarge` joins two.
+        of a file (`of_devices_in`); anything else that ends in .json is a file made by `save`.
 
         Raises:
             InvalidArgumentError: None of these.
         """
-        if "+" in text:
-            return cls.joined([cls.parse(part) for part in text.split("+")])
         name, at, path = text.partition("@")
         if at and _MACHINE.fullmatch(name):
             return cls.parse(name).of_devices_in(path)
@@ -325,7 +289,7 @@ class Cluster:
             f"dgx-h100:4 ({', '.join(presets.GPU_HOSTS)}), or a TPU with the shape of its slice as in tpu-v5e:4x4 "
             f"({', '.join(presets.TPUS)})",
             got=repr(text),
-            hint=f"did you mean {close}?" if close else "join two with +: dgx-a100-80g+p3.16xlarge",
+            hint=f"did you mean {close}?" if close else "for other hardware make a Cluster(...) with its constants",
         )
 
     def of_devices_in(self, path: str | Path) -> Cluster:
@@ -334,10 +298,10 @@ class Cluster:
         Raises: InvalidArgumentError for a file of other devices; as `load`.
         """
         measured = self.load(path)
-        if self.parts or measured.device.name != self.device.name:
+        if measured.device.name != self.device.name:
             raise InvalidArgumentError(
                 where=f"{self.name}@{path}",
-                expected=f"a file of {self.device.name}, and a machine of one kind of device",
+                expected=f"a file of {self.device.name}",
                 got=f"one of {measured.device.name}",
                 hint="measure on such a device: autopar measure --save FILE.json",
             )
@@ -438,55 +402,3 @@ def _tpu_slices(name: str, slices: int, topology: str | None) -> Cluster:
         torus=shape,
         inside_chip=presets.TPUS[name].inside_chip,
     )
-
-
-WHOLE = -1  # instead of the number of a part: all devices of the cluster
-
-
-def first_devices(cluster: Cluster) -> dict[int, int]:
-    """The first device of each part of a cluster, and of the whole."""
-    sizes = itertools.accumulate((part.num_devices for part in cluster.parts), initial=0)
-    return {WHOLE: 0} | {number: first for number, (first, _) in enumerate(zip(sizes, cluster.parts, strict=False))}
-
-
-def part_number(cluster: Cluster, first_device: int, num_devices: int) -> int:
-    """The number of the part of a cluster that has these neighbouring devices; WHOLE: all of them, or one kind only.
-
-    Raises: InvalidArgumentError for devices of several parts that are not all of the cluster.
-    """
-    if not cluster.parts or num_devices == cluster.num_devices:
-        return WHOLE
-    first_of = first_devices(cluster)
-    for number, part in enumerate(cluster.parts):
-        if 0 <= first_device - first_of[number] <= part.num_devices - num_devices:
-            return number
-    sizes = " + ".join(f"{part.num_devices} {part.device.name}" for part in cluster.parts)
-    raise InvalidArgumentError(
-        where=f"a stage on cluster {cluster.name}",
-        expected=f"devices of one part ({sizes}), or all of the cluster",
-        got=f"devices {first_device} to {first_device + num_devices - 1}",
-        hint="choose stages whose devices are of one kind",
-    )
-
-
-def part_at(cluster: Cluster, first_device: int, num_devices: int) -> Cluster:
-    """The part of a cluster that has these devices; the cluster where all of it, or one kind only, has them."""
-    number = part_number(cluster, first_device, num_devices)
-    return cluster if number == WHOLE else cluster.parts[number]
-
-
-def peak_flops_per_s(cluster: Cluster, device: DeviceKind, num_devices: int, dtype: str) -> float:
-    """The peak rate of devices together: of all of a cluster the sum over its parts, else that of so many of a kind."""
-    if cluster.parts and num_devices == cluster.num_devices:
-        return sum(part.num_devices * part.device.peak_flops_per_s(dtype) for part in cluster.parts)
-    return num_devices * device.peak_flops_per_s(dtype)
-
-
-def memory_share(cluster: Cluster, first_device: int, num_devices: int) -> float:
-    """The memory of each of these devices, as a multiple of the smallest in the cluster."""
-    return part_at(cluster, first_device, num_devices).device.memory_bytes / cluster.device.memory_bytes
-
-
-def memory_shares(cluster: Cluster) -> tuple[float, ...]:
-    """Of each part of a cluster, the memory of a device as a multiple of the smallest."""
-    return tuple(part.device.memory_bytes / cluster.device.memory_bytes for part in cluster.parts)

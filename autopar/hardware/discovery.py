@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -39,22 +38,7 @@ def find(num_devices: int | None = None, *, measured: bool = True) -> LocalDevic
 
     Raises: as `chosen`.
     """
-    devices, _ = chosen(num_devices)
-    return _found(devices, measured)
-
-
-def find_parts(num_devices: int | None = None, *, measured: bool = True) -> list[LocalDevices]:
-    """The first `num_devices` of `jax.devices()`, or all, neighbours of one kind together; with saved measured
-    constants if there are any.
-
-    Raises: as `chosen`, but for devices of several kinds.
-    """
-    runs = itertools.groupby(first(num_devices), lambda device: str(device.device_kind))
-    return [_found(list(devices), measured) for _, devices in runs]
-
-
-def _found(devices: Sequence[Any], measured: bool) -> LocalDevices:
-    found = describe(devices)
+    devices, found = chosen(num_devices)
     measurement = saved_for(measured_on(devices, found)) if measured else None
     return found if measurement is None else as_measured(found, measurement)
 
@@ -96,12 +80,6 @@ def chosen(num_devices: int | None = None) -> tuple[list[Any], LocalDevices]:
         InvalidArgumentError: Devices of several kinds, or of one that is not in the tables.
         NotEnoughDevicesError: Fewer devices than asked for.
     """
-    devices = first(num_devices)
-    return devices, describe(devices)
-
-
-def first(num_devices: int | None = None) -> list[Any]:
-    """The first `num_devices` of `jax.devices()`, or all. Raises: NotEnoughDevicesError."""
     import jax  # here, because starting jax's devices is a thing that only those who ask for them should wait for
 
     devices = jax.devices()
@@ -113,7 +91,8 @@ def first(num_devices: int | None = None) -> list[Any]:
             hint="plan for other hardware with Cluster.preset(...); virtual CPU devices come from "
             "JAX_NUM_CPU_DEVICES=8, set before jax starts",
         )
-    return devices[:num_devices]
+    devices = devices[:num_devices]
+    return devices, describe(devices)
 
 
 def describe(devices: Sequence[Any]) -> LocalDevices:

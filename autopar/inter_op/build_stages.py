@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.common.records import lazy
 from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
 from autopar.frontend.recompute_in_scans import Recompute, is_by_value, is_product, saves_inputs_alone
-from autopar.hardware.cluster import Cluster, memory_share
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
 from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
 from autopar.inter_op.joined_tasks import join_where_it_pays
@@ -65,17 +65,17 @@ class MicrobatchedStep:
         """The leaf that each argument is, or is a slice of."""
         return tuple(piece.leaf for piece in self.step.arguments)
 
-    @lazy
+    @functools.cached_property
     def annotated(self) -> MicrobatchedStep:
         """The same with the semantics of its values."""
         return dataclasses.replace(self, graph=annotate_semantics(self.graph))
 
-    @lazy
+    @functools.cached_property
     def assignment(self) -> LayerAssignment:
         """The layer of every operation."""
         return assign_layers(self.graph, self.layers, self.homes)
 
-    @lazy
+    @functools.cached_property
     def homes(self) -> dict[int, int]:
         """The layer at which state of the layers of a scan lies, by the position of the argument: that of its part."""
         layer_of, first = _layers_of_scopes(self), len(self.graph.constants)
@@ -83,7 +83,7 @@ class MicrobatchedStep:
         scopes = {position: self.step.scopes[part] for position, part in parts if part is not None}
         return {position: layer_of[scope] for position, scope in scopes.items() if scope in layer_of}
 
-    @lazy
+    @functools.cached_property
     def stage_graphs(self) -> dict[tuple, StageGraphs]:
         """The stages of choices that were built, by what they depend on."""
         return {}
@@ -210,10 +210,8 @@ def build(
     """
     graphs = stage_graphs(microbatched, choice.policies, choice.first_layers, choice.schedule, choice.chunks)
     graph, schedule, stages = graphs.graph, graphs.schedule, graphs.stages
-    submeshes = place(choice.group_meshes, schedule.mesh_of_stage, cluster, choice.group_parts)
+    submeshes = place(choice.group_meshes, schedule.mesh_of_stage)
     models = [model_of(cluster, s) for s in submeshes]
-    shares = tuple(memory_share(cluster, s.first_device, s.mesh.num_devices) for s in submeshes)
-    limits = dataclasses.replace(limits, memory_shares=shares)
     given = GivenStageLayouts(
         pins=pins.layouts(graph, microbatched.leaves) if pins is not None else {},
         followed=_of_arguments(microbatched, followed or {}),

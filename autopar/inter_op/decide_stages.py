@@ -12,10 +12,10 @@ from typing import Any
 from autopar.cost.cost_model import NodeCosts
 from autopar.inter_op.staged import solve_stage, stage_problem, transfer_layouts_of
 from autopar.intra_op.ilp import IntraOp, ObjectiveWeights
-from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.rewrite import CanonicalForm
 from autopar.lowering.lower import ShardingPlan
 from autopar.passes.stage_graph import StageGraph
 from autopar.sharding.constraints import Constraints

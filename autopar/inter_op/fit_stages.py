@@ -20,21 +20,15 @@ from autopar.sharding.constraints import Constraints
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BuildLimits:
-    """The memory of the smallest device, the seconds that a solver may take, and the time of a step from which on a
-    pipeline is of no use, so that nothing need be done to make it fit. `memory_shares`: of each stage, the memory of
-    its devices as a multiple of the smallest; empty: all have as much. `decides_again`: whether stages that exceed
-    the memory are decided again.
+    """The memory of a device, the seconds that a solver may take, and the time of a step from which on a pipeline is of
+    no use, so that nothing need be done to make it fit. `decides_again`: whether stages that exceed the memory are
+    decided again.
     """
 
     limit_bytes: int
     time_limit_s: float
     to_beat_s: float = math.inf
-    memory_shares: tuple[float, ...] = ()
     decides_again: bool = True
-
-    def of_stage(self, stage: int) -> float:
-        """Bytes of a device of a stage."""
-        return self.limit_bytes * (self.memory_shares[stage] if self.memory_shares else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +80,13 @@ def fit_stages(
         if numbers != before:
             pipeline = simulated(decisions)
         rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(pipeline.peak_bytes)))
-        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.of_stage(q)]
+        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
         if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
             break
-        if any(decider.cannot_fit(q, limits.of_stage(q) / of_whole) for q in over):
+        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break
         for q in over:
-            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.of_stage(q)
+            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
             known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)

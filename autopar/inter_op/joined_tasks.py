@@ -98,7 +98,7 @@ def _with_chains(staged: StagedStep, limit_bytes: int) -> StagedStep:
         if len(taken) == len(staged.joined):
             continue
         made = with_joined(staged, [tasks[chain] for chain in chains if chain in taken])
-        fits = made.peak_of_smallest_bytes <= max(limit_bytes, staged.peak_of_smallest_bytes)
+        fits = max(made.peak_bytes) <= max(limit_bytes, *staged.peak_bytes)
         if fits and made.simulation.step_time_s + least_s <= staged.simulation.step_time_s:
             staged = made
     return staged

@@ -104,8 +104,7 @@ class MeshScreen:
         num_devices: Of the cluster. What takes all of them is never left out: one stage has rules of its own.
         are_equal: Whether all stages lie on the same mesh.
         longest_s: The step time from which on pipelines are of no use; inf while none is known.
-        least_device_s: For each part of the cluster, seconds of one device for all layers on the mesh that takes
-            fewest.
+        least_device_s: Seconds of one device for all layers on the mesh that takes fewest.
         has_left_out: Whether any mesh was left out.
         has_left_out_for_pipeline: Whether one was because a pipeline is known.
     """
@@ -113,7 +112,7 @@ class MeshScreen:
     num_devices: int
     are_equal: bool = False
     longest_s: float = math.inf
-    least_device_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    least_device_s: float = math.inf
     has_left_out: bool = False
     has_left_out_for_pipeline: bool = False
 
@@ -121,10 +120,9 @@ class MeshScreen:
     def knows_pipeline(self) -> bool:
         return self.longest_s < math.inf
 
-    def pays(self, part: int, num_devices: int, ran: Ran, fastest_s: float) -> bool:
-        """Whether a stage of a pipeline that takes less than `longest_s` may be on a mesh in a part of the cluster, on
-        which all layers run so under their fastest decisions; they take `fastest_s` on the fastest mesh of as many
-        devices there.
+    def pays(self, num_devices: int, ran: Ran, fastest_s: float) -> bool:
+        """Whether a stage of a pipeline that takes less than `longest_s` may be on a mesh, on which all layers run so
+        under their fastest decisions; they take `fastest_s` on the fastest mesh of as many devices.
         """
         if num_devices == self.num_devices:
             return True
@@ -133,7 +131,7 @@ class MeshScreen:
             return False
         if not self.knows_pipeline:
             return True
-        least_device_s = min(self.least_device_s.get(part, math.inf), fastest_s * num_devices)
+        least_device_s = min(self.least_device_s, fastest_s * num_devices)
         pays = ran.end_s * num_devices <= MUCH_SLOWER * least_device_s and self.get_through(num_devices, ran, fastest_s)
         self.has_left_out |= not pays
         self.has_left_out_for_pipeline |= not pays
@@ -146,10 +144,10 @@ class MeshScreen:
         """
         if not ran.busy_s:
             return True
-        least_device_s = min(*self.least_device_s.values(), fastest_s * num_devices, math.inf)
+        least_device_s = min(self.least_device_s, fastest_s * num_devices)
         others = (self.num_devices - num_devices) / (ran.busy_s * num_devices if self.are_equal else least_device_s)
         return self.longest_s * (others + 1 / ran.busy_s) >= 1
 
-    def saw(self, part: int, num_devices: int, seconds: float) -> None:
-        """All layers take so long on a mesh of so many devices in a part of the cluster."""
-        self.least_device_s[part] = min(self.least_device_s.get(part, math.inf), seconds * num_devices)
+    def saw(self, num_devices: int, seconds: float) -> None:
+        """All layers take so long on a mesh of so many devices."""
+        self.least_device_s = min(self.least_device_s, seconds * num_devices)

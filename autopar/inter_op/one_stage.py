@@ -39,13 +39,11 @@ def least_bytes(
     time_limit_s: float,
     short: TruncatedModel | None = None,
 ) -> int:
-    """Bytes that each device needs for a choice of one stage even if every value is split over all devices; 0 for a
-    cluster of several kinds, whose devices do not hold equal parts. By an estimate, where the step has a shorter form.
+    """Bytes that each device needs for a choice of one stage even if every value is split over all devices. By an
+    estimate, where the step has a shorter form.
 
     What is lost between values does not count, nor what may lie in vector memory, if it is split.
     """
-    if cluster.parts:
-        return 0
     alone = dataclasses.replace(choice, group_meshes=(LogicalMesh(axis_sizes=(1,)),), terms=(), over_limit=())
     # What takes longer than nothing is not decided again to fit.
     limits = BuildLimits(

@@ -80,8 +80,7 @@ class PipelineCandidate:
 
     @property
     def peak_bytes(self) -> int:
-        """To be compared with the memory of the smallest device."""
-        return self.staged.peak_of_smallest_bytes
+        return max(self.staged.peak_bytes)
 
     @property
     def text(self) -> str:

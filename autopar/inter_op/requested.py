@@ -12,11 +12,10 @@ from typing import Any
 import jax
 
 from autopar.attention.checks import check_attention
-from autopar.cost.roofline import main_dtype
 from autopar.errors import BatchMismatchError, SolverError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster import WHOLE, Cluster, part_number
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import (
     MicrobatchedStep,
     build,
@@ -216,11 +215,10 @@ def equal_choice(
     Raises: InvalidArgumentError for more stages than layers, or a number of groups that does not divide the devices.
     """
     (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
-    parts, rates = parts_in_turn(microbatched, cluster, num_stages // chunks)
     first_layers = (
         layers_of_pieces(microbatched)
         if microbatched.step.parts > 1
-        else balanced(microbatched.layers, num_stages, rates * chunks, more_layers(microbatched.graph))
+        else balanced(microbatched.layers, num_stages, more_layers(microbatched.graph))
     )
     if meshes is None:
         meshes = meshes_inside(part_of(cluster, size)) if binding is None else [binding.on(size)[0]]
@@ -231,26 +229,9 @@ def equal_choice(
             first_layers=first_layers,
             group_meshes=(mesh,) * (num_stages // chunks),
             policies=policies_of(recompute, len(microbatched.layers)),
-            group_parts=parts,
         )
         for mesh in meshes
     ]
-
-
-def parts_in_turn(
-    microbatched: MicrobatchedStep, cluster: Cluster, num_groups: int
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """(the part of the cluster that each of equal groups of devices is in, in the order of the devices; the rate of
-    matrix products of its devices). Empty on a cluster of one kind.
-
-    Raises: InvalidArgumentError for a group with devices of several kinds.
-    """
-    if not cluster.parts or num_groups == 1:
-        return (), ()
-    size = cluster.num_devices // num_groups
-    numbers = tuple(part_number(cluster, group * size, size) for group in range(num_groups))
-    dtype = main_dtype(microbatched.graph)
-    return numbers, tuple(cluster.parts[number].device.flops_per_s(dtype) for number in numbers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,8 +390,6 @@ def _built(
         (size,) = submesh_sizes(cluster, PlanRequest(num_stages=num_stages // chunks), len(microbatched.layers))
         resolved_pins = request.pins.found(traced, microbatched.graph)
         part = part_of(cluster, size)
-        if part_number(cluster, 0, size) != WHOLE:
-            raise _pins_on_parts(cluster, traced.name)
         pinned = on_meshes(resolved_pins, part, request.max_mesh_axes, binding, microbatched.graph, microbatched.leaves)
     meshes = [at.mesh for at in pinned] or None
     if followed is not None:
@@ -453,12 +432,3 @@ def may_fit_without_hoisted_casts(microbatched: MicrobatchedStep, peak_bytes: in
     """Whether what needs this peak may fit if copies of the state are made in each micro-batch."""
     graph = microbatched.graph
     return copies_state(graph) and peak_bytes - copied_bytes(graph) <= limit_bytes
-
-
-def _pins_on_parts(cluster: Cluster, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        where=f"constrain on stages of {name}",
-        expected="devices of one kind",
-        got=f"cluster {cluster.name}, of {len(cluster.parts)} parts",
-        hint="leave out the pins, or the stages",
-    )

@@ -16,7 +16,7 @@ from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
-from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.mesh_options import MeshOptions, MeshScreen
@@ -51,7 +51,6 @@ from autopar.inter_op.search_space import (
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
 from autopar.inter_op.staged import least_handed_out_s
-from autopar.inter_op.submeshes import check_parts
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
@@ -76,17 +75,13 @@ def held_bytes(graph: OpGraph) -> int:
 
 
 def why_too_large(graph: OpGraph, cluster: Cluster, limit_bytes: int) -> str | None:
-    """Why no pipeline of this graph fits into `limit_bytes` on each device (of the smallest kind); None where one may
-    fit.
-    """
-    of_parts = zip(cluster.parts, memory_shares(cluster), strict=True)
-    in_devices = sum(part.num_devices * share for part, share in of_parts) or cluster.num_devices
+    """Why no pipeline of this graph fits into `limit_bytes` on each device; None where one may fit."""
     held = held_bytes(graph)
-    if held <= limit_bytes * in_devices:
+    if held <= limit_bytes * cluster.num_devices:
         return None
     return (
         f"the state and the sums of {graph.num_microbatches} micro-batches, split over all devices, take "
-        f"{text_of_bytes(held / in_devices)} on each"
+        f"{text_of_bytes(held / cluster.num_devices)} on each"
     )
 
 
@@ -103,8 +98,6 @@ def least_pipeline_s(
     stage shared evenly by the devices of it, each of which runs its kernels, which take their time however small they
     are. Nor are tasks handed out faster than a process can.
     """
-    if cluster.parts:
-        return 0.0
     problems = tuple(_problems(microbatched, cluster, request))
     if not problems:
         return math.inf
@@ -211,7 +204,6 @@ class _Search:
         if is_long(traced):  # its tables are shared
             begin_workers(MeshOptions.__module__)
         step = self.in_finest_parts()
-        check_parts(cluster, step)
         if not (cuts := self.cuts(step)):
             return (self.nothing("a bound says that none is faster"),), False
         cuts, too_large = self.that_may_fit(cuts)
@@ -310,11 +302,9 @@ class _Search:
         if not any(map(self.several_may_be_faster, cuts.values())):
             return False
         request, cluster = self.context.request, self.context.cluster
-        in_turn = request.num_microbatches == 1 and request.admits_one_program and not cluster.parts
+        in_turn = request.num_microbatches == 1 and request.admits_one_program
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
-        smaller = (
-            [size for size in posed.sizes(len(cuts[1].layers))[WHOLE] if size < cluster.num_devices] if in_turn else []
-        )
+        smaller = [size for size in posed.sizes(len(cuts[1].layers)) if size < cluster.num_devices] if in_turn else []
         if not smaller or wants_others:
             return True
         self.one_stage(step, 1, cuts, posed, builder, self.context.limit_bytes)
@@ -521,7 +511,7 @@ class _Search:
         if microbatched is None:
             return _NOTHING
         with self.context.progress.pass_("layer costs"):
-            priced = posed.priced(microbatched, {WHOLE: [self.context.cluster.num_devices]})
+            priced = posed.priced(microbatched, [self.context.cluster.num_devices])
         name = schedules_of(self.context.request, self.context.cluster)[0]
         for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)):
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)

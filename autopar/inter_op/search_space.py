@@ -181,11 +181,11 @@ def meshes_inside(part: Cluster) -> list[LogicalMesh]:
 
 
 def own_meshes(cluster: Cluster, best: LogicalMesh) -> list[LogicalMesh]:
-    """The meshes on which one stage is decided by itself: all where there are few; else, and on devices of several
-    kinds, that which is best by the tables: among many they differ by more than the tables err.
+    """The meshes on which one stage is decided by itself: all where there are few; else that which is best by the
+    tables: among many they differ by more than the tables err.
     """
-    meshes = [] if cluster.parts else meshes_inside(cluster)
-    return meshes if 0 < len(meshes) <= FEW_MESHES else [best]
+    meshes = meshes_inside(cluster)
+    return meshes if len(meshes) <= FEW_MESHES else [best]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from autopar.hardware.cluster import WHOLE
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.remat import name_of
 from autopar.solver import Stage, StagePlan, StageProblem
-from autopar.solver.stage_problem import limit_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +18,7 @@ class StageChoice:
     """Stages to build: the first layer of each, the mesh of each group of devices, the policy of each layer.
 
     `terms`: the weights under which each stage is estimated to fit, where they are known. `over_limit`: whether its
-    state alone would exceed the memory under the lowest price of a byte. `group_parts`: the part of the cluster that
-    each group of devices is in, where it has several.
+    state alone would exceed the memory under the lowest price of a byte.
     """
 
     schedule: str
@@ -31,18 +28,15 @@ class StageChoice:
     policies: tuple[str, ...]
     terms: tuple[ObjectiveWeights, ...] = ()
     over_limit: tuple[bool, ...] = ()
-    group_parts: tuple[int, ...] = ()
 
     def text(self, num_microbatches: int) -> str:
         """The choice in a few words, as tables of candidates have it: one stage is a mesh, without a schedule."""
-        parts = self.group_parts or (WHOLE,) * len(self.group_meshes)
-        runs = _runs(list(zip(self.group_meshes, parts, strict=True)))
-        meshes = [(f"{mesh}" + (f" of part {part}" if part != WHOLE else ""), n) for (mesh, part), n in runs]
+        meshes = [(mesh, len(list(group))) for mesh, group in itertools.groupby(self.group_meshes)]
         stages = len(self.first_layers)
         if stages == 1:
-            words = [f"mesh {meshes[0][0]}"]
+            words = [f"mesh {self.group_meshes[0]}"]
         else:
-            each = meshes[0][0] if len(meshes) == 1 else ", ".join(f"{n} of {mesh}" for mesh, n in meshes)
+            each = f"{meshes[0][0]}" if len(meshes) == 1 else ", ".join(f"{n} of {mesh}" for mesh, n in meshes)
             words = [f"{stages} stages on meshes {each}", self.schedule]
         if num_microbatches > 1:
             words.insert(0, f"{num_microbatches} micro-batches")
@@ -67,23 +61,17 @@ def choice_of(problem: StageProblem, answer: StagePlan, options: Sequence[Priced
         ),
         terms=tuple(o.terms for o in chosen),
         over_limit=tuple(
-            o.over_limit or _state_bytes(_cheapest(options, o), stage) > limit_of(problem, stage.option)
+            o.over_limit or _state_bytes(_cheapest(options, o), stage) > problem.limit_bytes
             for o, stage in zip(chosen, answer.stages, strict=True)
         ),
-        group_parts=tuple(o.part for o in chosen[:groups]) if problem.placements else (),
     )
 
 
 def _cheapest(options: Sequence[PricedOption], like: PricedOption) -> PricedOption:
     """The option on the same mesh, with the same recomputation, that was decided under the lowest price of a byte."""
-    kind = (like.mesh, like.policies, like.part)
-    same_mesh = (o for o in options if (o.mesh, o.policies, o.part) == kind)
+    same_mesh = (o for o in options if (o.mesh, o.policies) == (like.mesh, like.policies))
     return min(same_mesh, key=lambda o: o.terms.s_per_byte)
 
 
 def _state_bytes(option: PricedOption, stage: Stage) -> int:
     return int(option.option.state_bytes[stage.first : stage.last].sum())
-
-
-def _runs(places: Sequence[tuple[LogicalMesh, int]]) -> list[tuple[tuple[LogicalMesh, int], int]]:
-    return [(place, len(list(group))) for place, group in itertools.groupby(places)]

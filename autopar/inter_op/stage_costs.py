@@ -16,7 +16,7 @@ from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import crossing_s, timed
 from autopar.cost.usage import compute_times_s, host_copy_s, predicted_collectives
 from autopar.frontend.recompute_in_scans import Recompute
-from autopar.hardware.cluster import WHOLE, Cluster
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import Link
 from autopar.inter_op.layer_decisions import Decisions
 from autopar.intra_op.ilp import ObjectiveWeights
@@ -77,8 +77,7 @@ class PricedOption:
 
     `policies`: of each layer. `given_bytes`: the part of each layer's state that is an argument of the step; the rest
     is made in each step.
-    `over_limit`: under the other weights, the state of any stage alone exceeds the memory. `part`: the part of the
-    cluster that the mesh is in, and `is_last` whether the stage is the last one there (None: whichever).
+    `over_limit`: under the other weights, the state of any stage alone exceeds the memory.
     """
 
     option: StageOption
@@ -87,8 +86,6 @@ class PricedOption:
     policies: tuple[str, ...]
     terms: ObjectiveWeights
     over_limit: bool = False
-    part: int = WHOLE
-    is_last: bool | None = None
 
 
 # Choices by value that are tried of stages.
@@ -187,10 +184,10 @@ def send_seconds(layers: Layers, num_devices: int, link: Link) -> np.ndarray:
 
 def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
     """The options without dominated ones: for every layer, another one on as many devices is as good."""
-    by_size: dict[tuple, list[tuple[np.ndarray, PricedOption]]] = {}
+    by_size: dict[int, list[tuple[np.ndarray, PricedOption]]] = {}
     for o in options:
         costs = np.stack([*(getattr(o.option, name) for name in _LESS_IS_BETTER), -weight_seconds(o.option)])
-        frontier = by_size.setdefault((o.option.num_devices, o.part, o.is_last), [])
+        frontier = by_size.setdefault(o.option.num_devices, [])
         if not any((other_costs <= costs).all() for other_costs, _ in frontier):
             frontier[:] = [entry for entry in frontier if not (costs <= entry[0]).all()] + [(costs, o)]
     return tuple(o for frontier in by_size.values() for _, o in frontier)

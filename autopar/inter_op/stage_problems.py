@@ -5,7 +5,6 @@ tables of options, and their answers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from autopar.common.progress import Progress
 from autopar.common.worker_processes import shared_job, worker_processes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.stream_work import Ran
-from autopar.hardware.cluster import WHOLE, Cluster, memory_shares
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.layer_decisions import LARGE_SHARE, Decisions
@@ -31,7 +30,7 @@ from autopar.inter_op.search_space import (
 )
 from autopar.inter_op.stage_choice import choice_of
 from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, layer_policies, undominated
-from autopar.inter_op.submeshes import on_part, orders, part_of, placements
+from autopar.inter_op.submeshes import part_of
 from autopar.intra_op.memory_prices import saved_values
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import LogicalMesh
@@ -52,8 +51,8 @@ WORTH_PROCESSES = 6_000
 MESHES_AT_ONCE = 12
 
 # The key of decisions: mesh, operations and values, devices over which examples split, the examples (0: any number),
-# the micro-batches in flight of which saved values have a price (1: several); then the part of the cluster.
-DecidedFor = tuple[LogicalMesh, int, int, int, int, int]
+# the micro-batches in flight of which saved values have a price (1: several).
+DecidedFor = tuple[LogicalMesh, int, int, int, int]
 
 
 class DecidedOptions(dict[DecidedFor, Decisions]):
@@ -84,29 +83,26 @@ class _Table:
         limits: BuildLimits,
         decided: DecidedOptions,
         is_long: bool,
-        number: int,
     ) -> None:
         folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
-        at = cluster if number == WHOLE else cluster.parts[number]
-        room = limits.limit_bytes * (1.0 if number == WHOLE else memory_shares(cluster)[number])
         wiring, saved_bytes = hash(wiring_of(folded.graph)), _saved_bytes(folded) if is_long else 0.0
         examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
         self.of_size: dict[int, list[int]] = {}  # the numbers of its meshes
         self.keys: list[DecidedFor] = []
         meshes: list[LayersOnMesh] = []
         for size in sizes:
-            part = part_of(at, size)
+            part = part_of(cluster, size)
             models = [cost_model(part, mesh) for mesh in meshes_inside(part)]
             self.of_size[size] = list(range(len(meshes), len(meshes) + len(models)))
             for model in models:
                 mesh, stages = model.links.mesh, cluster.num_devices / size
                 # A stage on this mesh holds about its share of the layers.
-                room_bytes, equal = room * stages, microbatched.step.parts > 1
+                room_bytes, equal = limits.limit_bytes * stages, microbatched.step.parts > 1
                 in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches)
                 if is_long and in_flight * saved_bytes / size <= LARGE_SHARE * room_bytes:
                     in_flight = 0
                 counts = (0, min(in_flight, 1)) if is_long else (examples, in_flight)
-                key = mesh, wiring, math.gcd(examples, size), *counts, number
+                key = mesh, wiring, math.gcd(examples, size), *counts
                 self.keys.append(key)
                 meshes.append(
                     LayersOnMesh(
@@ -114,7 +110,7 @@ class _Table:
                     )
                 )
         # Some boundary lies between hosts, and the slowest stage sets the pace.
-        link = at.between_hosts if at.num_domains > 1 else at.inside_host
+        link = cluster.between_hosts if cluster.num_domains > 1 else cluster.inside_host
         layers = microbatched.layers
         if wiring not in decided.policies:
             decided.policies[wiring] = layer_policies(folded, layers, cluster, by_value=microbatched.step.parts == 1)
@@ -141,18 +137,17 @@ def tables(
     decided: DecidedOptions,
     *,
     is_long: bool = False,
-    number: int = WHOLE,
     screen: MeshScreen | None = None,
 ) -> tuple[PricedOption, ...]:
-    """The options of every submesh of these sizes, in the part of the cluster with this number, but for those that the
-    screen leaves out. Adds new decisions to `decided`, and to the screen what meshes take. Much work is shared with
-    processes on other processors; what comes of it is the same.
+    """The options of every submesh of these sizes, but for those that the screen leaves out. Adds new decisions to
+    `decided`, and to the screen what meshes take. Much work is shared with processes on other processors; what comes of
+    it is the same.
 
     `decided` holds the decisions for smaller micro-batches. In long steps they are reused, and only priced again, where
     operations and values have the same numbers and connections, examples split over as many of the devices, and saved
     values need a price in both: where they crowd the memory though they are split over all devices.
     """
-    table = _Table(microbatched, cluster, sizes, limits, decided, is_long, number)
+    table = _Table(microbatched, cluster, sizes, limits, decided, is_long)
     options: list[PricedOption] = []
     too_large: list[int] = []  # on several times as many devices layers take even more seconds of a device
     shares = table.work >= WORTH_PROCESSES and not has_known_kernels()
@@ -166,7 +161,7 @@ def tables(
                 if size != cluster.num_devices and any(size % n == 0 for n in too_large):
                     continue
                 of_size = {n: ran[n] for n in table.of_size[size]}
-                pay = _paying(size, number, of_size, screen) if screen is not None else list(of_size)
+                pay = _paying(size, of_size, screen) if screen is not None else list(of_size)
                 if screen is not None and screen.knows_pipeline and not pay:
                     too_large.append(size)
                 paying += pay
@@ -178,14 +173,14 @@ def tables(
     return tuple(options)
 
 
-def _paying(num_devices: int, part: int, ran: Mapping[int, Ran | None], screen: MeshScreen) -> list[int]:
+def _paying(num_devices: int, ran: Mapping[int, Ran | None], screen: MeshScreen) -> list[int]:
     """Those of meshes of one size that the screen leaves in; it is told how long all layers take on the fastest."""
     timed = {n: each for n, each in ran.items() if each is not None}
     if not timed:
         return list(ran)
     fastest_s = min(each.end_s for each in timed.values())
-    paying = [n for n, each in timed.items() if screen.pays(part, num_devices, each, fastest_s)]
-    screen.saw(part, num_devices, fastest_s)
+    paying = [n for n, each in timed.items() if screen.pays(num_devices, each, fastest_s)]
+    screen.saw(num_devices, fastest_s)
     return paying
 
 
@@ -271,14 +266,13 @@ class PosedProblems:
         posed: list[Posed] = []
         least, most = sizes_between
         with self.context.progress.pass_("layer costs"):
-            sizes = self.sizes(len(microbatched.layers))
-            sizes = {n: [size for size in of if least <= size <= most] for n, of in sizes.items()}
+            sizes = [size for size in self.sizes(len(microbatched.layers)) if least <= size <= most]
             self.decided.read.clear()
             priced = self.priced(microbatched, sizes, self.screen)
             if is_long(self.context.traced):  # options dominated in small micro-batches are not priced for large ones
-                better = {(o.mesh, o.part, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
+                better = {(o.mesh, dataclasses.replace(o.terms, overlapped_axes=())) for o in priced}
                 for key in self.decided.read:
-                    kept = tuple(d for d in self.decided[key] if (key[0], key[-1], d.terms) in better)
+                    kept = tuple(d for d in self.decided[key] if (key[0], d.terms) in better)
                     if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
                         self.decided[key] = kept
         for name in schedules_of(self.context.request, self.context.cluster):
@@ -287,32 +281,24 @@ class PosedProblems:
             posed += [(problem, (m, options)) for problem, options in problems]
         return posed
 
-    def sizes(self, num_layers: int) -> dict[int, Sequence[int]]:
-        """The sizes of submeshes to price, for each part of the cluster and for the whole of it."""
-        cluster, request = self.context.cluster, self.context.request
-        if not cluster.parts:
-            return {WHOLE: submesh_sizes(cluster, request, num_layers)}
-        of_parts = {n: submesh_sizes(at, request, num_layers) for n, at in enumerate(cluster.parts)}
-        return {**of_parts, WHOLE: [cluster.num_devices]}
+    def sizes(self, num_layers: int) -> Sequence[int]:
+        """The sizes of submeshes to price."""
+        return submesh_sizes(self.context.cluster, self.context.request, num_layers)
 
     def priced(
-        self, microbatched: MicrobatchedStep, sizes: dict[int, Sequence[int]], screen: MeshScreen | None = None
+        self, microbatched: MicrobatchedStep, sizes: Sequence[int], screen: MeshScreen | None = None
     ) -> tuple[PricedOption, ...]:
         """The undominated options of submeshes of these sizes."""
-        cluster, options = self.context.cluster, list[PricedOption]()
-        limit_bytes, solve_s = self.context.limit_bytes, self.context.deadline.solve_s()
-        for number, of_part in sizes.items():
-            found = tables(
-                microbatched,
-                cluster,
-                of_part,
-                BuildLimits(limit_bytes=limit_bytes, time_limit_s=solve_s),
-                self.decided,
-                is_long=is_long(self.context.traced),
-                number=number,
-                screen=screen,
-            )
-            options += found if number == WHOLE else on_part(found, number, cluster, microbatched.layers)
+        limits = BuildLimits(limit_bytes=self.context.limit_bytes, time_limit_s=self.context.deadline.solve_s())
+        options = tables(
+            microbatched,
+            self.context.cluster,
+            sizes,
+            limits,
+            self.decided,
+            is_long=is_long(self.context.traced),
+            screen=screen,
+        )
         return undominated(options)
 
     def on_schedule(
@@ -327,8 +313,6 @@ class PosedProblems:
         """
         request, cluster = self.context.request, self.context.cluster
         chunks_of_group = chunk_numbers(request, name, len(microbatched.layers))
-        if cluster.parts and chunks_of_group[0] > 1:
-            return []  # all chunks have one option: none lies on two kinds of devices
         problems = []
         in_parts = self.step.parts > 1
         pairs = [
@@ -336,7 +320,7 @@ class PosedProblems:
             for chunks in chunks_of_group
             for number in numbers or (stage_numbers(self.step, cluster, chunks) if in_parts else (None,))
         ]
-        for (num_stages, chunks), order in itertools.product(pairs, orders(cluster)):
+        for num_stages, chunks in pairs:
             options = priced if self.step.parts == 1 else _on(priced, cluster.num_devices // (num_stages or 1))
             if self.step.parts > 1 and not options:
                 continue  # more devices than examples
@@ -350,7 +334,6 @@ class PosedProblems:
                 host_devices=cluster.domain_devices,
                 chunks=chunks,
                 fixed_num_stages=num_stages,
-                placements=placements(options, cluster, order),
             )
             problems.append((problem, options))
         return problems

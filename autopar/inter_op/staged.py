@@ -17,7 +17,7 @@ from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of_exchanges
 from autopar.cost.stream_work import Ran
 from autopar.errors import InvalidArgumentError, SolverError
-from autopar.hardware.cluster import Cluster, memory_share
+from autopar.hardware.cluster import Cluster
 from autopar.inter_op.layer_decisions import lowest_price
 from autopar.inter_op.submeshes import Submesh, link_between
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
@@ -176,8 +176,7 @@ class StagedStep:
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
     of task i, and its bytes on one device beside its buffers, `task_lost_bytes[i]` of them between its values;
     `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation, `waits_s[i]` those in
-    which nothing is computed. `joined`: runs that are one program, in the order of the list. `memory_shares`: of each
-    group of devices, the memory of one as a multiple of the smallest.
+    which nothing is computed. `joined`: runs that are one program, in the order of the list.
     """
 
     step: SplitStep
@@ -197,7 +196,6 @@ class StagedStep:
     simulation: Simulation
     cluster: Cluster
     joined: tuple[JoinedTask, ...] = ()
-    memory_shares: tuple[float, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -207,11 +205,6 @@ class StagedStep:
     def peak_bytes(self) -> tuple[int, ...]:
         """Of each group of devices."""
         return tuple(self.simulation.peak_bytes)
-
-    @property
-    def peak_of_smallest_bytes(self) -> int:
-        """The peak of the fullest group of devices; of devices with more memory, the same part of the smallest's."""
-        return max(int(p / share) for p, share in zip(self.peak_bytes, self.memory_shares, strict=True))
 
     def lost_at_peak_bytes(self, group: int) -> int:
         """Of the peak of a group of devices, the space between the values of the task that runs then."""
@@ -396,10 +389,6 @@ def stage_program(
         transfer_s=transfer_s,
         simulation=with_waits(simulation, program, planned, submeshes, cluster),
         cluster=cluster,
-        memory_shares=tuple(
-            memory_share(cluster, submeshes[q].first_device, submeshes[q].mesh.num_devices)
-            for q in map(schedule.mesh_of_stage.index, range(schedule.num_groups))
-        ),
     )
 
 

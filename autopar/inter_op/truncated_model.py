@@ -7,10 +7,10 @@ lowered and simulated; the same decisions for four of them tell what two layers 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.common.records import lazy
 from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.overlap import crossing_s
 from autopar.cost.roofline import flops_of
@@ -59,7 +59,7 @@ class TruncatedModel:
     runs: Mapping[tuple[int, ...], int]
     of_whole: float
 
-    @lazy
+    @functools.cached_property
     def shorter_stages(self) -> dict[int, tuple[StageGraphs, list[_Shorter] | None]]:
         """The shorter stages of stages, by the id of their graphs, which are kept so that it stays theirs."""
         return {}
@@ -179,7 +179,7 @@ def estimate(
     if shorter is None:
         return None
     paired_ops = [pair for each in shorter for pair in each.paired_ops]
-    submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage, cluster), microbatched.step
+    submeshes, step = place(choice.group_meshes, graphs.schedule.mesh_of_stage), microbatched.step
     models = [model_of(cluster, s) for s in submeshes]
     meshes = [s.mesh for s in submeshes]
     known, given = [graphs.costs[0].on(models[0])], GivenStageLayouts()

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.common.records import made_often
+import msgspec
+
 from autopar.ir.graph import Op
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -28,9 +29,7 @@ from autopar.sharding.strategies import Strategy
 Layouts = tuple[Layout, ...]
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LayoutSite:
+class LayoutSite(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The layouts of a value: under strategy s of `node` its layout is `layouts[s]`.
 
     Equal lists of layouts are one object in a choice graph, so that sites compare and hash by identity of their lists:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import msgspec
 import numpy as np
 
-from autopar.common.records import HashedById, made_often
+from autopar.common.enums import HashedById
 from autopar.ir.traced_step import WrittenLayout
 
 # The states in which a value of a graph can lie, beside its layout.
@@ -141,9 +142,7 @@ class Factor:
         return self.rounded or self.size
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True, gc=False):
     """How an operation's dimensions hang together, in Shardy's terms.
 
     `operands[i][d]` and `results[i][d]` list the factors of a dimension, major first; a dimension of size one has none.
@@ -163,9 +162,7 @@ class Rule:
                     yield atom, d, factors
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class Value(msgspec.Struct, frozen=True, gc=False):
     """One array of the program. `name` is set for arguments and constants; `weak_type` as jax has it. Of a leaf of the
     batch, `example_dim` is the dimension that counts examples, None where it holds none.
 
@@ -245,9 +242,7 @@ class OrderCost:
     more_bytes: float = 0.0
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One operation.
 
     `key` tells what an equation computes of its operands (primitive, parameters, literals, shapes): equations with
@@ -296,8 +291,7 @@ class Op:
         return self.module if self.has_place else self.parameters or self.module
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)  # what is found for it is kept so
-class Block:
+class Block(msgspec.Struct, frozen=True, kw_only=True, weakref=True):  # what is found for it is kept so
     inputs: tuple[int, ...]
     outputs: tuple[Atom, ...]
     ops: tuple[Op, ...]

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
 
-from autopar.common.records import made_often
+import msgspec
+
 from autopar.ir.mesh import LogicalMesh
 
 
-class _WithHash:
-    """A place for a hash that is not a field."""
-
-    __slots__ = ("_hash",)
-    _hash: int
-
-
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout(_WithHash):
+class Layout(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """`dims[d]` are the mesh axes that split dimension d, major first; `partial` are the axes over which devices hold
     summands of the value (unreduced). An axis stands in at most one place. All other axes replicate.
 
@@ -35,21 +26,8 @@ class Layout(_WithHash):
         for axes in self.dims:
             if axes:
                 used += axes
-        assert len(used) < 2 or len(used) == len(set(used)), (
-            f"a mesh axis is used twice in {self.dims}, partial {self.partial}"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Layout) and self.dims == other.dims and self.partial == other.partial
-
-    def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            object.__setattr__(self, "_hash", hash((self.dims, self.partial)))
-            return self._hash
+        if len(used) > 1 and len(used) != len(set(used)):
+            raise ValueError(f"a mesh axis is used twice in {self.dims}, partial {self.partial}")
 
     @property
     def sharded_axes(self) -> frozenset[int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
 
 
@@ -20,7 +21,7 @@ class Fresh:
 
     def copy_of(self, value: int) -> int:
         """A new value of the same shape and type."""
-        self.values.append(replaced(self.values[value], id=len(self.values), name=""))
+        self.values.append(replace(self.values[value], id=len(self.values), name=""))
         return len(self.values) - 1
 
     def value(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> int:
@@ -43,15 +44,15 @@ def remove_dead(block: Block) -> Block:
         if live.isdisjoint(op.outputs) and not has_effects(op):
             continue
         if op.blocks:
-            op = replaced(op, blocks=tuple(remove_dead(b) for b in op.blocks))
+            op = replace(op, blocks=tuple(remove_dead(b) for b in op.blocks))
             op = _without_unread_constants(op) if op.kind is OpKind.SCAN else op
             live |= {i for inner in op.blocks for i in free_values(inner)}
         elif op.kind is OpKind.BARRIER and not live.issuperset(op.outputs):
             pairs = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in live]
-            op = replaced(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
+            op = replace(op, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
         live |= {a for a in op.inputs if isinstance(a, int)}
         live_ops.append(op)
-    return dataclasses.replace(block, ops=tuple(reversed(live_ops)))
+    return replace(block, ops=tuple(reversed(live_ops)))
 
 
 def _without_unread_constants(op: Op) -> Op:
@@ -60,11 +61,11 @@ def _without_unread_constants(op: Op) -> Op:
     kept = [i for i in range(len(op.inputs)) if i >= op.num_consts or body.inputs[i] in read]
     if len(kept) == len(op.inputs):
         return op
-    return replaced(
+    return replace(
         op,
         eqn=scan_equation(op, kept),
         inputs=tuple(op.inputs[i] for i in kept),
-        blocks=(dataclasses.replace(body, inputs=tuple(body.inputs[i] for i in kept)),),
+        blocks=(replace(body, inputs=tuple(body.inputs[i] for i in kept)),),
         num_consts=op.num_consts - (len(op.inputs) - len(kept)),
     )
 
@@ -88,7 +89,7 @@ def reading(op: Op, names: Mapping[int, int]) -> Op:
     if not any(v in names for v in read_by(op)):
         return op
     blocks = tuple(_block_reading(block, names) for block in op.blocks)
-    return replaced(op, inputs=named(op.inputs, names), blocks=blocks)
+    return replace(op, inputs=named(op.inputs, names), blocks=blocks)
 
 
 def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
@@ -97,7 +98,7 @@ def clone(op: Op, names: MutableMapping[int, int], fresh: Fresh) -> Op:
     inputs = named(op.inputs, names)
     outputs = tuple(fresh.copy_of(v) for v in op.outputs)
     names.update(zip(op.outputs, outputs, strict=True))
-    return replaced(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
+    return replace(op, id=fresh.op_id(), inputs=inputs, outputs=outputs, blocks=blocks)
 
 
 def makers(ops: Iterable[Op]) -> dict[int, Op]:
@@ -146,8 +147,8 @@ def renumbered(graph: OpGraph) -> OpGraph:
         ops = []
         for op in block.ops:
             new_id, number = number, number + 1
-            ops.append(replaced(op, id=new_id, blocks=tuple(block_of(b) for b in op.blocks)))
-        return dataclasses.replace(block, ops=tuple(ops))
+            ops.append(replace(op, id=new_id, blocks=tuple(block_of(b) for b in op.blocks)))
+        return replace(block, ops=tuple(ops))
 
     return dataclasses.replace(graph, block=block_of(graph.block))
 
@@ -159,7 +160,7 @@ def named(atoms: Iterable[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
 
 def _block_reading(block: Block, names: Mapping[int, int]) -> Block:
     ops = tuple(reading(op, names) for op in block.ops)
-    return dataclasses.replace(block, ops=ops, outputs=named(block.outputs, names))
+    return replace(block, ops=ops, outputs=named(block.outputs, names))
 
 
 def _cloned_block(block: Block, names: Mapping[int, int], fresh: Fresh) -> Block:
@@ -210,4 +211,60 @@ def in_order(block: Block, added: Sequence[Op], replaced: Mapping[int, int]) -> 
 
     for op in ops:
         place(op)
-    return remove_dead(dataclasses.replace(block, ops=tuple(placed.values()), outputs=outputs))
+    return remove_dead(replace(block, ops=tuple(placed.values()), outputs=outputs))
+
+
+# Canonical forms: operations and values numbered in the order of their first occurrence.
+#
+# Groups of operations with equal keys compute the same and differ only in the numbers of their operations and values,
+# which then correspond one to one, in order.
+
+
+class CanonicalForm:
+    """Keys of operations and blocks of a graph, given in order. `ops` and `values` are those seen so far, in order.
+
+    `attributes` are those of an operation that have to be equal too. Other operations are known by their primitives.
+    """
+
+    def __init__(self, graph: OpGraph, attributes: Callable[[Op], Hashable]) -> None:
+        self._graph, self._attributes = graph, attributes
+        self._inputs = set(graph.block.inputs)
+        self._number: dict[int, int] = {}
+        self.ops: list[int] = []
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(self._number)
+
+    def op_key(self, op: Op) -> tuple:
+        self.ops.append(op.id)
+        counts = (op.num_consts, op.num_carry, op.num_condition_consts, op.trips, op.dim)
+        operands = tuple(map(self._atom, op.inputs))
+        blocks = tuple(map(self.block_key, op.blocks))
+        outputs = tuple(map(self._value, op.outputs))
+        kernel = op.kernel_bytes, op.order_cost
+        return (
+            op.kind,
+            op.section,
+            op.key or op.primitive,
+            self._attributes(op),
+            counts,
+            kernel,
+            operands,
+            blocks,
+            outputs,
+        )
+
+    def block_key(self, block: Block) -> tuple:
+        inputs = tuple(map(self._value, block.inputs))
+        return inputs, tuple(map(self.op_key, block.ops)), tuple(map(self._atom, block.outputs))
+
+    def _value(self, v: int) -> Hashable:
+        if v in self._number:
+            return self._number[v]
+        self._number[v] = len(self._number)
+        value = self._graph.values[v]
+        return self._number[v], value.shape, value.dtype, v in self._inputs
+
+    def _atom(self, atom: Atom) -> Hashable:
+        return self._value(atom) if isinstance(atom, int) else ("literal", atom.shape, repr(atom.literal))

@@ -6,7 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-from autopar.common.records import replaced
+from msgspec.structs import replace
+
 from autopar.ir.graph import Atom, Block, Op, OpKind, Value, free_values, read_by
 from autopar.ir.rewrite import Fresh, named, reading, scan_equation
 
@@ -59,7 +60,7 @@ def with_joined_scans(block: Block, fresh: Fresh, rewrite: Rewrite) -> Block:
                 reads[first], reads[behind] = read_by(ops[first]), read_by(ops[behind])
                 readers.update(reads[first])
             readers.update(reads[behind])
-    return dataclasses.replace(block, ops=tuple(ops))
+    return replace(block, ops=tuple(ops))
 
 
 class _Pair:
@@ -147,12 +148,12 @@ class _Pair:
             added.append(fresh.values[v])
         fixed = self.fixed
         eqn = scan_equation(second, [*range(fixed), *(fixed + i for i in still)], added)
-        first = dataclasses.replace(
+        first = replace(
             first,
             outputs=(*first.outputs[:c], *ys),
             blocks=(Block(inputs=one.inputs, outputs=(*starts[:c], *ys.values()), ops=mine),),
         )
-        second = dataclasses.replace(
+        second = replace(
             second,
             eqn=eqn,
             inputs=(*second.inputs[:fixed], *(outer for outer, _ in kept)),
@@ -173,12 +174,12 @@ def _with_constants(scan: Op, constants: Sequence[tuple[Atom, int]], fresh: Fres
         return scan
     (body,), k = scan.blocks, scan.num_consts
     inner = [v for _, v in constants]
-    return dataclasses.replace(
+    return replace(
         scan,
         eqn=scan_equation(scan, range(len(scan.inputs)), [fresh.values[v] for v in inner], k),
         inputs=(*scan.inputs[:k], *(outer for outer, _ in constants), *scan.inputs[k:]),
         num_consts=k + len(constants),
-        blocks=(dataclasses.replace(body, inputs=(*body.inputs[:k], *inner, *body.inputs[k:])),),
+        blocks=(replace(body, inputs=(*body.inputs[:k], *inner, *body.inputs[k:])),),
     )
 
 
@@ -187,11 +188,11 @@ def closed(block: Block, fresh: Fresh) -> Block:
     ops: list[Op] = []
     for op in block.ops:
         if op.blocks:
-            op = replaced(op, blocks=tuple(closed(inner, fresh) for inner in op.blocks))
+            op = replace(op, blocks=tuple(closed(inner, fresh) for inner in op.blocks))
         if op.kind is OpKind.SCAN and (around := sorted(free_values(op.blocks[0]))):
             (body,), names = op.blocks, {v: fresh.copy_of(v) for v in around}
             inside = tuple(reading(inner, names) for inner in body.ops)
-            body = dataclasses.replace(body, ops=inside, outputs=named(body.outputs, names))
-            op = _with_constants(replaced(op, blocks=(body,)), list(names.items()), fresh)
+            body = replace(body, ops=inside, outputs=named(body.outputs, names))
+            op = _with_constants(replace(op, blocks=(body,)), list(names.items()), fresh)
         ops.append(op)
-    return dataclasses.replace(block, ops=tuple(ops))
+    return replace(block, ops=tuple(ops))

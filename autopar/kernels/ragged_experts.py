@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
 from autopar.ir.primitives import LOCALLY_SUMMING, SCATTERS, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_dead, renumbered
@@ -727,11 +727,11 @@ def _noted(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
     for op in block.ops:
         if op.blocks:
             known = constants_inside(op, constants)
-            op = replaced(op, blocks=tuple(_noted(b, fresh, known) for b in op.blocks))
+            op = replace(op, blocks=tuple(_noted(b, fresh, known) for b in op.blocks))
         if op.id in notes and op.rule is not None:
-            op = replaced(op, rule=dataclasses.replace(op.rule, note=notes[op.id]))
+            op = replace(op, rule=replace(op.rule, note=notes[op.id]))
         ops.append(op)
-    return dataclasses.replace(block, ops=tuple(ops))
+    return replace(block, ops=tuple(ops))
 
 
 def _rewritten(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:
@@ -742,9 +742,9 @@ def _rewritten(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block
         for op in block.ops:
             known = constants_inside(op, constants) if op.blocks else {}
             inner = tuple(_rewritten(b, fresh, known) for b in op.blocks)
-            ops.append(op if inner == op.blocks else replaced(op, blocks=inner))
+            ops.append(op if inner == op.blocks else replace(op, blocks=inner))
         if any(new is not old for new, old in zip(ops, block.ops, strict=True)):
-            block = dataclasses.replace(block, ops=tuple(ops))
+            block = replace(block, ops=tuple(ops))
     return _Writer(block, fresh, frozenset(), around).run()
 
 
@@ -799,7 +799,7 @@ class _Writer:
         outputs = tuple(
             self.fresh.value(tuple(v.aval.shape), str(v.aval.dtype), jax_compat.itemsize(v.aval)) for v in eqn.outvars
         )
-        op = dataclasses.replace(
+        op = replace(
             like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands), outputs=outputs,
             **fields,
         )  # fmt: skip

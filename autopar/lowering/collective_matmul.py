@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from msgspec.structs import replace
 
 from autopar.ir.jax_sharding import partition_spec
 from autopar.kernels.local import runs_locally
@@ -53,7 +54,7 @@ def _with_blocks(instruction: Instruction, axes: Collection[int]) -> Instruction
     if not isinstance(instruction, Loop):
         return instruction
     blocks = tuple(with_collective_matmuls(block, axes) for block in instruction.blocks)
-    return dataclasses.replace(instruction, blocks=blocks)
+    return replace(instruction, blocks=blocks)
 
 
 class _Marking:
@@ -94,8 +95,8 @@ class _Marking:
             self.before[lead] = readers[0]
         axes = step.before.dims[dim][len(step.after.dims[dim]) :]
         pieces = Pieces(axes=axes, operand=operands[0], dim=dim, step=step, is_read_again=len(readers) > 1)
-        self.instructions[lead] = dataclasses.replace(compute, pieces=pieces)
-        self.instructions[at] = dataclasses.replace(move, in_pieces=True)
+        self.instructions[lead] = replace(compute, pieces=pieces)
+        self.instructions[at] = replace(move, in_pieces=True)
 
     def can_lead(self, i: int, first: int, target: Key, dim: int) -> bool:
         """Whether a reader is a product that could run before the first one, and does not sum over the pieces: sums of
@@ -124,8 +125,8 @@ class _Marking:
         axes = step.after.dims[dim][len(step.before.dims[dim]) :]
         assert made is not None, "what is marked was made here"
         pieces = Pieces(axes=axes, operand=None, dim=dim, step=step)
-        self.instructions[made] = dataclasses.replace(compute, pieces=pieces)
-        self.instructions[at] = dataclasses.replace(move, in_pieces=True)
+        self.instructions[made] = replace(compute, pieces=pieces)
+        self.instructions[at] = replace(move, in_pieces=True)
 
 
 def _reading(compute: Compute, key: Key) -> list[int]:

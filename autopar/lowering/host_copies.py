@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.ir.graph import HOST, RETURNED, UNREDUCED, Atom, OpGraph, OpKind, Role, Section
@@ -53,15 +54,15 @@ def reading_returned(instruction: Instruction, returned: Collection[tuple[int, L
     if isinstance(instruction, Move):
         source = place_of(instruction.value, instruction.source)
         assert source is not None, "a move has a source"
-        return dataclasses.replace(instruction, source=source)
+        return replace(instruction, source=source)
     if isinstance(instruction, HostCopy):
         return instruction
     if isinstance(instruction, (Compute, Pass, Loop)):
         reads: Any = tuple(place_of(a, p) for a, p in zip(instruction.op.inputs, instruction.reads, strict=True))
-        return dataclasses.replace(instruction, reads=reads)
+        return replace(instruction, reads=reads)
     assert isinstance(instruction, (Accumulate, Split, Stack, Leave)), "there is no other instruction"
     (atom,) = instruction.op.inputs
-    return dataclasses.replace(instruction, read=place_of(atom, instruction.read))
+    return replace(instruction, read=place_of(atom, instruction.read))
 
 
 def module_of(instruction: Instruction) -> str:
@@ -541,7 +542,7 @@ class _BlockRewriter:
         inside = _BlockRewriter(self.saved, slices, section, self.trips * loop.op.trips)
         body = inside.run(dataclasses.replace(body, in_host=frozenset(taken)), loop.op.num_carry)
         in_host = frozenset(i for i, place in enumerate(body.outputs) if place is not None and place[1] == HOST)
-        return dataclasses.replace(loop, reads=tuple(reads), blocks=(body,), in_host=in_host)
+        return replace(loop, reads=tuple(reads), blocks=(body,), in_host=in_host)
 
     def bring_back(self, keys: Iterable[Key], reader: Instruction) -> None:
         """Copies to the device what a reader needs there and is not there yet."""

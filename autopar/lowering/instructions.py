@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.common.records import lazy, made_often
+import msgspec
+
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import HOST, REDUCED, UNREDUCED, Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
@@ -20,15 +22,15 @@ Place = tuple[Layout, str]
 Key = tuple[int, Place]
 
 
-class _Reading:
+class _Reading(msgspec.Struct, frozen=True, dict=True):
     """What an instruction reads and makes, asked for many times over: worked out once (hence no slots)."""
 
-    @lazy
+    @functools.cached_property
     def keys_read(self) -> tuple[Key, ...]:
         """The places that the instruction reads, those inside of loops included."""
         return tuple(self._read())
 
-    @lazy
+    @functools.cached_property
     def keys_made(self) -> tuple[Key, ...]:
         """The places that the instruction fills."""
         return tuple(self._made())
@@ -59,9 +61,7 @@ class Pieces:
     is_read_again: bool = False
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Move(_Reading):
+class Move(_Reading, frozen=True, kw_only=True):
     """Reshards a value: from one of its places to another, by single collectives.
 
     `apart` says that the same steps were made before for readers of another role, and are meant to be made again
@@ -87,9 +87,7 @@ class Move(_Reading):
         return ((self.value, self.target),)
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(_Reading):
+class Compute(_Reading, frozen=True, kw_only=True):
     """Runs one operation. `reads[i]` is the place of operand i, None for a literal; `strategy` None: replicated.
 
     `written_out`: results stay partial and are computed on each device's part by hand; otherwise the partitioner
@@ -105,7 +103,7 @@ class Compute(_Reading):
     reduced: tuple[int, ...]
     pieces: Pieces | None = None
 
-    @lazy
+    @functools.cached_property
     def places(self) -> tuple[Place, ...]:
         """Where the results lie."""
         summed = self.strategy is not None and bool(self.reduced) and self.reduced != self.strategy.combined
@@ -120,8 +118,7 @@ class Compute(_Reading):
         return zip(self.op.outputs, self.places, strict=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pass(_Reading):
+class Pass(_Reading, frozen=True, kw_only=True):
     """Operands go through a barrier unchanged."""
 
     op: Op
@@ -134,8 +131,7 @@ class Pass(_Reading):
         return ((v, (place[0], UNREDUCED)) for v, place in zip(self.op.outputs, self.reads, strict=True))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loop(_Reading):
+class Loop(_Reading, frozen=True, kw_only=True):
     """A scan, while or cond. `results` are the layouts of its results; those `in_host` (by position) are stacked up in
     the memory of the host, trip by trip.
     """
@@ -160,8 +156,7 @@ class Loop(_Reading):
         return zip(self.op.outputs, places, strict=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Crossing(_Reading):
+class _Crossing(_Reading, frozen=True, kw_only=True):
     """A value goes into the loop over micro-batches, or comes out of it; the result lies as it does."""
 
     op: Op
@@ -175,13 +170,11 @@ class _Crossing(_Reading):
         return ((self.op.outputs[0], (self.result, UNREDUCED)),)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Split(_Crossing):
+class Split(_Crossing, frozen=True, kw_only=True):
     """Cuts a value into those of the micro-batches."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Accumulate(_Reading):
+class Accumulate(_Reading, frozen=True, kw_only=True):
     """Adds a summand to the sum over micro-batches (`sum_` lies as the summand; it starts from zeros)."""
 
     op: Op
@@ -200,13 +193,11 @@ class Accumulate(_Reading):
         return (self.accumulator,)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack(_Crossing):
+class Stack(_Crossing, frozen=True, kw_only=True):
     """Joins what the micro-batches made."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Leave(_Reading):
+class Leave(_Reading, frozen=True, kw_only=True):
     """A value is in the layout in which another stage takes it."""
 
     op: Op
@@ -219,8 +210,7 @@ class Leave(_Reading):
         return ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCopy(_Reading):
+class HostCopy(_Reading, frozen=True, kw_only=True):
     """Copies each device's part of a value from the memory of the host, or to it: one of the places is a HOST one.
 
     It waits for what lies in the places `behind`, of those that are made before it in the same program. `trips` are

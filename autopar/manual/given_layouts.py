@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
@@ -311,9 +312,9 @@ def _sums_at_makers(lowered: LoweredBlock, makers: Mapping[int, str]) -> Lowered
     def told(instruction: Instruction) -> Instruction:
         if isinstance(instruction, Loop):
             blocks = tuple(_sums_at_makers(block, makers) for block in instruction.blocks)
-            return dataclasses.replace(instruction, blocks=blocks)
+            return replace(instruction, blocks=blocks)
         if isinstance(instruction, Move) and any(step.before.partial for step in instruction.steps):
-            return dataclasses.replace(instruction, module=makers.get(instruction.value, instruction.module))
+            return replace(instruction, module=makers.get(instruction.value, instruction.module))
         return instruction
 
     return dataclasses.replace(lowered, instructions=tuple(map(told, lowered.instructions)))
@@ -329,9 +330,9 @@ def _block_by_line(block: Block, lines: dict[str, str]) -> Block:
         line = jax_compat.source_line(op.eqn) if op.eqn is not None else ""
         name = lines.setdefault(line or op.place or "(no line)", f"line_{_letters(len(lines))}")
         blocks = tuple(_block_by_line(inner, lines) for inner in op.blocks)
-        return dataclasses.replace(op, module=name, parameters="", blocks=blocks)
+        return replace(op, module=name, parameters="", blocks=blocks)
 
-    return dataclasses.replace(block, ops=tuple(map(named, block.ops)))
+    return replace(block, ops=tuple(map(named, block.ops)))
 
 
 def _letters(number: int) -> str:

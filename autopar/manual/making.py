@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from autopar.common.progress import Progress
 from autopar.compiler.planner import make_plan, planning_context
 from autopar.cost.cost_model import least_time_s
@@ -142,7 +144,7 @@ class Estimates:
             microbatched = requested_step(whole, True).microbatched
             graph = recomputed(microbatched, policies_of(request.recompute, len(microbatched.layers))).graph
             passes = tuple(op for op in graph.block.ops if op.section.repeats)
-            passes_only = dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=passes))
+            passes_only = dataclasses.replace(graph, block=replace(graph.block, ops=passes))
             passes_s = least_time_s(passes_only, cluster)
             return passes_s, max(0.0, least_time_s(graph, cluster) - passes_s)
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
 from autopar.common.paths import matches
@@ -104,12 +105,12 @@ class AccumulatingFollower(Follower):
         if op.kind is not OpKind.EQUATION:
             return Follower.follow(self, op, part, states, around)
         ratio = _ratio(op, part)
-        alike = part if ratio == 1.0 else dataclasses.replace(part, key=op.key)
+        alike = part if ratio == 1.0 else replace(part, key=op.key)
         results = Follower.follow(self, op, alike, states, around)
         weight = _weight(op, states)
         if weight is not None:
             weight *= ratio
-        return [dataclasses.replace(s, weight=None if s.zero else weight) for s in results]
+        return [replace(s, weight=None if s.zero else weight) for s in results]
 
     def _own(self, op: Op) -> State:
         """The state of a value, of the shape of the whole batch's, that each micro-batch has for itself."""

@@ -19,10 +19,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from autopar.attention import ring
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, read_by
 from autopar.ir.rewrite import params_of_part
@@ -45,7 +45,7 @@ def cut_graph(
     while cutter.spread(whole.block):
         pass
     cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
-    values = tuple(replaced(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
+    values = tuple(replace(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return dataclasses.replace(whole, values=values, block=with_rules(block, rules))
 
@@ -178,13 +178,13 @@ class _Cutter:
         ops = []
         for op in block.ops:
             if op.kernel_bytes is not None or op.order_cost is not None:
-                op = replaced(op, kernel_bytes=None, order_cost=None)
+                op = replace(op, kernel_bytes=None, order_cost=None)
             if op.blocks:
-                op = replaced(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
+                op = replace(op, blocks=tuple(self.rewritten(inner) for inner in op.blocks))
             if self._is_over_examples(op):
-                op = replaced(op, trips=op.trips // self.num_microbatches)
+                op = replace(op, trips=op.trips // self.num_microbatches)
             ops.append(self._equation(op) if op.kind is OpKind.EQUATION and self._num_cut(op) else op)
-        return dataclasses.replace(block, ops=tuple(ops))
+        return replace(block, ops=tuple(ops))
 
     def _equation(self, op: Op) -> Op:
         if runs_locally(op.eqn):
@@ -203,7 +203,7 @@ class _Cutter:
         ]
         outvars = [type(v)(aval) for v, aval in zip(op.eqn.outvars, cut.out_avals, strict=True)]
         eqn = op.eqn.replace(invars=invars, outvars=outvars, params=cut.params)
-        return replaced(op, eqn=eqn, key=cut.key, rule=cut.rule)
+        return replace(op, eqn=eqn, key=cut.key, rule=cut.rule)
 
     def _evaluated(self, op: Op) -> _CutEquation:
         """An equation on the sizes of a micro-batch, evaluated abstractly. Raises: UnsupportedError."""

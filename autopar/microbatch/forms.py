@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.common.records import HashedById, made_often, replaced
+import msgspec
+from msgspec.structs import replace
+
+from autopar.common.enums import HashedById
 from autopar.ir.graph import Op
 from autopar.kernels.islands import Spec
 
@@ -43,9 +46,7 @@ class IslandLayout:
     inside: IslandLayout | None = None
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The relation of a value of one micro-batch to that of the whole batch.
 
     `dim`, `outer`: dimension `dim` of a SPLIT (or `TRIPS`) holds `outer` blocks, each with the examples in order; for
@@ -76,7 +77,7 @@ class State:
 
 def inside_loop(state: State) -> State:
     """A state as the body of a loop reads it, without what is known outside."""
-    return dataclasses.replace(state, early=False, streams=True, cut=False)
+    return replace(state, early=False, streams=True, cut=False)
 
 
 def of_slice(state: State) -> State:
@@ -90,7 +91,7 @@ def of_stack(state: State) -> State:
 
 
 def _with_dim(state: State, dim: int) -> State:
-    return dataclasses.replace(state, dim=dim) if state.form is Form.SPLIT and state.dim != TRIPS else state
+    return replace(state, dim=dim) if state.form is Form.SPLIT and state.dim != TRIPS else state
 
 
 def differs_by_trip(state: State) -> bool:
@@ -112,18 +113,18 @@ def join(op: Op, first: State, second: State) -> State:
         if a.form is Form.UNAVAILABLE and not stays_in_trip:
             return a
         if a.form is Form.PARTIAL_SUM and (b.form is Form.PARTIAL_SUM or b.zero):
-            return replaced(a, zero=zero, weight=_join_weights(op, a, b))
+            return replace(a, zero=zero, weight=_join_weights(op, a, b))
     if differs_by_trip(first) and second.form is Form.INVARIANT:
-        return replaced(first, zero=zero, weight=_join_weights(op, first, second))
+        return replace(first, zero=zero, weight=_join_weights(op, first, second))
     if differs_by_trip(second) and first.form is Form.INVARIANT:
-        return replaced(second, zero=zero, weight=_join_weights(op, first, second))
+        return replace(second, zero=zero, weight=_join_weights(op, first, second))
     is_other_sum = first.form is second.form is Form.RUNNING and first.dim != second.dim
     is_other_split = first.form is Form.SPLIT and not split_alike(first, second)
     if first.form is not second.form or is_other_sum or is_other_split:
         raise CombinesExamples(op, "what it carries depends on the examples in more ways than one")
     if first.uniform:  # of as many blocks as the other one
-        first = replaced(first, outer=second.outer, uniform=second.uniform)
-    return replaced(first, zero=zero, weight=_join_weights(op, first, second))
+        first = replace(first, outer=second.outer, uniform=second.uniform)
+    return replace(first, zero=zero, weight=_join_weights(op, first, second))
 
 
 def _join_weights(op: Op, first: State, second: State) -> float | None:

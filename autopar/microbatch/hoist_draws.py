@@ -23,8 +23,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Value, free_values, has_effects, read_by
 from autopar.ir.rewrite import Fresh, clone, equal_values, handed_on, scan_equation
 from autopar.microbatch.microbatch_analysis import is_heavy
@@ -54,7 +55,7 @@ def part_of_results(op: Op, wanted: Collection[int]) -> Op | None:
         results |= carried
     kept = sorted(results)
     block = Block(inputs=tuple(body.inputs[i] for i in positions), outputs=tuple(made[i] for i in kept), ops=tuple(ops))
-    return replaced(
+    return replace(
         op,
         eqn=scan_equation(op, positions).replace(outvars=[op.eqn.outvars[i] for i in kept]),
         inputs=tuple(op.inputs[i] for i in positions),
@@ -74,7 +75,7 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
             continue
         if op.kind is OpKind.BARRIER:
             passed = [(a, v) for a, v in zip(op.inputs, op.outputs, strict=True) if v in read]
-            op = replaced(op, inputs=tuple(a for a, _ in passed), outputs=tuple(v for _, v in passed))
+            op = replace(op, inputs=tuple(a for a, _ in passed), outputs=tuple(v for _, v in passed))
         op = part_of_results(op, read) or op
         ops.append(op)
         read |= set(read_by(op))
@@ -95,9 +96,7 @@ def _with_parts(graph: OpGraph, wanted: Mapping[int, frozenset[int]]) -> OpGraph
     fresh, ops = Fresh(graph), []
     for op in graph.block.ops:
         ops += _apart(op, wanted[op.outputs[0]], fresh) if op.outputs and op.outputs[0] in wanted else [op]
-    return dataclasses.replace(
-        graph, values=tuple(fresh.values), block=dataclasses.replace(graph.block, ops=tuple(ops))
-    )
+    return dataclasses.replace(graph, values=tuple(fresh.values), block=replace(graph.block, ops=tuple(ops)))
 
 
 def _apart(op: Op, known: frozenset[int], fresh: Fresh) -> list[Op]:
@@ -108,7 +107,7 @@ def _apart(op: Op, known: frozenset[int], fresh: Fresh) -> list[Op]:
         return [op]
     again = set(apart.outputs)  # what the others need too
     outputs = tuple(fresh.copy_of(v) if v in again else v for v in rest.outputs)
-    return [replaced(clone(apart, {}, fresh), outputs=apart.outputs), replaced(rest, outputs=outputs)]
+    return [replace(clone(apart, {}, fresh), outputs=apart.outputs), replace(rest, outputs=outputs)]
 
 
 def _wanted(graph: OpGraph) -> dict[int, frozenset[int]]:
@@ -168,7 +167,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
         for loop, numbered, out in zip((op, other), values, ops, strict=True):
             out += [loop] if plan is None else _drawn_apart(loop, plan, numbered, first_id + len(out))
     return tuple(
-        dataclasses.replace(g, values=tuple(v), block=dataclasses.replace(g.block, ops=tuple(o)))
+        dataclasses.replace(g, values=tuple(v), block=replace(g.block, ops=tuple(o)))
         for g, v, o in zip((whole, part), values, ops, strict=True)
     )  # type: ignore[return-value]
 
@@ -186,7 +185,7 @@ class _Fixed:
         known = set(self.both[0].block.inputs)
         pairs = self._rewritten(zip(*(g.block.ops for g in self.both), strict=True), known)
         whole, part = (
-            dataclasses.replace(g, values=tuple(f.values), block=dataclasses.replace(g.block, ops=tuple(ops)))
+            dataclasses.replace(g, values=tuple(f.values), block=replace(g.block, ops=tuple(ops)))
             for g, f, ops in zip(self.both, self.fresh, _columns(pairs), strict=True)
         )
         return whole, part
@@ -241,7 +240,7 @@ class _Fixed:
         names: dict[int, Atom] = {**dict(zip(body.inputs[:k], op.inputs, strict=False)), **made}
         equal = equal_values(body)
         in_front = [
-            dataclasses.replace(
+            replace(
                 source, id=fresh.op_id(), count=op.count, outputs=tuple(made[v] for v in source.outputs),
                 inputs=tuple(names[equal.get(a, a)] if isinstance(a, int) else a for a in source.inputs),
             )
@@ -249,8 +248,8 @@ class _Fixed:
         ]  # fmt: skip
         read = [v for i in moved for v in body.ops[i].outputs]
         rest = tuple(inner for i, inner in enumerate(body.ops) if i not in moved)
-        block = dataclasses.replace(body, inputs=(*body.inputs[:k], *read, *body.inputs[k:]), ops=rest)
-        scan = dataclasses.replace(
+        block = replace(body, inputs=(*body.inputs[:k], *read, *body.inputs[k:]), ops=rest)
+        scan = replace(
             op, eqn=scan_equation(op, range(len(op.inputs)), [fresh.values[v] for v in read], k),
             inputs=(*op.inputs[:k], *(made[v] for v in read), *op.inputs[k:]), num_consts=k + len(read),
             blocks=(block,),
@@ -263,7 +262,7 @@ def _columns(pairs: Sequence[tuple[Op, Op]]) -> tuple[tuple[Op, ...], tuple[Op, 
 
 
 def _with_body(op: Op, ops: Sequence[Op]) -> Op:
-    return replaced(op, blocks=(dataclasses.replace(op.blocks[0], ops=tuple(ops)),))
+    return replace(op, blocks=(replace(op.blocks[0], ops=tuple(ops)),))
 
 
 def _fills(op: Op, part: Op) -> bool:
@@ -433,9 +432,7 @@ def _drawn_apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[
     new: dict[int, int] = {}
 
     def copy(v: int, shape: tuple[int, ...] | None = None) -> int:
-        values.append(
-            dataclasses.replace(values[v], id=len(values), name="", shape=values[v].shape if shape is None else shape)
-        )
+        values.append(replace(values[v], id=len(values), name="", shape=values[v].shape if shape is None else shape))
         return len(values) - 1
 
     def named(atom: Atom) -> Atom:
@@ -450,7 +447,7 @@ def _drawn_apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[
         inputs = tuple(map(named, source.inputs))
         for v in source.outputs:
             new[v] = copy(v)
-        inner.append(dataclasses.replace(source, inputs=inputs, outputs=tuple(new[v] for v in source.outputs)))
+        inner.append(replace(source, inputs=inputs, outputs=tuple(new[v] for v in source.outputs)))
     inside = tuple(new[body.inputs[i]] for i in read)
     apart = {op.num_carry + j for j in plan.results}
     results = [*(body.outputs[j] for j in plan.carried), *drawn, *(body.outputs[j] for j in sorted(apart))]
@@ -461,16 +458,16 @@ def _drawn_apart(op: Op, plan: _Plan, values: list[Value], new_id: int) -> list[
     outvars = [jax_compat.variable_of(values[v].shape, values[v].dtype, values[v].weak_type) for v in stacked]
     outvars[:0] = [op.eqn.outvars[j] for j in plan.carried]
     outvars += [op.eqn.outvars[j] for j in sorted(apart)]
-    drawing = dataclasses.replace(
+    drawing = replace(
         op, id=new_id, eqn=scan_equation(op, read).replace(outvars=outvars), inputs=tuple(op.inputs[i] for i in read),
         outputs=(*handed_on.values(), *stacked, *(op.outputs[j] for j in sorted(apart))), blocks=(block,),
         num_consts=len(plan.fixed), num_carry=len(plan.carried),
     )  # fmt: skip
     outputs = tuple(copy(v) if j in handed_on or j in apart else v for j, v in enumerate(op.outputs))
     rest = tuple(inner_op for i, inner_op in enumerate(body.ops) if i not in plan.draws)
-    reading = dataclasses.replace(
+    reading = replace(
         op, eqn=scan_equation(op, range(len(op.inputs)), [values[v] for v in drawn]),
         inputs=(*op.inputs, *stacked), outputs=outputs,
-        blocks=(dataclasses.replace(body, inputs=(*body.inputs, *drawn), ops=rest),),
+        blocks=(replace(body, inputs=(*body.inputs, *drawn), ops=rest),),
     )  # fmt: skip
     return [drawing, reading]

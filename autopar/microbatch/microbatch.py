@@ -13,9 +13,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph, graph_of_body
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values, read_by
@@ -167,7 +168,7 @@ def body_states(op: Op, part: Op, states: Sequence[State], num_microbatches: int
     whole, smaller = graph_of_body(op.eqn.params["call"]), graph_of_body(part.eqn.params["call"])
     follower = Follower(whole, smaller, num_microbatches, body_states=body_states)
     constants = [follower.by_shape(v) for v in whole.block.inputs[: len(whole.constants)]]
-    inside = [dataclasses.replace(s, early=False, streams=True, cut=False) for s in states]
+    inside = [replace(s, early=False, streams=True, cut=False) for s in states]
     try:
         return follower.block_states(whole.block, smaller.block, [*constants, *inside])
     except CombinesExamples as error:
@@ -187,9 +188,7 @@ def island_states(
     whole, smaller = graph_of_body(op.eqn.params["jaxpr"]), graph_of_body(part.eqn.params["jaxpr"])
     follower = _BodyFollower(whole, smaller, num_microbatches, island=op, axes=around | frozenset(axes))
     constants = [follower.by_shape(v) for v in whole.block.inputs[: len(whole.constants)]]
-    inside = [
-        dataclasses.replace(s, early=False, streams=True, cut=False, laid=s.laid and s.laid.inside) for s in states
-    ]
+    inside = [replace(s, early=False, streams=True, cut=False, laid=s.laid and s.laid.inside) for s in states]
     try:
         made = follower.block_states(whole.block, smaller.block, [*constants, *inside])
     except CombinesExamples as error:
@@ -232,7 +231,7 @@ def _result(op: Op, spec: Spec, s: State, axes: tuple[str, ...]) -> State:
     if s.form is Form.INVARIANT and not _names(spec).isdisjoint(axes):
         laid = IslandLayout(spec=spec, axes=axes, inside=s.laid)
     cause = CombinesExamples(op, "it sums over examples") if s.form is Form.PARTIAL_SUM else None
-    return dataclasses.replace(s, cause=cause, laid=laid)
+    return replace(s, cause=cause, laid=laid)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -280,11 +279,11 @@ class _BodyFollower(Follower):
             at = params["all_gather_dimension"]
             if params["tiled"]:
                 return [self._unless(op, state, {at})]
-            return [dataclasses.replace(state, dim=state.dim + (at <= state.dim))]
+            return [replace(state, dim=state.dim + (at <= state.dim))]
         if op.primitive == "reduce_scatter":
             at = params["scatter_dimension"]
             kept = self._unless(op, state, {at})
-            return [kept if params["tiled"] else dataclasses.replace(kept, dim=kept.dim - (at < kept.dim))]
+            return [kept if params["tiled"] else replace(kept, dim=kept.dim - (at < kept.dim))]
         if op.primitive == "all_to_all" and params["tiled"]:
             return [self._unless(op, state, {params["split_axis"], params["concat_axis"]})]
         raise CombinesExamples(op, UNKNOWN)
@@ -329,14 +328,14 @@ class LoopWriter:
         for op, part in zip(self.whole.block.ops, self.part.block.ops, strict=True):
             if op.id in updates.ops:
                 inputs = tuple(self.through(a) for a in part.inputs)
-                parts_of_updates.append(dataclasses.replace(part, inputs=inputs))
+                parts_of_updates.append(replace(part, inputs=inputs))
                 continue
             if (apart := self.sections.apart.get(op.outputs[0] if op.outputs else -1)) is not None:
                 inputs = tuple(self.through(a) for a in apart.inputs)
-                by_section[Section.AFTER].append(replaced(apart, inputs=inputs, section=Section.AFTER))
+                by_section[Section.AFTER].append(replace(apart, inputs=inputs, section=Section.AFTER))
             if op.kind is not OpKind.BARRIER and (section := self.sections.run_once(op)) is not None:
                 inputs = tuple(self.through(a) for a in op.inputs)
-                by_section[section].append(replaced(op, inputs=inputs, section=section))
+                by_section[section].append(replace(op, inputs=inputs, section=section))
                 for v in op.outputs:
                     if v in self.sections.each and self.states.of[v].cut:
                         for written in self._split(v):
@@ -404,7 +403,7 @@ class LoopWriter:
         apart = one_equation(lambda x: x.reshape(of_whole.shape), value, v, split, cut, Section.BEFORE)
         whole_shape = self.values[self.micro[v]].shape
         joined = one_equation(lambda x: x.reshape(whole_shape), of_part, part, self.micro[v], cut, Section.FORWARD)
-        return [apart, cut, replaced(joined, count=float(self.follower.num_microbatches))]
+        return [apart, cut, replace(joined, count=float(self.follower.num_microbatches))]
 
     def _leave(self, v: int, maker: Op) -> list[Op]:
         """A value leaves the loop: as a sum, or joined; where its weight is not 1, it is scaled behind the loop."""
@@ -429,7 +428,7 @@ class LoopWriter:
         return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
 
     def _new_value(self, like: Value) -> int:
-        self.values.append(replaced(like, id=len(self.values), name=""))
+        self.values.append(replace(like, id=len(self.values), name=""))
         return len(self.values) - 1
 
     def _repeated(self, op: Op, part: Op, made_in: dict[int, Section]) -> list[Op]:
@@ -438,10 +437,10 @@ class LoopWriter:
         pairs = list(zip(part.inputs, part.outputs, strict=True)) if op.kind is OpKind.BARRIER else []
         if pairs:  # what does not stream goes around it
             pairs = [(a, v) for a, v in pairs if self.sections.is_made_in_loop(v) and self.states.of[v].streams]
-            part = dataclasses.replace(part, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
+            part = replace(part, inputs=tuple(a for a, _ in pairs), outputs=tuple(v for _, v in pairs))
         inputs = tuple(self.through(a) if i in read_whole else self._in_loop(a) for i, a in enumerate(part.inputs))
         late = any(isinstance(a, int) and made_in.get(a) is Section.BACKWARD for a in inputs)
-        repeated = dataclasses.replace(
+        repeated = replace(
             part,
             inputs=inputs,
             outputs=tuple(self._counterpart(v) for v in part.outputs),
@@ -461,8 +460,8 @@ class LoopWriter:
             )  # fmt: skip
             inputs[i] = share = self._new_value(like)
             made = scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
-            scalings.append(dataclasses.replace(made, count=repeated.count))
-        return [*scalings, replaced(repeated, inputs=tuple(inputs))] if scalings else [repeated]
+            scalings.append(replace(made, count=repeated.count))
+        return [*scalings, replace(repeated, inputs=tuple(inputs))] if scalings else [repeated]
 
     def _repeated_block(self, block: Block) -> Block:
         """A block with new values, so that the whole batch's operation may exist beside the micro-batch's."""
@@ -472,7 +471,7 @@ class LoopWriter:
             blocks = tuple(self._repeated_block(b) for b in op.blocks)
             ins = tuple(self._in_loop(a) for a in op.inputs)
             outs = tuple(self._counterpart(v) for v in op.outputs)
-            repeated = replaced(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times)
+            repeated = replace(op, inputs=ins, outputs=outs, blocks=blocks, count=op.count * times)
             ops += self._with_shares(op, repeated)
         return Block(inputs=inputs, outputs=tuple(self._in_loop(a) for a in block.outputs), ops=tuple(ops))
 
@@ -480,7 +479,7 @@ class LoopWriter:
 def _in_blocks(value: Value, state: State) -> Value:
     """A value with its blocks of examples in a dimension of their own, in front of that of the examples."""
     before, size, behind = value.shape[: state.dim], value.shape[state.dim], value.shape[state.dim + 1 :]
-    return replaced(value, shape=(*before, state.outer, size // state.outer, *behind))
+    return replace(value, shape=(*before, state.outer, size // state.outer, *behind))
 
 
 # Whether a graph over micro-batches does the work on all examples outside of the loop.
@@ -683,7 +682,7 @@ def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, 
     sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
     writer = LoopWriter(whole, part, follower, states, sections)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
-    block = with_rules(dataclasses.replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
+    block = with_rules(replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
     micro_batched_graph = dataclasses.replace(
         whole,
         values=tuple(writer.values),

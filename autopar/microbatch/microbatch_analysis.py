@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, has_effects
 from autopar.ir.primitives import is_inexact, linear_operands
 from autopar.ir.rewrite import handed_on
@@ -234,7 +234,7 @@ def reshaped(
         preceding *= size
     if not state.uniform:
         return None
-    return reshaped(source, target, replaced(state, uniform=False), parts, is_part)
+    return reshaped(source, target, replace(state, uniform=False), parts, is_part)
 
 
 # What is not worth doing for the whole batch outside of the loop, beside kernels and islands.
@@ -306,8 +306,8 @@ class Follower:
             return invariant
         for dim in range(len(self.whole.values[value].shape)):
             if self.is_part(value, dim):
-                return dataclasses.replace(invariant, form=Form.SPLIT, dim=dim, cut=True)
-        return dataclasses.replace(invariant, form=Form.UNAVAILABLE)
+                return replace(invariant, form=Form.SPLIT, dim=dim, cut=True)
+        return replace(invariant, form=Form.UNAVAILABLE)
 
     def cuts(self, value: int, state: State) -> None:
         """Records a value of which each micro-batch has a part."""
@@ -357,7 +357,7 @@ class Follower:
             results = self._linear(op, part, states)
         else:
             results = self._unchanged(op, part)
-        return [replaced(s, zero=zero) for s in results]
+        return [replace(s, zero=zero) for s in results]
 
     def check_available(self, op: Op, states: Sequence[State]) -> None:
         """Raises: CombinesExamples for an operation that reads what a micro-batch does not have. Of a scan, what reads
@@ -395,7 +395,7 @@ class Follower:
         else:
             dims = self._apart(op, part, places)
         results = [self._made(op, dim, outer) for dim in dims]
-        return self._checked(op, [replaced(s, uniform=uniform and s.form is Form.SPLIT) for s in results])
+        return self._checked(op, [replace(s, uniform=uniform and s.form is Form.SPLIT) for s in results])
 
     def _made(self, op: Op, dim: int | None, outer: int) -> State:
         """The state of a result with the examples in a dimension, as `example_rules.Results` says it."""
@@ -522,7 +522,7 @@ class Follower:
             if not shared:
                 raise
         summand = next(s for s in states if s.form is Form.PARTIAL_SUM)
-        states = [replaced(summand, zero=False) if i in shared else s for i, s in enumerate(states)]
+        states = [replace(summand, zero=False) if i in shared else s for i, s in enumerate(states)]
         results = self.follow(op, part, states, around)
         self._read_shares(op, shared)
         return results
@@ -590,7 +590,7 @@ class Follower:
         for i, s in enumerate(states[k:n]):
             running = State(form=Form.RUNNING, dim=i, weight=None if s.zero else s.weight)
             inputs.append(inside_loop(s) if i in unchanged else running)
-        inputs += [replaced(inside_loop(s), dim=TRIPS, outer=1, uniform=False) for s in slices]
+        inputs += [replace(inside_loop(s), dim=TRIPS, outer=1, uniform=False) for s in slices]
         outputs = self._block(body, part_body, inputs, around)
         shared, carried = [], list(states[k:n])
         for i, (start, end) in enumerate(zip(states[k:n], outputs, strict=False)):
@@ -604,7 +604,7 @@ class Follower:
             if y.form is not Form.INVARIANT and not differs_by_trip(y):
                 raise CombinesExamples(op, _READS_BEFORE if y.form is Form.RUNNING else SEVERAL)
             is_alike = y.form is Form.INVARIANT
-            stacked.append(replaced(y, form=Form.SPLIT, dim=0, outer=1 if is_alike else outer, uniform=is_alike))
+            stacked.append(replace(y, form=Form.SPLIT, dim=0, outer=1 if is_alike else outer, uniform=is_alike))
         self._read_shares(op, shared)
         return self._checked(op, [*map(inside_loop, carried), *stacked])
 
@@ -657,7 +657,7 @@ class Follower:
         for _ in range(len(Form) * (1 + len(carry))):  # each round but the last settles at least one form
             carry_out, stacked = round_(carry)
             joined = [
-                replaced(b, zero=False) if self.sharing and starts_sum(op, i, a, b) else join(op, a, b)
+                replace(b, zero=False) if self.sharing and starts_sum(op, i, a, b) else join(op, a, b)
                 for i, (a, b) in enumerate(zip(carry, carry_out, strict=True))
             ]
             if joined == carry:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Constant, Op, OpGraph, OpKind, Section, Value, read_by
 from autopar.sharding.rules import equation_key
@@ -145,7 +145,7 @@ class UpdateWriter:
             id=0, kind=OpKind.STACK, primitive="stack_batch", eqn=None, inputs=(row,), outputs=(rows,), rule=None,
             role=maker.role, module=maker.module, count=1.0, section=Section.AFTER, dim=0,
         )  # fmt: skip
-        return [dataclasses.replace(expand, count=maker.count), leave]
+        return [replace(expand, count=maker.count), leave]
 
     def write(self, ops: Iterable[Op]) -> list[Op]:
         """The updates of all micro-batches, of the operations of one."""
@@ -162,7 +162,7 @@ class UpdateWriter:
                 inputs = tuple(named.get(a, a) if isinstance(a, int) else a for a in op.inputs)
                 outs = op.outputs if is_last else tuple(self._new(self._values[v]) for v in op.outputs)
                 made.update(zip(op.outputs, outs, strict=True))
-                written.append(replaced(op, inputs=inputs, outputs=outs, section=Section.AFTER))
+                written.append(replace(op, inputs=inputs, outputs=outs, section=Section.AFTER))
         return written
 
     def _row(self, rows: int, i: int, like: Op, written: list[Op]) -> int:
@@ -177,5 +177,5 @@ class UpdateWriter:
 
     def _new(self, like: Value, shape: tuple[int, ...] | None = None) -> int:
         shape = like.shape if shape is None else shape
-        self._values.append(replaced(like, id=len(self._values), name="", shape=shape))
+        self._values.append(replace(like, id=len(self._values), name="", shape=shape))
         return len(self._values) - 1

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
 from autopar.common.paths import without_scan_parts
-from autopar.common.records import replaced
 from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
@@ -65,16 +66,16 @@ def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tup
     sums = tuple(dict.fromkeys(of_micro_batches))
     stacks = tuple(fresh.value((op.trips, *v.shape), v.dtype, v.itemsize) for v in [fresh.values[s] for s in sums])
     stacked = [jax_compat.variable_of(v.shape, v.dtype, v.weak_type) for v in (fresh.values[s] for s in stacks)]
-    summing = replaced(
+    summing = replace(
         op, eqn=op.eqn.replace(outvars=[*op.eqn.outvars, *stacked]), outputs=(*op.outputs, *stacks),
-        blocks=(replaced(body, outputs=(*body.outputs, *sums)),),
+        blocks=(replace(body, outputs=(*body.outputs, *sums)),),
     )  # fmt: skip
     kept = {*op.outputs, *stacks} - late_results
     head = part_of_results(summing, kept)
     tail = part_of_results(_reading_sums(op, sums, stacks, fresh), late_results)
     if head is None or tail is None or _makes_examples(tail, states):
         raise next(s.cause for s in states.values() if s.form is Form.UNAVAILABLE and s.cause is not None)
-    tail = replaced(clone(tail, {}, fresh), outputs=tail.outputs)  # with values of its own but for the results
+    tail = replace(clone(tail, {}, fresh), outputs=tail.outputs)  # with values of its own but for the results
     stacked_states = {stack: of_stack(states[s]) for stack, s in zip(stacks, sums, strict=True)}
     return ((head, tail) if kept else (tail,)), stacked_states
 
@@ -91,7 +92,7 @@ def _with_inner_tails(
             ops += scans
         else:
             ops.append(inner)
-    return replaced(op, blocks=(replaced(body, ops=tuple(ops)),))
+    return replace(op, blocks=(replace(body, ops=tuple(ops)),))
 
 
 def _is_late(atom: Atom, states: Mapping[int, State]) -> bool:
@@ -105,7 +106,7 @@ def _reading_sums(op: Op, sums: tuple[int, ...], stacks: tuple[int, ...], fresh:
     names = {s: fresh.copy_of(s) for s in sums}
     ops = tuple(reading(inner, names) for inner in body.ops)
     outputs = tuple(names.get(a, a) if isinstance(a, int) else a for a in body.outputs)
-    return replaced(
+    return replace(
         op,
         id=fresh.op_id(),
         eqn=scan_equation(op, range(len(op.inputs)), [fresh.values[s] for s in sums]),
@@ -170,7 +171,7 @@ class _StateFinder:
         for op, part_op in zip(self.whole.block.ops, self.part.block.ops, strict=True):
             self._add(op, part_op, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
-            dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
+            dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
             for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
         )
         return ValueStates(
@@ -213,7 +214,7 @@ class _StateFinder:
             assert isinstance(atom, int), "a barrier lets values through, no literals"
             self.passes[out] = atom
             self.read_in_loop |= {atom, out}
-        return [replaced(s, cut=False) if s.streams else s for s in states]
+        return [replace(s, cut=False) if s.streams else s for s in states]
 
     def _results(self, op: Op, part: Op, states: list[State]) -> list[State]:
         if op.id in self.follower.updates.ops:
@@ -222,7 +223,7 @@ class _StateFinder:
         if self.follower.stays_in_loop(op, part, states):
             if all(s.form is Form.INVARIANT for s in states):
                 return self._of_own_literals(op, part, states)
-            states = [replaced(s, early=False, streams=True) for s in states]
+            states = [replace(s, early=False, streams=True) for s in states]
         elif all(_is_known(s) for s in states):
             return self._known(op, part, states)
         states = self._in_blocks_of_others(op, states)
@@ -247,7 +248,7 @@ class _StateFinder:
             if s.outer != 1 or s.dim != dim or atom in self.read_in_loop:
                 continue
             if self.whole.values[atom].shape[dim] % (outer * self.num_microbatches) == 0:
-                found[i] = self.states[atom] = replaced(s, outer=outer)
+                found[i] = self.states[atom] = replace(s, outer=outer)
         return found
 
     def _known(self, op: Op, part: Op, states: list[State]) -> list[State]:
@@ -256,16 +257,16 @@ class _StateFinder:
             try:
                 results = self.follower.follow(op, part, states, self.states)
                 has_rows = any(s.of_batch for s in states) or (self.num_microbatches == 1 and _draws_rows(op))
-                return [replaced(s, early=True, of_batch=has_rows, streams=False) for s in results]
+                return [replace(s, early=True, of_batch=has_rows, streams=False) for s in results]
             except CombinesExamples:
                 pass
         elif is_heavy(op) and any(s.form is Form.SPLIT or s.of_batch for s in states):  # for the examples of each
             split = State(form=Form.SPLIT)
-            streamed = [replaced(s, early=False, streams=True) if s.form is Form.SPLIT else s for s in states]
+            streamed = [replace(s, early=False, streams=True) if s.form is Form.SPLIT else s for s in states]
             return self._of_examples(op, part, [split if s.of_batch else s for s in streamed])
         zero = all(s.zero for s in states) and op.primitive in ("convert_element_type", "broadcast_in_dim", "reshape")
         known = self._of_batch(op) if any(s.of_batch for s in states) else map(self.follower.by_shape, op.outputs)
-        return [dataclasses.replace(s, zero=zero) for s in known]
+        return [replace(s, zero=zero) for s in known]
 
     def _of_batch(self, op: Op) -> list[State]:
         """Results that mix examples of the batch alone: made before the loop."""
@@ -273,7 +274,7 @@ class _StateFinder:
         if self.num_microbatches > 1:
             return states
         has_rows = [bool(self.whole.values[v].shape) for v in op.outputs]
-        return [replaced(s, of_batch=rows) for s, rows in zip(states, has_rows, strict=True)]
+        return [replace(s, of_batch=rows) for s, rows in zip(states, has_rows, strict=True)]
 
     def _of_own_literals(self, op: Op, part: Op, states: list[State]) -> list[State]:
         """The literals of a micro-batch's program are read, where it is known how they follow the examples."""
@@ -327,7 +328,7 @@ class _StateFinder:
         results = self.follower.follow(op, part, read, self.states)
         self.whole_operands[op.id] = read_whole
         self.read_in_loop.update(read_by(op))
-        return [replaced(s, early=early, streams=True, cut=False) for s in results]
+        return [replace(s, early=early, streams=True, cut=False) for s in results]
 
     def _single(self, op: Op, states: list[State]) -> list[State]:
         """With one micro-batch nothing is mixed: a result is the only part, or the only summand."""

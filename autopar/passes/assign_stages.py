@@ -7,8 +7,9 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.recompute_in_scans import is_product
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
@@ -66,11 +67,9 @@ def _made_at(op: Op) -> str:
     return f"the {op.primitive} at {line}" if line else f"the {op.place or op.primitive}"
 
 
-def balanced(
-    layers: Layers, num_stages: int, rates: Sequence[float] = (), hint: str = _FEWER_STAGES
-) -> tuple[int, ...]:
-    """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest, where
-    each stage works at its rate (none given: all alike). `hint` is that of the error (`more_layers`).
+def balanced(layers: Layers, num_stages: int, hint: str = _FEWER_STAGES) -> tuple[int, ...]:
+    """The first layer of each of `num_stages` contiguous stages, so that the longest arithmetic is the shortest. `hint`
+    is that of the error (`more_layers`).
 
     Raises: InvalidArgumentError when there are fewer layers than stages.
     """
@@ -86,8 +85,8 @@ def balanced(
     # largest[i], for k stages: the largest arithmetic of the first i layers in k stages, and the last stage's start.
     largest = [0.0] + [float("inf")] * n
     starts: list[list[int]] = []
-    for rate in rates or [1.0] * num_stages:
-        options = [[(max(largest[a], (before[b] - before[a]) / rate), a) for a in range(b)] for b in range(1, n + 1)]
+    for _ in range(num_stages):
+        options = [[(max(largest[a], before[b] - before[a]), a) for a in range(b)] for b in range(1, n + 1)]
         best = [min(costs) for costs in options]
         largest = [float("inf"), *(value for value, _ in best)]
         starts.append([0, *(start for _, start in best)])
@@ -184,12 +183,12 @@ def accumulate_per_stage(graph: OpGraph, stages: Sequence[int | None]) -> tuple[
             if v in summed or v in names:
                 continue
             summed[v] = fresh.copy_of(v)
-            total = dataclasses.replace(
+            total = replace(
                 pattern, id=fresh.op_id(), inputs=(v,), outputs=(summed[v],), section=op.section, role=op.role,
                 module=op.module, count=op.count,
             )  # fmt: skip
             sums.append((total, at[maker[v].id] if v in maker else 0))
-        once = replaced(op, section=Section.AFTER, role=Role.UPDATE, count=op.count / graph.num_microbatches)
+        once = replace(op, section=Section.AFTER, role=Role.UPDATE, count=op.count / graph.num_microbatches)
         late.append((clone(once, names := {**summed, **names}, fresh), _wanted_at(op, readers, at)))
     # The old sums are now what the moved operations make.
     for op in ops:
@@ -278,7 +277,7 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
                 if v in same_as and producer_stage is not None and producer_stage < stage:
                     names[v] = same_as[v]
         ops.append(reading(op, names))
-    return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
+    return dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
 
 
 def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) -> tuple[OpGraph, list[int]]:
@@ -312,12 +311,12 @@ def _copies(graph: OpGraph, stages: Sequence[int | None], homes: Sequence[int]) 
                 pairs = [
                     (v, out) for v, out in zip(op.inputs, op.outputs, strict=True) if q in reading_stages.get(out, ())
                 ]
-                part = replaced(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
+                part = replace(op, inputs=tuple(v for v, _ in pairs), outputs=tuple(o for _, o in pairs))
             here = names.setdefault(q, {})
             if used.isdisjoint(part.outputs):
                 # The first copy keeps its values.
                 used |= set(part.outputs)
-                rows.append((dataclasses.replace(reading(part, here), id=fresh.op_id()), q))
+                rows.append((replace(reading(part, here), id=fresh.op_id()), q))
             else:
                 rows.append((clone(part, here, fresh), q))
     of_output = {v: names.get(tied.get(v, 0), {}).get(v, v) for v in graph.block.outputs if isinstance(v, int)}

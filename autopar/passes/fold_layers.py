@@ -8,13 +8,14 @@ for the whole run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.common.records import lazy, replaced
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import makers, reading
 from autopar.passes.assign_layers import LayerAssignment
@@ -124,7 +125,7 @@ class FoldedGraph:
     paired_ops: tuple[tuple[Op, Op], ...]
     members: Mapping[int, Sequence[Op]] = dataclasses.field(repr=False, compare=False)
 
-    @lazy
+    @functools.cached_property
     def partials(self) -> Partials:
         """Which values may stay partial sums, on whatever mesh."""
         return find_partials(self.graph)
@@ -349,5 +350,5 @@ def _live_ops(ops: Sequence[Op], graph: OpGraph, layer_of: Mapping[int, int | No
 
 def _with_count(op: Op, times: float) -> Op:
     """The operation, and those inside of it, with `times` their count."""
-    blocks = tuple(dataclasses.replace(b, ops=tuple(_with_count(inner, times) for inner in b.ops)) for b in op.blocks)
-    return replaced(op, count=op.count * times, blocks=blocks)
+    blocks = tuple(replace(b, ops=tuple(_with_count(inner, times) for inner in b.ops)) for b in op.blocks)
+    return replace(op, count=op.count * times, blocks=blocks)

@@ -7,10 +7,12 @@ counterpart in a layer that stays. A step of forty equal layers is searched for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from autopar.common.records import lazy, replaced
+from msgspec.structs import replace
+
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk, without_numbers
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers
@@ -153,8 +155,8 @@ class _Likeness:
 
 
 def _with_sections(graph: OpGraph, section_of: Callable[[Op], Section]) -> OpGraph:
-    ops = tuple(replaced(op, section=section_of(op)) for op in graph.block.ops)
-    return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops))
+    ops = tuple(replace(op, section=section_of(op)) for op in graph.block.ops)
+    return dataclasses.replace(graph, block=replace(graph.block, ops=ops))
 
 
 def _with_inner(op: Op) -> Iterable[Op]:
@@ -236,7 +238,7 @@ class GraphViews:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _partials={id(block): (block, found) for block, found in state["_partials"]})
 
-    @lazy
+    @functools.cached_property
     def folded(self) -> FoldedStep | None:
         """The step with its repeated layers taken out; None where there are none to take out, or where sums could stay
         partial in one of both graphs only.
@@ -246,13 +248,13 @@ class GraphViews:
             return None
         return step
 
-    @lazy
+    @functools.cached_property
     def annotated_fold(self) -> FoldedStep | None:
         """`folded` with the semantics of its values."""
         step = self.folded
         return dataclasses.replace(step, graph=annotate_semantics(step.graph)) if step is not None else None
 
-    @lazy
+    @functools.cached_property
     def annotated(self) -> OpGraph:
         """The graph with the semantics of its values: those of dropped layers mean what their counterparts do."""
         step = self.annotated_fold
@@ -262,5 +264,5 @@ class GraphViews:
         values = list(self.graph.values)
         for v, like in step.value_of.items():
             meant = known[like]
-            values[v] = replaced(values[v], dimensions=meant.dimensions, sides=meant.sides, purpose=meant.purpose)
+            values[v] = replace(values[v], dimensions=meant.dimensions, sides=meant.sides, purpose=meant.purpose)
         return dataclasses.replace(self.graph, values=tuple(values))

@@ -17,7 +17,8 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.common.records import replaced
+from msgspec.structs import replace
+
 from autopar.errors import PlanMismatchError
 from autopar.frontend.recompute_in_scans import BY_VALUE, Recompute, is_by_value, is_kept, is_plain_product
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
@@ -71,7 +72,7 @@ def rematerialise(
         for layer, new in recomputed.get(position, []):
             names[layer] = new
         rows.append((readers.renamed(op, names) if op.section.is_backward else op, at_layer))
-    block = dataclasses.replace(graph.block, ops=tuple(op for op, _ in rows))
+    block = replace(graph.block, ops=tuple(op for op, _ in rows))
     return Rematerialised(
         graph=renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block)),
         assignment=dataclasses.replace(assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as),
@@ -285,7 +286,7 @@ def _recomputation(
         section=Section.BACKWARD,
     )  # fmt: skip
     names = dict(through)
-    clones = [replaced(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
+    clones = [replace(clone(op, names, fresh), section=Section.BACKWARD, role=Role.BACKWARD) for op in recomputed]
     renamed = {v: names[v] for v in (*read, *parameters, *cotangents)}
     return at, [barrier, *clones], renamed, {names[v]: v for v in results}
 

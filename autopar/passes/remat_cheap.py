@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autopar.common.records import replaced
+from msgspec.structs import replace
+
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 
@@ -48,7 +49,7 @@ def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
         dataclasses.replace(
             graph,
             values=tuple(fresh.values),
-            block=dataclasses.replace(graph.block, ops=_without_unread(rows, graph.block.outputs, cheap)),
+            block=replace(graph.block, ops=_without_unread(rows, graph.block.outputs, cheap)),
         )
     )
 
@@ -127,7 +128,7 @@ def _make(
         waiting.pop()
         if op is not None:
             made = clone(op, known, fresh)
-            rows.append(replaced(made, section=section, count=made.count * num_microbatches))
+            rows.append(replace(made, section=section, count=made.count * num_microbatches))
 
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.common.records import replaced
+from msgspec.structs import replace
+
 from autopar.ir.graph import Atom, Block, Dimension, Factor, FactorKind, Op, OpGraph, OpKind, Rule
 from autopar.ir.primitives import COMBINING, IN_EQUAL_PARTS
 from autopar.kernels.grouped import is_grouped
@@ -67,18 +68,18 @@ class _Rounding:
 
     def run(self) -> OpGraph:
         values = tuple(
-            replaced(v, rounded=tuple(self.rounded if d in dims else n for d, n in enumerate(v.shape))) if dims else v
+            replace(v, rounded=tuple(self.rounded if d in dims else n for d, n in enumerate(v.shape))) if dims else v
             for v in self.graph.values
             for dims in (self.counting[v.id],)
         )
         return dataclasses.replace(self.graph, values=values, block=self.block(self.graph.block))
 
     def block(self, block: Block) -> Block:
-        return dataclasses.replace(block, ops=tuple(self.op(op) for op in block.ops))
+        return replace(block, ops=tuple(self.op(op) for op in block.ops))
 
     def op(self, op: Op) -> Op:
         if op.blocks:
-            op = replaced(op, blocks=tuple(self.block(b) for b in op.blocks))
+            op = replace(op, blocks=tuple(self.block(b) for b in op.blocks))
         if op.kind is not OpKind.EQUATION or op.rule is None:
             return op
         split = {f for f in range(len(op.rule.factors)) if self.may_split(op, op.rule, f)}
@@ -87,7 +88,7 @@ class _Rounding:
         factors = tuple(
             Factor(f.size, f.kind, self.rounded) if i in split else f for i, f in enumerate(op.rule.factors)
         )
-        return replaced(op, rule=replaced(op.rule, factors=factors), key=f"{op.key} of {self.rounded}: {sorted(split)}")
+        return replace(op, rule=replace(op.rule, factors=factors), key=f"{op.key} of {self.rounded}: {sorted(split)}")
 
     def may_split(self, op: Op, rule: Rule, f: int) -> bool:
         """Whether a factor counts the examples wherever it occurs, and the operation may have it split unevenly."""

@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.errors import UnsupportedError
 from autopar.frontend.build_graph import graph_of_body
-from autopar.ir.canonical_form import CanonicalForm
 from autopar.ir.graph import (
     Block,
     FactorKind,
@@ -45,7 +44,7 @@ from autopar.ir.graph import (
     walk,
 )
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
-from autopar.ir.rewrite import renumbered
+from autopar.ir.rewrite import CanonicalForm, renumbered
 from autopar.kernels.local import runs_locally
 from autopar.microbatch.cut_graph import cut_graph
 from autopar.sharding.rules import RuleBook, with_rules
@@ -572,15 +571,15 @@ def _with_replacements(graph: OpGraph, replacements: Sequence[_Replacement], rul
         for value in inner.values:
             if value.id not in names:
                 names[value.id] = len(values)
-                values.append(replaced(value, id=len(values), name=""))
+                values.append(replace(value, id=len(values), name=""))
         for v, constant in zip(inner.block.inputs, inner.constants, strict=False):
             added.append(names[v])
-            values[names[v]] = replaced(values[names[v]], name=f"constant {len(constants)}")
+            values[names[v]] = replace(values[names[v]], name=f"constant {len(constants)}")
             constants.append(constant)
         section = next(op.section for op in graph.block.ops if op.id in each.ops)
         placed = [_renamed(op, names, next_id, each.module) for op in inner.block.ops]
         next_id += 1 + max(op.id for op in inner.ops())
-        nodes.append([replaced(op, section=section) for op in placed])
+        nodes.append([replace(op, section=section) for op in placed])
     ops = _in_order([[op] for op in graph.block.ops if op.id not in taken], nodes, graph, replacements)
     first, shift = len(graph.constants), len(added)
     inputs = (*graph.block.inputs[:first], *added, *graph.block.inputs[first:])
@@ -614,7 +613,7 @@ def _renamed(op: Op, names: Mapping[int, int], first_id: int, module: str) -> Op
         )
         for block in op.blocks
     )
-    return replaced(
+    return replace(
         op, id=op.id + first_id, inputs=of(op.inputs), outputs=of(op.outputs), blocks=blocks, role=Role.UPDATE,
         module=op.module or module,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.common.records import replaced
+from msgspec.structs import replace
+
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by
 
 _ORDER = {section: i for i, section in enumerate(Section)}
@@ -212,11 +213,11 @@ def split_backward(stage: StageGraph) -> StageGraph:
         if op.section is Section.BACKWARD and (op.kind is OpKind.SEND or not awaited.isdisjoint(op.outputs)):
             awaited.update(read_by(op))
     moved = [
-        replaced(op, section=Section.WEIGHT)
+        replace(op, section=Section.WEIGHT)
         if op.section is Section.BACKWARD and op.kind is not OpKind.SEND and awaited.isdisjoint(op.outputs)
         else op
         for op in ops
     ]
     moved.sort(key=lambda op: (_ORDER[op.section], stage.level_of[op.id]))
-    block = dataclasses.replace(stage.graph.block, ops=tuple(moved))
+    block = replace(stage.graph.block, ops=tuple(moved))
     return dataclasses.replace(stage, graph=dataclasses.replace(stage.graph, block=block))

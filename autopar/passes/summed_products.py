@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec.structs import replace
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import run_wide_products_on_cpus
-from autopar.common.records import replaced
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Constant, Op, OpGraph, OpKind, free_values, scaled_by_one_number
 from autopar.ir.rewrite import Fresh, makers, remove_dead, renumbered
 from autopar.sharding.rules import RuleBook, equation_key
@@ -45,16 +45,16 @@ def with_summed_products(graph: OpGraph, rules: RuleBook) -> OpGraph:
         for old, ops in new.items():
             instead.setdefault(old, []).extend(ops)
         *_, last = (made_now for ops in new.values() for made_now in ops)
-        sums[op.id] = replaced(op, inputs=last.outputs, primitive=SUMMED_PRODUCT)
+        sums[op.id] = replace(op, inputs=last.outputs, primitive=SUMMED_PRODUCT)
     if not sums:
         return graph
     run_wide_products_on_cpus()
     rules.learn((op.key, op.eqn) for ops in instead.values() for op in ops)
     ops = []
     for op in graph.block.ops:
-        ops += [replaced(new, rule=rules.rule(new.key)) for new in instead.get(op.id, ())]
+        ops += [replace(new, rule=rules.rule(new.key)) for new in instead.get(op.id, ())]
         ops.append(sums.get(op.id, op))
-    block = remove_dead(dataclasses.replace(graph.block, ops=tuple(ops)))
+    block = remove_dead(replace(graph.block, ops=tuple(ops)))
     return renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
 
 
@@ -155,7 +155,7 @@ def _made_anew(op: Op, eqn: Any, inputs: tuple[Atom, ...], fresh: Fresh) -> Op:
     """An operation of an equation, in the place of another one."""
     (result,) = (v.aval for v in eqn.outvars)
     output = fresh.value(result.shape, str(result.dtype), result.dtype.itemsize)
-    return replaced(
+    return replace(
         op, eqn=eqn, primitive=eqn.primitive.name, inputs=inputs, outputs=(output,), key=equation_key(eqn), rule=None
     )
 

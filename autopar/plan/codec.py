@@ -14,7 +14,7 @@ from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.lowering.lower import ShardingPlan, SolverReport
-from autopar.plan.schema import SIGNATURE_DIGITS, Decisions, PlannedStrategy
+from autopar.plan.schema import SIGNATURE_DIGITS, Decisions
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy
 
@@ -22,22 +22,12 @@ from autopar.sharding.strategies import Strategy
 def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
     """The decisions for a graph as tables of numbers; `sharding_plan_of` is the inverse."""
     layouts: dict[Layout, int] = {}
-    strategies: dict[PlannedStrategy, int] = {}
+    strategies: dict[Strategy, int] = {}
 
     def number(layout: Layout) -> int:
         return layouts.setdefault(layout, len(layouts))
 
-    def strategy(s: Strategy) -> int:
-        planned = PlannedStrategy(
-            operands=tuple(map(number, s.operands)),
-            results=tuple(map(number, s.results)),
-            split=s.split,
-            combined=s.combined,
-            ring=s.ring,
-        )
-        return strategies.setdefault(planned, len(strategies))
-
-    of_op = {op: strategy(s) for op, s in plan.strategy.items()}
+    of_op = {op: strategies.setdefault(s, len(strategies)) for op, s in plan.strategy.items()}
     raw = {v: number(layout) for v, layout in plan.unreduced.items()}
     placed = {v: number(layout) for v, layout in plan.reduced.items()}
     copies = tuple((v, readers, number(layout)) for (v, readers), layout in plan.copies.items())
@@ -60,19 +50,9 @@ def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:
 def sharding_plan_of(decisions: Decisions, report: SolverReport, mesh: LogicalMesh, graph: OpGraph) -> ShardingPlan:
     """The inverse of `decisions_of`."""
     layouts = decisions.layouts
-    strategies = [
-        Strategy(
-            tuple(layouts[i] for i in s.operands),
-            tuple(layouts[i] for i in s.results),
-            s.split,
-            tuple(s.combined),
-            tuple(s.ring),
-        )
-        for s in decisions.strategies
-    ]
     return ShardingPlan(
         mesh=mesh,
-        strategy={op: strategies[i] for op, i in decisions.of_op.items()},
+        strategy={op: decisions.strategies[i] for op, i in decisions.of_op.items()},
         partials=find_partials(graph),
         unreduced={v: layouts[i] for v, i in decisions.raw.items()},
         reduced={v: layouts[i] for v, i in decisions.placed.items()},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count, text_of_s
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware import mesh_links
-from autopar.hardware.cluster import part_at
 from autopar.ir.layout import Layout, enumerate_layouts
 from autopar.ir.mesh import LogicalMesh, axes_text
 from autopar.plan import summary
@@ -301,9 +299,7 @@ def _binds(record: PlanRecord, values: Sequence[PlannedValue], modules: Sequence
 def _is_between_hosts(record: PlanRecord, stage: int, names: Sequence[str]) -> bool:
     mesh = summary.stage_mesh(record, stage)
     sizes, axes = mesh.axis_sizes, tuple(mesh.axis_names.index(name) for name in names)
-    first = summary.first_device(record, stage)
-    domain_devices = part_at(record.cluster, first, math.prod(sizes)).domain_devices
-    return mesh_links.spread(sizes, axes, domain_devices).hosts > 1
+    return mesh_links.spread(sizes, axes, record.cluster.domain_devices).hosts > 1
 
 
 def argument_called(record: PlanRecord, what: str, most: int) -> PlannedValue:

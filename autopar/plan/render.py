@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -22,7 +21,6 @@ from autopar.plan.summary import (
     grouped,
     interval_text,
     place,
-    stage_devices,
     stage_mesh,
     stage_share,
 )
@@ -72,7 +70,7 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
             + ", ".join(f"{name}={value}" for name, value in record.exchange_options.items())
         )
     if record.pipeline is not None:
-        out.table(_stages_table(record, record.pipeline, stage_devices(record)))
+        out.table(_stages_table(record, record.pipeline))
     out.table(_values_table(record))
     out.table(_modules_table(record))
     out.table(_collectives_table(record))
@@ -138,7 +136,7 @@ def _pipeline_line(record: PlanRecord, pipeline: PipelineRecord) -> str:
     )
 
 
-def _stages_table(record: PlanRecord, pipeline: PipelineRecord, kinds: Sequence[str]) -> Table:
+def _stages_table(record: PlanRecord, pipeline: PipelineRecord) -> Table:
     rows = Table(
         "stage", "layers", "devices", "mesh", "recompute", "forward", "backward", "once a step", "in flight", "peak"
     )
@@ -151,8 +149,7 @@ def _stages_table(record: PlanRecord, pipeline: PipelineRecord, kinds: Sequence[
         cells = (
             str(number),
             f"{len(stage.layers)}: {' .. '.join(names)}",
-            (f"{stage.first_device}-{last}" if last > stage.first_device else str(last))
-            + (f", {kinds[number]}" if kinds else ""),
+            f"{stage.first_device}-{last}" if last > stage.first_device else str(last),
             str(mesh),
             ", ".join(dict.fromkeys(map(name_of, policies))),
             text_of_s(stage.forward_s),

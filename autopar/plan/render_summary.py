@@ -160,7 +160,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
             (
                 str(g.first) if g.first == g.last else f"{g.first}-{g.last}",
                 str(g.layers),
-                str(g.mesh).replace(" x ", ", ") + (f" {g.device}" if g.device else ""),
+                str(g.mesh).replace(" x ", ", "),
                 ", ".join(g.recomputed),
                 f"{text_of_s(g.forward_s)} + {text_of_s(g.backward_s)}",
                 str(g.in_flight),

@@ -10,8 +10,9 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
 from autopar.lowering.lower import SolverReport
+from autopar.sharding.strategies import Strategy
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
@@ -40,17 +41,6 @@ class PlannedValue:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStrategy:
-    """A strategy, its layouts as indices into `Decisions.layouts`."""
-
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    split: int
-    combined: tuple[int, ...]
-    ring: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
     """Every choice, by the numbers of operations and values in the graph, which `operations` binds to its structure.
 
@@ -64,7 +54,7 @@ class Decisions:
     """
 
     layouts: tuple[Layout, ...]
-    strategies: tuple[PlannedStrategy, ...]
+    strategies: tuple[Strategy, ...]
     of_op: dict[int, int]
     raw: dict[int, int]
     placed: dict[int, int]

@@ -17,7 +17,7 @@ import msgspec
 from autopar.common.paths import parts_of
 from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.common.trace_events import Timeline
-from autopar.hardware.cluster import Cluster, memory_share, part_at
+from autopar.hardware.cluster import Cluster
 from autopar.ir.mesh import LogicalMesh
 from autopar.passes.remat import name_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
@@ -78,10 +78,7 @@ class Fullest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageGroup:
-    """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them.
-
-    `device`: the kind of their devices, where a cluster has several.
-    """
+    """Neighbouring stages that are alike, `first` to `last`. Seconds and bytes are the largest among them."""
 
     first: int
     last: int
@@ -93,7 +90,6 @@ class StageGroup:
     backward_s: float
     in_flight: int
     peak_bytes: int
-    device: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +190,7 @@ def in_short(record: PlanRecord) -> str:
 def memory_text(record: PlanRecord) -> str:
     """Which part of the memory of a device the limit is, as a sentence; empty where there is no limit, or it is all."""
     limit_bytes, memory_bytes = record.memory_limit_bytes, record.cluster.device.memory_bytes
-    if limit_bytes is None or record.cluster.parts or limit_bytes >= memory_bytes:
+    if limit_bytes is None or limit_bytes >= memory_bytes:
         return ""
     part = f"{limit_bytes / memory_bytes:.0%}".replace("%", " %")
     return f"{text_of_bytes(limit_bytes)} are available: {part} of the {text_of_bytes(memory_bytes)} of a device."
@@ -245,24 +241,11 @@ def group_names(record: PlanRecord) -> list[str]:
 
 
 def fullest(record: PlanRecord, limit_bytes: int | None = None) -> Fullest:
-    """The fullest group of devices under the plan's limit, or under another, both of the smallest device."""
+    """The fullest group of devices, with the plan's limit, or with another one."""
     limit_bytes = record.memory_limit_bytes if limit_bytes is None else limit_bytes
     peaks = record.predicted.peak_bytes
-    shares = [1.0] * len(peaks)
-    if record.cluster.parts and record.pipeline is not None:
-        shares = [memory_share(record.cluster, first, size) for first, size in device_groups(record).items()]
-    number = max(range(len(peaks)), key=lambda group: peaks[group] / shares[group])
-    limit = None if limit_bytes is None else int(limit_bytes * shares[number])
-    return Fullest(number=number, peak_bytes=peaks[number], limit_bytes=limit)
-
-
-def stage_devices(record: PlanRecord) -> tuple[str, ...]:
-    """The kind of the devices of each stage; empty on a cluster of one kind, and for one program."""
-    if not record.cluster.parts or record.pipeline is None:
-        return ()
-    return tuple(
-        part_at(record.cluster, s.first_device, math.prod(s.axis_sizes)).device.name for s in record.pipeline.stages
-    )
+    number = max(range(len(peaks)), key=peaks.__getitem__)
+    return Fullest(number=number, peak_bytes=peaks[number], limit_bytes=limit_bytes)
 
 
 def timeline_of(record: PlanRecord) -> Timeline:
@@ -500,7 +483,7 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
     pipeline = record.pipeline
     if pipeline is None:
         return ()
-    rows, kinds = [], stage_devices(record)
+    rows = []
     for number, stage in enumerate(pipeline.stages):
         policies = pipeline.recomputed[stage.first_layer : stage.first_layer + len(stage.layers)]
         rows.append(
@@ -515,10 +498,9 @@ def stage_groups(record: PlanRecord) -> tuple[StageGroup, ...]:
                 backward_s=stage.backward_s + stage.weight_s,
                 in_flight=stage.in_flight,
                 peak_bytes=stage.peak_bytes,
-                device=kinds[number] if kinds else "",
             )
         )
-    grouped = itertools.groupby(rows, lambda r: (r.layers, r.mesh, r.roles, r.recomputed, r.device))
+    grouped = itertools.groupby(rows, lambda r: (r.layers, r.mesh, r.roles, r.recomputed))
     return tuple(_joined(list(alike)) for _, alike in grouped)
 
 

@@ -13,11 +13,12 @@ import dataclasses
 import functools
 import itertools
 
+import msgspec
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
-from autopar.common.records import HashedById, made_often
+from autopar.common.enums import HashedById
 from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
@@ -48,9 +49,7 @@ class StepKind(HashedById):
         return self in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER)
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardStep:
+class ReshardStep(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One step of a path: `axes` are the mesh axes it communicates over."""
 
     kind: StepKind

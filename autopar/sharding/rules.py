@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
-from autopar.common.records import replaced
 from autopar.ir.graph import Block, Factor, FactorKind, OpKind, Rule, walk
 from autopar.ir.primitives import COMBINING, DECOMPOSITIONS, SUMMING, dtype_text, window_dims
 
@@ -101,11 +101,11 @@ def _with_known_rules(block: Block, rules: RuleBook) -> Block:
     ops = []
     for op in block.ops:
         if op.kind is OpKind.EQUATION and op.rule is None:
-            op = replaced(op, rule=rules.rule(op.key))
+            op = replace(op, rule=rules.rule(op.key))
         if op.blocks:
-            op = replaced(op, blocks=tuple(_with_known_rules(b, rules) for b in op.blocks))
+            op = replace(op, blocks=tuple(_with_known_rules(b, rules) for b in op.blocks))
         ops.append(op)
-    return dataclasses.replace(block, ops=tuple(ops))
+    return replace(block, ops=tuple(ops))
 
 
 def rule_of_parts(function: Callable[..., Any], avals: Sequence[Any]) -> Rule:

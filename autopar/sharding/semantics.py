@@ -24,9 +24,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import scipy.sparse
 import scipy.sparse.csgraph
+from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.common.records import replaced
 from autopar.ir.graph import (
     Atom,
     Block,
@@ -386,16 +386,16 @@ def annotate_semantics(graph: OpGraph) -> OpGraph:
     for value_id, d in _handed_on(graph, followed, dependent):
         followed.name(value_id, d, Dimension.FEATURE)
     followed.settle()
-    named = [replaced(v, dimensions=followed.names(v)) for v in graph.values]
+    named = [replace(v, dimensions=followed.names(v)) for v in graph.values]
     purposes = _purposes(graph, named, dependent)
     for at, parts in _heads(graph, followed, dependent):
         followed.put(at, parts)
     followed.settle()
     values = [
-        replaced(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in graph.values
+        replace(v, dimensions=followed.names(v), purpose=purposes.get(v.id, Purpose.ACTIVATION)) for v in graph.values
     ]
     sides = _followed_sides(graph, values, dependent)
-    return dataclasses.replace(graph, values=tuple(replaced(v, sides=sides.names(v)) for v in values))
+    return dataclasses.replace(graph, values=tuple(replace(v, sides=sides.names(v)) for v in values))
 
 
 def _dependent(graph: OpGraph, sources: Sequence[int]) -> set[int]:

@@ -6,12 +6,12 @@ all. A linear operation may also take partial operands and pass the partial stat
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.common.records import made_often
+import msgspec
+
 from autopar.ir.graph import FactorKind, Rule
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import LogicalMesh
@@ -19,9 +19,7 @@ from autopar.ir.mesh import LogicalMesh
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True)
-class Strategy:
+class Strategy(msgspec.Struct, frozen=True, gc=False):
     """One way to split an operation.
 
     `operands` are the layouts it reads, `results` those it leaves, partial over axes given to a summed factor.
@@ -42,9 +40,7 @@ def replicated_strategy(operands: Iterable[tuple[int, ...]], results: Iterable[t
     return Strategy(tuple(replicated(len(s)) for s in operands), tuple(replicated(len(s)) for s in results), split=1)
 
 
-@made_often
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(msgspec.Struct, frozen=True, gc=False):
     """What the strategies of an operation depend on.
 
     `sums_partially`: results may be left partial. `linear`: sets of operands in which it is linear, when partial

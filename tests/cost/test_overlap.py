@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import autopar
 from autopar import recipes
@@ -155,7 +156,7 @@ def test_gradients_of_weights_run_behind_those_of_activations_whose_reduction_th
 
 def test_a_product_in_pieces_leads_to_no_collective_by_those_that_bring_them():
     def of_product(work):
-        return dataclasses.replace(work, pieces_of="w")
+        return replace(work, pieces_of="w")
 
     program = [
         of_product(compute("p0", 2.0, "y'")), of_product(send("s1", 0.5, "p0")), of_product(compute("p1", 2.0, "s1")),
@@ -166,13 +167,13 @@ def test_a_product_in_pieces_leads_to_no_collective_by_those_that_bring_them():
     assert ran[:3] == [("x'", 0, 1), ("p0", 1, 3), ("sum", 1, 4)]
     assert ran[-1] == ("last", 7, 8)
     # Were they to lead to one, they would keep their turn.
-    in_order = timetable([dataclasses.replace(work, pieces_of=None) for work in program])
+    in_order = timetable([replace(work, pieces_of=None) for work in program])
     assert (in_order[0], in_order[-1]) == (("p0", 0, 2), ("last", 8, 9))
 
 
 def test_reductions_that_wait_for_each_other_start_alone():
     def other(work):
-        return dataclasses.replace(work, reduction="other")
+        return replace(work, reduction="other")
 
     program = [
         compute("a", 1.0), send("a sum", 1.0, "a", reduces=True),
@@ -190,11 +191,11 @@ def test_reductions_that_wait_for_each_other_start_alone():
 def test_a_collective_is_exposed_where_nothing_is_computed():
     cause, other = (CollectiveKind.ALL_GATHER, (0,), "a"), (CollectiveKind.ALL_REDUCE, (0, 1), "b")
     program = [
-        dataclasses.replace(send("w", 4.0), causes=((cause, 1.0),)),
+        replace(send("w", 4.0), causes=((cause, 1.0),)),
         compute("x", 1.0),
         compute("y", 2.0, "w"),
-        dataclasses.replace(send("v", 2.5, "x"), causes=((cause, 1.0),)),
-        dataclasses.replace(send("g", 1.0, "y", stream=Stream.BOTH), causes=((other, 1.0),)),
+        replace(send("v", 2.5, "x"), causes=((cause, 1.0),)),
+        replace(send("g", 1.0, "y", stream=Stream.BOTH), causes=((other, 1.0),)),
     ]
     # The gathers run from 0 to 4 and 4 to 6.5, computing from 0 to 1 and 4 to 6.
     ran = run(program)
@@ -207,7 +208,7 @@ def test_each_of_combined_gathers_is_exposed_by_its_part():
     """The first with the latency that they share."""
     small, large = ((CollectiveKind.ALL_GATHER, (0,), module) for module in ("norm", "embedding"))
     program = [
-        dataclasses.replace(send(name, seconds), gather=(0,), latency_s=1.0, causes=((cause, 1.0),))
+        replace(send(name, seconds), gather=(0,), latency_s=1.0, causes=((cause, 1.0),))
         for name, seconds, cause in (("v", 1.0, small), ("w", 4.0, large))
     ]
     ran = run([*program, compute("x", 1.0), compute("y", 2.0, "v w")], combined_bytes=2)
@@ -275,7 +276,7 @@ def test_the_end_lies_between_the_longest_sum_and_all(program, combined_bytes):
 def test_what_computing_does_not_hide_is_what_the_step_waits_for(program, combined_bytes):
     sends = (Stream.SEND, Stream.BOTH)
     program = [
-        dataclasses.replace(w, causes=(((CollectiveKind.ALL_REDUCE, (0,), w.name), 1.0),)) if w.stream in sends else w
+        replace(w, causes=(((CollectiveKind.ALL_REDUCE, (0,), w.name), 1.0),)) if w.stream in sends else w
         for w in program
         if w.stream is not Stream.HOST
     ]

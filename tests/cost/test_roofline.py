@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from msgspec.structs import replace
 
 import autopar
 from autopar import recipes
@@ -228,9 +229,7 @@ def test_kernels_run_the_steps_of_rings():
     (forward, _) = passes(graph_of(is_causal=True, blockwise=True))
     assert kernel_under(forward, presets.H100, ring=4) is Kernel.CUDNN
     assert flops(forward.eqn, Kernel.CUDNN, ring=4) == flops(forward.eqn, Kernel.CUDNN)
-    split = dataclasses.replace(
-        replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()]), split=4, ring=(0,)
-    )
+    split = replace(replicated_strategy([v.aval.shape for v in forward.eqn.invars], [(), (), ()]), split=4, ring=(0,))
     device = dataclasses.replace(presets.H100, launch_overhead_s=0.0, float32_fill_s=0.0)
     arithmetic_s = flops(forward.eqn, Kernel.CUDNN) / 4 / (0.607 * 0.75 * 989e12)
     joined_s = 3 * (B * L * H * D / 4) * 3 * 4 / device.memory_bytes_per_s
@@ -240,7 +239,7 @@ def test_kernels_run_the_steps_of_rings():
 def test_rings_exchange_no_positions_that_lie_in_their_order():
     (forward, _) = passes(graph_of(is_causal=True, blockwise=True))
     shapes = [v.aval.shape for v in forward.eqn.invars]
-    split = dataclasses.replace(replicated_strategy(shapes, [(), (), ()]), split=4, ring=(0,))
+    split = replace(replicated_strategy(shapes, [(), (), ()]), split=4, ring=(0,))
     moved = 1e9
     exchanged, in_order = (
         attention_s(forward, split, moved, presets.H100, Kernel.CUDNN, 4, exchanges=on) for on in (True, False)

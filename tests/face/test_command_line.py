@@ -186,7 +186,9 @@ def test_an_error_of_the_step_itself_ends_with_what_it_was_called_with(job, monk
 def test_a_name_near_that_of_a_cluster_is_told_by_it(given, meant):
     with pytest.raises(InvalidArgumentError) as raised:
         Cluster.parse(given)
-    assert raised.value.hint == (f"did you mean {meant}?" if meant else "join two with +: dgx-a100-80g+p3.16xlarge")
+    assert raised.value.hint == (
+        f"did you mean {meant}?" if meant else "for other hardware make a Cluster(...) with its constants"
+    )
 
 
 def test_devices_of_several_hosts_are_no_cards_of_one():

@@ -21,7 +21,6 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import calibrate
 from autopar.hardware.kinds import OperationTimes
 from autopar.hardware.measurement import FitQuality
-from autopar.hardware.mixed import slowest_kind
 from autopar.ir.graph import OpKind, Role
 from autopar.ir.mesh import LogicalMesh
 from autopar.measuring import (
@@ -253,11 +252,6 @@ def test_equal_operations_of_two_passes_have_their_own_times():
     plain_s = NodeCosts(graph, cost_model(cluster, mesh)).compute_s(forward, None)
     assert costs.compute_s(forward, None) == pytest.approx(2 * plain_s)
     assert costs.compute_s(update, None) == pytest.approx(3 * plain_s)
-
-
-def test_a_device_of_two_kinds_has_no_times_of_one():
-    """They stand beside the constants of their own device."""
-    assert slowest_kind([timed_device(TIMES), slow_cluster(1).device]).operation_times == ()
 
 
 def test_a_cluster_file_keeps_the_times(tmp_path):

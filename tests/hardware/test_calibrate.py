@@ -11,11 +11,11 @@ import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import calibrate, discovery, measurement, presets
+from autopar.hardware.calibrate import CollectiveRun, ConvolutionRun, MatmulRun, Run, StreamRun
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import PLANNED_KINDS, Fabric, Link, time_s
 from autopar.hardware.kinds import DeviceKind
 from autopar.hardware.measurement import MeasuredOn
-from autopar.hardware.microbenchmarks import CollectiveRun, ConvolutionRun, MatmulRun, Run, StreamRun
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, python, shapes
 
 LINK = Link(overhead_s=20e-6, latency_s=5e-6, bytes_per_s=2e9, fabric=Fabric.SHARED_MEMORY, source="known")

@@ -82,6 +82,13 @@ def test_names_on_the_command_line(text, devices):
     assert Cluster.parse(text).num_devices == devices
 
 
+@pytest.mark.parametrize("text", ["dgx-h100:3", "dgx-h100:16", "dgx-h100:0"])
+def test_a_part_of_a_host_is_as_large_as_it_can_be(text):
+    assert Cluster.parse("dgx-h100:4").num_devices == 4
+    with pytest.raises(InvalidArgumentError, match=f"expected 1, 2, 4 or 8 cards of a host .*, got '{text}'"):
+        Cluster.parse(text)
+
+
 def test_tpu_names_on_the_command_line():
     cluster = Cluster.parse("tpu-v5p:4x4x4:2")
     assert cluster == Cluster.preset("tpu-v5p", topology="4x4x4", hosts=2)
@@ -503,5 +510,5 @@ def test_a_machine_with_the_devices_of_a_file(tmp_path):
         assert found.num_devices == 32
         assert found.inside_host == inside
         assert found.device == dataclasses.replace(device, memory_bytes=presets.H100.memory_bytes)
-    with pytest.raises(InvalidArgumentError, match=r"a file of A100-SXM4-80GB, .* got one of H100-SXM5-80GB"):
+    with pytest.raises(InvalidArgumentError, match=r"a file of A100-SXM4-80GB, got one of H100-SXM5-80GB"):
         Cluster.parse(f"dgx-a100-80g@{path}")

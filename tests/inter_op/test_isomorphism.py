@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from autopar.inter_op.decide_stages import canonical_graph, carried_over
 from autopar.ir.graph import Block, Section
@@ -18,10 +19,10 @@ ROWS = Layout(((0,), ()))
 
 def renamed(graph, by=100):
     """The same graph with other numbers: values are moved by `by`, operations by twice that."""
-    filling = [dataclasses.replace(graph.values[0], id=i, name="") for i in range(by)]
-    values = [*filling, *(dataclasses.replace(v, id=v.id + by) for v in graph.values)]
+    filling = [replace(graph.values[0], id=i, name="") for i in range(by)]
+    values = [*filling, *(replace(v, id=v.id + by) for v in graph.values)]
     ops = tuple(
-        dataclasses.replace(
+        replace(
             op,
             id=op.id + 2 * by,
             inputs=tuple(v + by for v in op.inputs),
@@ -37,8 +38,8 @@ def renamed(graph, by=100):
 
 def with_op(graph, at, **changes):
     ops = list(graph.block.ops)
-    ops[at] = dataclasses.replace(ops[at], **changes)
-    return dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=tuple(ops)))
+    ops[at] = replace(ops[at], **changes)
+    return dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
 
 
 def test_numbers_do_not_matter():
@@ -64,9 +65,7 @@ def test_values_stand_in_the_order_in_which_they_appear():
         lambda graph: dataclasses.replace(graph, num_microbatches=2),
         lambda graph: dataclasses.replace(graph, tied=((0, 0),)),
         lambda graph: dataclasses.replace(graph, donated=frozenset()),
-        lambda graph: dataclasses.replace(
-            graph, values=(dataclasses.replace(graph.values[0], dtype="float16"), *graph.values[1:])
-        ),
+        lambda graph: dataclasses.replace(graph, values=(replace(graph.values[0], dtype="float16"), *graph.values[1:])),
     ],
     ids=["primitive", "section", "count", "operands", "micro-batches", "tied", "donated", "dtype"],
 )

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import autopar
 from autopar import Cluster
-from autopar.hardware.cluster import WHOLE
 from autopar.inter_op import stage_problems
 from autopar.inter_op.mesh_options import MUCH_SLOWER, MeshScreen
 from autopar.inter_op.stage_problems import DecidedOptions
@@ -20,45 +19,44 @@ def ran(end_s, busy_s=None):
 
 def test_a_mesh_much_slower_than_another_of_its_size_is_left_out():
     screen = MeshScreen(num_devices=16)
-    assert screen.pays(WHOLE, 4, ran(MUCH_SLOWER), 1.0)
-    assert not screen.pays(WHOLE, 4, ran(1.01 * MUCH_SLOWER), 1.0)
+    assert screen.pays(4, ran(MUCH_SLOWER), 1.0)
+    assert not screen.pays(4, ran(1.01 * MUCH_SLOWER), 1.0)
     assert screen.has_left_out
     assert not screen.has_left_out_for_pipeline  # none is known
 
 
 def test_what_takes_all_devices_is_never_left_out():
-    assert MeshScreen(num_devices=16, longest_s=1.0).pays(WHOLE, 16, ran(100.0), 1.0)
+    assert MeshScreen(num_devices=16, longest_s=1.0).pays(16, ran(100.0), 1.0)
 
 
 def test_once_a_pipeline_is_known_a_mesh_must_not_take_many_more_seconds_of_a_device_than_others_there():
     screen = MeshScreen(num_devices=16)
-    screen.saw(WHOLE, 2, 8.0)
+    screen.saw(2, 8.0)
     slow = 1.01 * MUCH_SLOWER * 16 / 4
-    assert screen.pays(WHOLE, 4, ran(slow), slow)
+    assert screen.pays(4, ran(slow), slow)
     screen.longest_s = 100.0
-    assert not screen.pays(WHOLE, 4, ran(slow), slow)
+    assert not screen.pays(4, ran(slow), slow)
     assert screen.has_left_out
-    assert screen.pays(WHOLE, 4, ran(0.99 * slow), 0.99 * slow)
-    assert screen.pays(1, 4, ran(slow), slow)  # of another kind of devices nothing is known
+    assert screen.pays(4, ran(0.99 * slow), 0.99 * slow)
 
 
 def test_other_devices_must_make_up_for_a_slow_stage():
     """All layers take 16 seconds of a device at least: one second of 16 devices."""
     screen = MeshScreen(num_devices=16)
-    screen.saw(WHOLE, 2, 8.0)
+    screen.saw(2, 8.0)
     screen.longest_s = 1.2  # 10 of the devices do three quarters of the layers in that: a quarter takes 4.8 s here
-    assert screen.pays(WHOLE, 6, ran(4.7), 4.7)
-    assert not screen.pays(WHOLE, 6, ran(4.9), 4.9)
-    assert screen.pays(WHOLE, 6, ran(4.9, busy_s=4.7), 4.9)  # it might overlap
+    assert screen.pays(6, ran(4.7), 4.7)
+    assert not screen.pays(6, ran(4.9), 4.9)
+    assert screen.pays(6, ran(4.9, busy_s=4.7), 4.9)  # it might overlap
     screen.longest_s = 1.7  # the others are fast enough by themselves
-    assert screen.pays(WHOLE, 6, ran(4.9), 4.9)
+    assert screen.pays(6, ran(4.9), 4.9)
 
 
 def test_equal_stages_are_as_slow_as_one_of_them():
     screen = MeshScreen(num_devices=16, are_equal=True, longest_s=1.5)
-    screen.saw(WHOLE, 2, 8.0)
-    assert screen.pays(WHOLE, 8, ran(2.9), 2.9)  # two of them
-    assert not screen.pays(WHOLE, 8, ran(3.1), 3.1)
+    screen.saw(2, 8.0)
+    assert screen.pays(8, ran(2.9), 2.9)  # two of them
+    assert not screen.pays(8, ran(3.1), 3.1)
 
 
 def test_where_no_mesh_of_a_size_pays_none_of_its_multiples_is_decided_but_of_all_devices():
@@ -77,7 +75,7 @@ def test_no_table_is_made_for_a_mesh_that_is_left_out():
 
     @dataclasses.dataclass(slots=True, kw_only=True)
     class OnlyAll(MeshScreen):
-        def pays(self, part, num_devices, ran, fastest_s):
+        def pays(self, num_devices, ran, fastest_s):
             seen.append((num_devices, ran.end_s, fastest_s))
             return num_devices == self.num_devices
 

@@ -9,34 +9,25 @@ PAIR, FOUR = LogicalMesh(axis_sizes=(2,)), LogicalMesh(axis_sizes=(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("meshes", "policies", "parts", "m", "text"),
+    ("meshes", "policies", "m", "text"),
     [
-        ((PAIR,), ("nothing",), (), 1, f"mesh {PAIR}"),
-        ((PAIR,), ("input", "matmuls"), (), 4, f"4 micro-batches, mesh {PAIR}, recompute input and matmuls"),
+        ((PAIR,), ("nothing",), 1, f"mesh {PAIR}"),
+        ((PAIR,), ("input", "matmuls"), 4, f"4 micro-batches, mesh {PAIR}, recompute input and matmuls"),
         (
             (PAIR, PAIR),
             ("nothing", "input"),
-            (),
             2,
             f"2 micro-batches, 2 stages on meshes {PAIR}, 1f1b, recompute input",
         ),
-        ((PAIR, PAIR, FOUR), ("nothing",) * 3, (), 1, f"3 stages on meshes 2 of {PAIR}, 1 of {FOUR}, 1f1b"),
-        (
-            (PAIR, PAIR),
-            ("nothing",) * 2,
-            (0, 1),
-            1,
-            f"2 stages on meshes 1 of {PAIR} of part 0, 1 of {PAIR} of part 1, 1f1b",
-        ),
+        ((PAIR, PAIR, FOUR), ("nothing",) * 3, 1, f"3 stages on meshes 2 of {PAIR}, 1 of {FOUR}, 1f1b"),
     ],
 )
-def test_a_choice_in_words(meshes, policies, parts, m, text):
+def test_a_choice_in_words(meshes, policies, m, text):
     choice = StageChoice(
         schedule="1f1b",
         chunks=1,
         first_layers=tuple(range(len(meshes))),
         group_meshes=meshes,
         policies=policies,
-        group_parts=parts,
     )
     assert choice.text(m) == text

@@ -4,7 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 from autopar.inter_op import stage_problems
-from autopar.inter_op.stage_problems import WHOLE, PosedProblems
+from autopar.inter_op.stage_problems import PosedProblems
 from autopar.plan.options import PlanRequest
 from tests.inter_op.test_stage_costs import cluster, cut
 
@@ -26,7 +26,7 @@ def options_in(numbers, monkeypatch):
         deadline=SimpleNamespace(solve_s=lambda: 5.0),
     )
     posed = PosedProblems(context, cuts[numbers[0]].step, None)
-    posed.sizes = lambda *given: {WHOLE: [2]}
+    posed.sizes = lambda *given: [2]
     return {m: len(posed.of(cuts[m])[0][1][1]) for m in numbers}
 
 

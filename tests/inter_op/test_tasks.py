@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from msgspec.structs import replace
 
 from autopar.inter_op.tasks import assemble_pipeline
 from autopar.ir.graph import OpKind
@@ -106,10 +107,8 @@ def test_the_batch_that_the_caller_holds_is_there_beside_its_micro_batches():
 def test_state_that_another_stage_reads_is_not_taken_over():
     graph = two_layers()
     (w_a,) = [v.id for v in graph.values if v.name == "w_a"]
-    ops = tuple(
-        dataclasses.replace(op, inputs=(*op.inputs, w_a)) if op.primitive == "layer_b" else op for op in graph.block.ops
-    )
-    tied = dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops))
+    ops = tuple(replace(op, inputs=(*op.inputs, w_a)) if op.primitive == "layer_b" else op for op in graph.block.ops)
+    tied = dataclasses.replace(graph, block=replace(graph.block, ops=ops))
     for meshes in ((0, 1), (0, 0)):
         taken = [row[3] for row in rows(program(meshes, tied).pipeline)]
         assert "w_b" in taken

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind
@@ -83,8 +84,8 @@ def test_repetition_finds_the_layers_that_modules_name():
     named, _ = plain_step(case.step, state, case.batch)
     expected = find_layers(named, flops_of)
     assert expected.kind_of == (0, 1, 1, 1, 2)
-    ops = tuple(dataclasses.replace(op, module="") for op in named.block.ops)
-    unnamed = dataclasses.replace(named, block=dataclasses.replace(named.block, ops=ops))
+    ops = tuple(replace(op, module="") for op in named.block.ops)
+    unnamed = dataclasses.replace(named, block=replace(named.block, ops=ops))
     assert find_layers(unnamed, flops_of).ops == expected.ops
 
 

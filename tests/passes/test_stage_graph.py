@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from msgspec.structs import replace
+
 from autopar.ir.graph import Section
 from autopar.passes.stage_graph import split_backward, split_stages
 from tests.hand_made import ON_B, two_layers, two_stages
@@ -114,8 +116,8 @@ def test_a_batch_is_there_on_every_stage_that_reads_it():
     graph = two_layers()
     (layer_b,) = [op for op in graph.block.ops if op.primitive == "layer_b"]
     (batch,) = [v.id for v in graph.values if v.name == "batch"]
-    ops = tuple(dataclasses.replace(op, inputs=(*op.inputs, batch)) if op is layer_b else op for op in graph.block.ops)
-    first, second = two_stages(dataclasses.replace(graph, block=dataclasses.replace(graph.block, ops=ops)))
+    ops = tuple(replace(op, inputs=(*op.inputs, batch)) if op is layer_b else op for op in graph.block.ops)
+    first, second = two_stages(dataclasses.replace(graph, block=replace(graph.block, ops=ops)))
     assert 2 in first.arguments
     assert 2 in second.arguments
     assert "batch" not in names(second, [v for op in first.graph.block.ops if op.id in first.sends for v in op.inputs])

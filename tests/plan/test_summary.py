@@ -294,11 +294,6 @@ def test_new_fields_are_saved_and_loaded():
     assert decode(encode(record), "plan.json") == record
 
 
-def test_a_module_in_no_stage_is_refused(tmp_path):
-    with pytest.raises(autopar.errors.PlanFormatError, match=r"\$\.plan\.modules\[0\]\.stage"):
-        decode(encode(program(modules=(module("a", compute_s=1.0, stage=1),))), "plan.json")
-
-
 @pytest.mark.parametrize(
     ("sizes", "roles", "held", "text"),
     [

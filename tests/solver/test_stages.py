@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from autopar.runtime.standard_schedules import StageCosts, make_schedule, place
 from autopar.solver import (
     NoStages,
-    Placement,
     Schedule,
     Stage,
     StageOption,
@@ -369,79 +368,6 @@ def test_only_what_takes_less_than_a_known_plan_is_found():
         for answer, time_s in zip(answers, times, strict=True):
             assert answer.bound_s <= time_s * (1 + CLOSE) + CLOSE
     assert 20 < found_some < 60
-
-
-# Devices of several kinds
-
-
-def mixed_problem(seed: int) -> StageProblem:
-    """Two or three kinds of devices one behind the other, with options of their own: inside, leaving, or both."""
-    rng = np.random.default_rng(seed)
-    schedule = [s for s in Schedule if s is not Schedule.INTERLEAVED][seed % 8]
-    layers, made = int(rng.integers(2, 6)), random_problem(seed + 9000)
-    sizes = rng.choice([1, 2, 3, 4], 2 + (seed % 4 == 0)).tolist()
-    options, placements, begin = [], [], 0
-    for devices in sizes:
-        host = devices if devices % 2 else int(rng.choice([2, devices]))
-        for whole in range(int(rng.integers(1, 3))):
-            size = devices if whole else int(rng.choice([n for n in (1, 2, 4) if host % n == 0]))
-            forward = rng.random(layers) * 10 / size
-            base = option(size, forward.tolist(), once=float(rng.integers(0, 9)), state=int(rng.integers(0, 20)))
-            lies = Placement(
-                begin=begin, end=begin + devices, host_devices=host, memory_share=float(rng.choice([1, 2]))
-            )
-            if rng.random() < 0.3:
-                options.append(replace(base, send_s=rng.random(layers)))
-                placements.append(lies)
-                continue
-            for is_last in (True, False):
-                options.append(replace(base, send_s=rng.random(layers) * (5 if is_last else 1)))
-                placements.append(replace(lies, is_last=is_last))
-        begin += devices
-    return replace(
-        made,
-        options=tuple(options),
-        placements=tuple(placements),
-        num_devices=begin,
-        num_layers=layers,
-        schedule=schedule,
-        chunks=1,
-        limit_bytes=int(rng.integers(40, 160)),
-        fixed_num_stages=int(rng.integers(1, 4)) if rng.random() < 0.15 else None,
-    )
-
-
-def test_kinds_of_devices_are_as_good_as_the_best_of_all_choices():
-    planned = 0
-    for seed in range(80):
-        asked = mixed_problem(seed)
-        found, best = solve_stages(asked), brute_force_stages(asked)
-        assert type(found) is type(best), seed
-        if isinstance(found, StagePlan) and isinstance(best, StagePlan):
-            assert found.step_time_s == pytest.approx(best.step_time_s, rel=CLOSE, abs=CLOSE), seed
-            assert check(asked, found.stages) is None, seed
-            planned += 1
-    assert planned > 25
-
-
-def test_a_kind_twice_as_fast_gets_twice_the_layers():
-    fast, slow = option(1, [1.0] * 12), option(1, [2.0] * 12)
-    asked = problem([fast, slow], 2, 16)
-    first = replace(
-        asked, placements=(Placement(begin=1, end=2, host_devices=1), Placement(begin=0, end=1, host_devices=1))
-    )
-    assert cut(solve_stages(first)) == [(0, 8, 0), (8, 12, 1)]
-    last = replace(first, placements=first.placements[::-1])
-    assert cut(solve_stages(last)) == [(0, 4, 1), (4, 12, 0)]
-
-
-def test_the_memory_of_each_kind_bounds_its_own_stages():
-    fast, slow = option(1, [1.0] * 12, state=10), option(1, [2.0] * 12, state=10)
-    lies = Placement(begin=1, end=2, host_devices=1)
-    asked = replace(problem([fast, slow], 2, 16, limit_bytes=60), placements=(lies, replace(lies, begin=0, end=1)))
-    assert cut(solve_stages(asked)) == [(0, 6, 0), (6, 12, 1)]  # of the slow kind six layers fit, and six remain
-    roomy = replace(asked, placements=(replace(lies, memory_share=1.5), asked.placements[1]))
-    assert cut(solve_stages(roomy)) == [(0, 8, 0), (8, 12, 1)]
 
 
 # What must hold whatever the costs
