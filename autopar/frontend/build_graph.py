@@ -23,9 +23,15 @@ from autopar.ir.primitives import dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
-from autopar.kernels.islands import PLACEMENTS
+from autopar.kernels.islands import (
+    PLACEMENTS,
+    TYPE_CHANGES,
+    body_on_one_device,
+    collective_axes,
+    island_of,
+)
 from autopar.kernels.local import local_rule
-from autopar.kernels.ragged_experts import ragged_experts
+from autopar.kernels.ragged_experts import ragged_experts, with_load
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -41,7 +47,8 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph of a traced step, with the sharding rule of every operation.
 
-    Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`).
+    Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`);
+    InvalidArgumentError for a load of experts (`TracedStep.expert_load`) that it has none of.
     """
     return saving_in_scans(graph_as_written(traced, rules), traced.scan_recompute, rules)
 
@@ -70,6 +77,8 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
     )
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     graph = ragged_experts(graph, rules)
+    if traced.expert_load:
+        graph = with_load(graph, traced.expert_load)
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
     return graph
@@ -113,6 +122,7 @@ class _Builder:
         self._constant_ids: dict[int, int] = {}
         self._num_ops = 0
         self._caller = jax_compat.STEP
+        self._axes_of_one: frozenset[str] = frozenset()  # of the islands of one device around an equation
 
     def value(self, var: Any, name: str = "", example_dim: int | None = None) -> int:
         aval = var.aval
@@ -157,8 +167,15 @@ class _Builder:
             )
         if (product := as_grouped_product(eqn)) is not None:
             return self._equation(product, ins, stack, count, ops)
-        if name in PLACEMENTS:  # in the body of an island; those of the step are gone
+        if name in PLACEMENTS or name in TYPE_CHANGES:  # in the body of an island; those of the step are gone
             return ins
+        if collective_axes(eqn) and self._axes_of_one.issuperset(collective_axes(eqn)):
+            return ins
+        if (inner := body_on_one_device(eqn)) is not None:
+            around, self._axes_of_one = self._axes_of_one, self._axes_of_one | island_of(eqn).sizes.keys()
+            outs = self._call(eqn, inner, ins, stack, count, ops)
+            self._axes_of_one = around
+            return outs
         if (inner := called_jaxpr(eqn)) is not None:
             return self._call(eqn, inner, ins, stack, count, ops)
         if (both := jax_local.transposed_first(eqn)) is not None:

@@ -6,6 +6,8 @@ that no mesh axes stand for is run on every device, part by part (`run_parts`), 
 
 Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. An
 island inside of an island is a part of its body: every device runs all parts of the inner one.
+
+An island of one device is no operation: its body is a part of the step (`body_on_one_device`).
 """
 
 from __future__ import annotations
@@ -74,6 +76,22 @@ def island_of(eqn: Any) -> Island:
             hint="pass check_vma=False to both calls of jax.shard_map; jax.jit does not run the gradient without it",
         )
     return island
+
+
+def body_on_one_device(eqn: Any) -> Any | None:
+    """The jaxpr of an island of one device as that of any other call; None of other equations, and where its body does
+    more over its axes than the collectives that change nothing there (`is_same_on_one_device`).
+    """
+    if not is_island(eqn) or island_of(eqn).shards > 1:
+        return None
+    jaxpr = eqn.params["jaxpr"]
+    sends = (e for e in jax_compat.equations_in(jax_compat.open_jaxpr(jaxpr)) if collective_axes(e))
+    return without_island_mesh(jaxpr) if all(map(is_same_on_one_device, sends)) else None
+
+
+def is_same_on_one_device(eqn: Any) -> bool:
+    """Whether a collective among no other devices returns its operands."""
+    return eqn.primitive.name in _REDUCTIONS or (eqn.primitive.name in _MOVES and bool(eqn.params["tiled"]))
 
 
 def check_islands_inside(eqn: Any) -> None:
@@ -260,6 +278,9 @@ def _jaxpr(closed: Any) -> Any:
 
 # What only changes the type of a value that differs, or does not differ, between the devices.
 TYPE_CHANGES = frozenset({"pvary", "pcast", "pbroadcast", "reduced_vary_cast"})
+
+_REDUCTIONS = frozenset({"psum", "psum_invariant", "pmax", "pmin"})
+_MOVES = frozenset({"all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all"})
 
 # What only says where a value lies. All axes of an island are its own, so that in its body nothing is left to say.
 PLACEMENTS = frozenset({"sharding_constraint", "reshard", "mesh_cast"})

@@ -47,6 +47,7 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
             tunix_models.tunix_llama,
             tunix_models.tunix_qwen3,
             tunix_models.tunix_qwen3_experts,
+            tunix_models.tunix_qwen3_megablox,
             tunix_models.tunix_qwen3_splash,
             tunix_models.tunix_gemma,
             tunix_models.tunix_gemma3,

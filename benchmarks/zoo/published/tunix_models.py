@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -134,6 +135,12 @@ def tunix_qwen3_experts() -> Case:
     return trainer_case("tunix_qwen3_experts", _qwen3(num_experts=4, num_experts_per_tok=2))
 
 
+def tunix_qwen3_megablox() -> Case:
+    """With a mixture of experts by megablox, in interpret mode, inside of Tunix's `shard_map` of one device."""
+    make = _qwen3(num_experts=4, num_experts_per_tok=2)
+    return trainer_case("tunix_qwen3_megablox", make, around=_megablox_on_one_device)
+
+
 def tunix_qwen3_splash(
     *,
     width: int = WIDTH,
@@ -199,6 +206,19 @@ def _resized(config: Any, **others: Any) -> Any:
         num_kv_heads=KV_HEADS,
         **others,
     )
+
+
+@contextlib.contextmanager
+def _megablox_on_one_device() -> Iterator[None]:
+    """A mesh of one device for Tunix's `shard_map`, which the model takes for a TPU, and megablox in interpret mode."""
+    from tunix.models.qwen3 import model
+
+    seen = types.ModuleType("jax")
+    vars(seen).update(vars(jax), devices=lambda: [types.SimpleNamespace(platform="tpu")])
+    gmm = functools.partial(model.megablox.gmm, interpret=True)
+    one = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    with mock.patch.object(model, "jax", seen), mock.patch.object(model.megablox, "gmm", gmm), one:
+        yield
 
 
 @contextlib.contextmanager
