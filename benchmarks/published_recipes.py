@@ -42,6 +42,7 @@ PER_MICROBATCH = {
     "hk_resnet": ("*batchnorm*",),
     "keras_convnet": ("batch_normalization",),
     "keras_hub_mixtral": ("**",),  # the loss that balances experts
+    "keras_hub_mixtral_skewed": ("**",),
     "keras_hub_qwen3_moe": ("**",),
     "keras_hub_qwen_moe": ("**",),
     "linen_float8": ("Fp8DotGeneralOp_*",),
@@ -71,8 +72,9 @@ EXPERT_RECIPES = {
 }
 RECIPES |= {name: recipe for name, (_, recipe) in EXPERT_RECIPES.items()}
 MIXTURES = (
-    "keras_hub_gpt_oss", "keras_hub_mixtral", "keras_hub_qwen3_moe", "keras_hub_qwen_moe", "levanter_mixtral",
-    "tunix_gemma4_experts", "tunix_qwen3_megablox",
+    "keras_hub_gpt_oss", "keras_hub_mixtral", "keras_hub_mixtral_skewed", "keras_hub_qwen3_moe", "keras_hub_qwen_moe",
+    "levanter_mixtral", "tunix_gemma4_experts", "tunix_qwen3_experts", "tunix_qwen3_megablox",
+    "tunix_qwen3_megablox_skewed",
 )  # fmt: skip
 EQUAL, WRONG, REFUSED, BROKEN = "equal", "WRONG", "refused", "BROKEN"
 
