@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.attention.kernels import Kernel
 from autopar.attention.match import blockwise
 from autopar.attention.score_kernels import mark_score_kernels
@@ -170,7 +172,8 @@ class _Builder:
         if name in PLACEMENTS or name in TYPE_CHANGES:  # in the body of an island; those of the step are gone
             return ins
         if collective_axes(eqn) and self._axes_of_one.issuperset(collective_axes(eqn)):
-            return ins
+            zeros = [jax_compat.Literal(np.zeros((), v.aval.dtype), v.aval) for v in eqn.outvars]
+            return [Constant(zero) for zero in zeros] if name == "axis_index" else ins
         if (inner := body_on_one_device(eqn)) is not None:
             around, self._axes_of_one = self._axes_of_one, self._axes_of_one | island_of(eqn).sizes.keys()
             outs = self._call(eqn, inner, ins, stack, count, ops)

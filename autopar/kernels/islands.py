@@ -90,8 +90,9 @@ def body_on_one_device(eqn: Any) -> Any | None:
 
 
 def is_same_on_one_device(eqn: Any) -> bool:
-    """Whether a collective among no other devices returns its operands."""
-    return eqn.primitive.name in _REDUCTIONS or (eqn.primitive.name in _MOVES and bool(eqn.params["tiled"]))
+    """Whether a collective among no other devices returns its operands, or the number of the one device."""
+    name = eqn.primitive.name
+    return name == "axis_index" or name in _REDUCTIONS or (name in _MOVES and bool(eqn.params["tiled"]))
 
 
 def check_islands_inside(eqn: Any) -> None:

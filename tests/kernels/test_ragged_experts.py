@@ -188,10 +188,13 @@ def tiled(x, p, chosen, weights):
 
 @pytest.mark.parametrize(("layer", "check_vma"), [(scattered, True), (tiled, False)], ids=["ragged", "megablox"])
 def test_a_mixture_in_a_shard_map_of_one_device_is_found(layer, check_vma):
+    def numbered(x, p, *choices):
+        return layer(x + jax.lax.axis_index("model"), p, *choices)
+
     def inside(*args):
         one = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         specs = (P("data"), P(), P("data"), P("data"))
-        return jax.shard_map(layer, mesh=one, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(*args)
+        return jax.shard_map(numbered, mesh=one, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(*args)
 
     graph = graph_of(step(inside))
     assert len(passes(graph)) == 2
