@@ -62,7 +62,7 @@ SWEEPS = {
         mfu={1: 21.51, 2: 20.67, 4: 18.93, 8: 17.02}, by_width=(8,),
     ),
     "64 experts, 64 H100 by InfiniBand between eights": Sweep(
-        cluster=autopar.Cluster.preset("dgx-h100", hosts=8), sizes=FEW | {"batch": 1024}, ways=(1, 2, 4, 8, 16, 32),
+        cluster=autopar.Cluster.preset("dgx-h100", hosts=8), sizes=FEW | {"batch": 256}, ways=(1, 2, 4, 8, 16, 32),
         by_width=(8,),
     ),
 }  # fmt: skip

@@ -189,7 +189,7 @@ def tiled(x, p, chosen, weights):
 @pytest.mark.parametrize(("layer", "check_vma"), [(scattered, True), (tiled, False)], ids=["ragged", "megablox"])
 def test_a_mixture_in_a_shard_map_of_one_device_is_found(layer, check_vma):
     def numbered(x, p, *choices):
-        return layer(x + jax.lax.axis_index("model"), p, *choices)
+        return layer(x + jax.lax.axis_index("data"), p, *choices)
 
     def inside(*args):
         one = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
