@@ -34,20 +34,24 @@ from benchmarks.zoo.published import PUBLISHED
 RESULTS = Path(__file__).parent / "results" / "published_recipes.json"
 DEVICES = (4, 8, 2, 1)
 STEPS = 2
-# The modules that mix examples, of cases that do: in stages they are taken per micro-batch, and the results compared
-# with a plain loop over micro-batches.
+# The modules that mix examples, of cases that do: in stages they are taken per micro-batch (`IN_LOOPS`), and results
+# are compared with a plain loop over micro-batches.
 PER_MICROBATCH = {
     "eqx_batch_norm": ("BatchNorm",),
     "hf_clip": ("**",),
     "hk_resnet": ("*batchnorm*",),
     "keras_convnet": ("batch_normalization",),
-    "keras_hub_qwen3_moe": ("**",),  # the loss that balances experts
+    "keras_hub_mixtral": ("**",),  # the loss that balances experts
+    "keras_hub_mixtral_skewed": ("**",),
+    "keras_hub_qwen3_moe": ("**",),
     "keras_hub_qwen_moe": ("**",),
     "linen_float8": ("Fp8DotGeneralOp_*",),
     "ott_sinkhorn": ("**",),
     "qwix_int8": ("Dense_*",),
 }
 STAGES_PER_MICROBATCH = "two stages, per micro-batch"
+EXPERTS_IN_STAGES = "experts in two stages"
+IN_LOOPS = (STAGES_PER_MICROBATCH, EXPERTS_IN_STAGES)
 TIMEOUT_S = 900.0  # of one row
 FREE = "free"
 RECIPES = {
@@ -64,12 +68,13 @@ EXPERT_RECIPES = {
     "expert_parallel()": (1, recipes.expert_parallel()),
     "experts and tensor_parallel": (4, recipes.combine(ep=2, tp=2)),
     "experts and zero(3)": (2, recipes.combine(ep=2, zero=3)),
-    "experts in two stages": (4, recipes.combine(pp=2, ep=2, num_microbatches=2)),
+    EXPERTS_IN_STAGES: (4, recipes.combine(pp=2, ep=2, num_microbatches=2)),
 }
 RECIPES |= {name: recipe for name, (_, recipe) in EXPERT_RECIPES.items()}
 MIXTURES = (
-    "keras_hub_gpt_oss", "keras_hub_mixtral", "keras_hub_qwen3_moe", "keras_hub_qwen_moe", "levanter_mixtral",
-    "tunix_gemma4_experts", "tunix_qwen3_experts",
+    "keras_hub_gpt_oss", "keras_hub_mixtral", "keras_hub_mixtral_skewed", "keras_hub_qwen3_moe", "keras_hub_qwen_moe",
+    "levanter_mixtral", "tunix_gemma4_experts", "tunix_qwen3_experts", "tunix_qwen3_megablox",
+    "tunix_qwen3_megablox_skewed",
 )  # fmt: skip
 EQUAL, WRONG, REFUSED, BROKEN = "equal", "WRONG", "refused", "BROKEN"
 
@@ -96,6 +101,7 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
     """Two steps under a recipe."""
     begun_s = time.perf_counter()
     initial, expected_metrics, expected_state = expected
+    per_microbatch = PER_MICROBATCH.get(case.name, ()) if recipe in IN_LOOPS else ()
 
     def row(outcome: str, **values: object) -> Row:
         seconds = round(time.perf_counter() - begun_s, 1)
@@ -107,9 +113,9 @@ def run_row(case: Case, expected: tuple[PyTree, list[PyTree], PyTree], devices: 
             plan=RECIPES[recipe],
             cluster=autopar.Cluster.local(devices, measured=False),
             cache_dir=None,
-            search=autopar.Search(per_microbatch=PER_MICROBATCH[case.name] if recipe == STAGES_PER_MICROBATCH else ()),
+            search=autopar.Search(per_microbatch=per_microbatch),
         )
-        if recipe == STAGES_PER_MICROBATCH:
+        if per_microbatch:
             expected_metrics, expected_state = in_loops(case, step, initial)
         state, worst, leaf = jax.tree.map(lambda x: x.copy(), initial), 0.0, ""
         notes = [n for n in step.plan(state, case.batch(0)).record.notes if n.startswith("recipe")]

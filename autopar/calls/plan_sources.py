@@ -160,6 +160,7 @@ class PlanSources:
             effort=own.effort,
             constraints=own.constraints,
             per_microbatch=own.per_microbatch,
+            expert_load=own.expert_load,
             compiler_options=own.compiler_options,
             remat=own.remat,
             scan_recompute=own.scan_recompute,

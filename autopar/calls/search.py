@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.common.text import bytes_of_text
 from autopar.cost.compiler_options import Requested, requested_options
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive, expect_type
@@ -30,7 +32,7 @@ _AUTO = "auto"
 # Fields that a plan has decided which is given and run as it is, with the values that wish for nothing.
 _OF_PLANS: dict[str, object] = {
     "num_microbatches": _AUTO, "schedule": _AUTO, "per_microbatch": (), "attention": Attention.AUTO,
-    "constraints": ShardingsInCode.ADVICE, "remat": None, "compiler_options": (),
+    "constraints": ShardingsInCode.ADVICE, "remat": None, "compiler_options": (), "expert_load": (),
 }  # fmt: skip
 
 
@@ -60,6 +62,9 @@ class Search:
         per_microbatch: Modules, by patterns as those of `autopar.constrain`, that may mix the examples of their
             micro-batch: batch statistics, a router's loss and capacity, dynamic scales (`"BatchNorm"`, `"*/router"`).
             Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
+        expert_load: How many rows a router sends to each expert, as measured: a count for each expert, or such a list
+            for each layer; by default all get equally many. Only their shares count. Where devices share experts, the
+            plan is then priced by the busiest device of each layer.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); by default
             90 % of the device's memory.
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
@@ -83,6 +88,7 @@ class Search:
     remat: str | Sequence[str] | None = None
     constraints: str | None = None
     per_microbatch: str | Sequence[str] | None = None
+    expert_load: Any = None
     memory_limit_bytes: int | str | None = None
     compiler_options: Mapping[str, Any] | Requested | None = None
     effort: str | None = None
@@ -109,6 +115,7 @@ class Search:
         checked: dict[str, Any] = {
             "remat": None if self.remat is None else checked_remat(_names("remat", self.remat)),
             "per_microbatch": None if self.per_microbatch is None else _patterns(self.per_microbatch),
+            "expert_load": None if self.expert_load is None else _load(self.expert_load),
             "memory_limit_bytes": checked_bytes("Search(memory_limit_bytes=...)", self.memory_limit_bytes),
             "effort": None if self.effort is None else checked_effort("Search(effort=...)", self.effort),
             "time_limit_s": checked_time_limit_s("Search(time_limit_s=...)", self.time_limit_s),
@@ -232,6 +239,22 @@ def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
                 got=repr(pattern), hint="write the name that the error or the plan prints, or '**' for all",
             )  # fmt: skip
     return patterns
+
+
+def _load(counts: object) -> tuple[tuple[float, ...], ...]:
+    """A count for each expert of each layer. Raises: InvalidArgumentError."""
+    try:
+        layers = np.atleast_2d(np.asarray(counts, np.float64))
+    except (TypeError, ValueError):
+        layers = np.zeros(0)
+    is_load = layers.ndim == 2 and layers.size and np.isfinite(layers).all() and (layers >= 0).all()
+    if not is_load or not layers.sum(1).all():
+        raise InvalidArgumentError(
+            where="Search(expert_load=...)",
+            expected="a count of 0 or more for each expert, or such a list for each layer", got=f"{counts!r:.80}",
+            hint="sum jax.nn.one_hot of the experts chosen over the tokens of some batches",
+        )  # fmt: skip
+    return tuple(map(tuple, layers.tolist()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
         stacked_over=record.stacked_over,
         uneven_over=record.uneven_over,
         per_microbatch=record.per_microbatch,
+        expert_load=record.expert_load,
     )
 
 

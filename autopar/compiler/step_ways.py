@@ -141,6 +141,7 @@ class StepWays:
             attention_kernel=_kernel_of(way.attention, library_of(self.cluster.device)),
             scan_recompute=way.scan_recompute,
             per_microbatch=self.request.per_microbatch,
+            expert_load=self.request.expert_load,
         )
 
     def least_s(self, way: StepWay) -> float:

@@ -41,7 +41,7 @@ from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCos
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact
-from autopar.kernels.local import runs_locally
+from autopar.kernels.local import busiest_of, runs_locally
 from autopar.kernels.operation import NAME as KERNEL
 from autopar.kernels.operation import is_kernel
 from autopar.lowering.collective_matmul import Along
@@ -372,7 +372,8 @@ class NodeCosts:
         return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns, exchanges=exchanges)
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
-        return local_s(op, strategy, moved_bytes, self.model.device)
+        count = self.model.links.mesh.size(strategy.ring)
+        return local_s(op, strategy, moved_bytes, self.model.device, busiest_of(op.eqn, count))
 
     def _with_own_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
         mesh, links = self.model.links.mesh, self.model.links
@@ -383,7 +384,7 @@ class NodeCosts:
                 seconds += links.time_s(StepKind.ALL_REDUCE.value, nbytes, strategy.combined)
         for sent in island_collectives(op, strategy, mesh, self.model.device.platform.value):
             nbytes = sent.result_bytes * self.model.widening(sent.dtype)
-            seconds += sent.count * links.time_s(sent.kind, nbytes, sent.axes)
+            seconds += sent.count * links.time_s(sent.kind, nbytes * sent.busiest, sent.axes)
         if strategy.ring:
             seconds += sum(permute.time_s for permute in ring_permutes(op, strategy, self.model.device, links))
         return seconds

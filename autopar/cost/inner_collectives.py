@@ -115,13 +115,16 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class IslandCollective:
-    """`count` runs of a collective in one run of an island, with `result_bytes` of `dtype` on each device."""
+    """`count` runs of a collective in one run of an island, with `result_bytes` of `dtype` on each device; `busiest`
+    times as many on the one for which the others wait.
+    """
 
     kind: CollectiveKind
     axes: tuple[int, ...]
     result_bytes: float
     dtype: str
     count: float
+    busiest: float = 1.0
 
 
 def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
@@ -151,7 +154,9 @@ def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: 
 
 
 def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
-    """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows."""
+    """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows
+    but for the busiest one.
+    """
     function, axes = op.eqn.params["function"], strategy.ring
     if not axes:
         return ()
@@ -160,13 +165,15 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
         for v, at in zip(op.eqn.invars, strategy.operands, strict=True)
     ]
     found = []
-    program = function.exchanging_program(avals, mesh.size(axes), platform)
+    program, busiest = function.exchanging_program(avals, mesh.size(axes), platform), function.busiest(mesh.size(axes))
     for eqn, count in _sending(jax_compat.open_jaxpr(program), 1.0):
         for aval in sent_arrays(eqn):
+            kind = _KINDS[eqn.primitive.name]
             found.append(
                 IslandCollective(
-                    kind=_KINDS[eqn.primitive.name], axes=axes, dtype=str(aval.dtype), count=count,
+                    kind=kind, axes=axes, dtype=str(aval.dtype), count=count,
                     result_bytes=_in_rows_of_tiles(aval, eqn.primitive.name, platform),
+                    busiest=busiest if kind is CollectiveKind.RAGGED_ALL_TO_ALL else 1.0,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -308,14 +308,16 @@ def _columns(eqn: Any) -> int:
     return min(eqn.invars[0].aval.shape[-2:])
 
 
-def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind) -> float:
+def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, busiest: float = 1.0) -> float:
     """Seconds of one run on one device of what runs on each device's part by itself, and reads and writes so many bytes
-    of operands and results: its arithmetic, or the memory traffic that it says it has, whichever is longer.
+    of operands and results: its arithmetic, or the memory traffic that it says it has, whichever is longer. The busiest
+    device has so many times its share of what lies between operands and results.
     """
     work = local_work(op.eqn)
     dtype = next((str(v.aval.dtype) for v in op.eqn.invars if is_inexact(v.aval.dtype)), "float32")
     traffic = moved_bytes if work.nbytes is None else work.nbytes / strategy.split
-    arithmetic_s = work.flops / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
+    traffic += work.between_bytes * busiest / strategy.split
+    arithmetic_s = work.flops * busiest / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
     return max(arithmetic_s, device.memory_s(traffic)) + device.launch_overhead_s
 
 

@@ -153,7 +153,9 @@ def uses_of_island(op: Op, strategy: Strategy, model: CostModel) -> list[Collect
     for sent in island_collectives(op, strategy, links.mesh, model.device.platform.value):
         nbytes, count = sent.result_bytes * model.widening(sent.dtype), op.count * sent.count
         value = f"{sent.dtype} {'rows of experts' if is_kernel(op.eqn) else 'in shard_map'}"
-        uses.append(_runs_of(sent.kind, sent.axes, nbytes, count, links, module=op.place, value=value))
+        use = _runs_of(sent.kind, sent.axes, nbytes, count, links, module=op.place, value=value)
+        waited_s = links.time_s(sent.kind, nbytes * sent.busiest, sent.axes) * count
+        uses.append(dataclasses.replace(use, time_s=waited_s))
     return uses
 
 

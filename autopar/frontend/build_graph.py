@@ -26,7 +26,7 @@ from autopar.ir.traced_step import TracedStep, WrittenLayout
 from autopar.kernels.grouped import as_grouped_product
 from autopar.kernels.islands import PLACEMENTS
 from autopar.kernels.local import local_rule
-from autopar.kernels.ragged_experts import ragged_experts
+from autopar.kernels.ragged_experts import ragged_experts, with_load
 from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
 
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint|rematted_computation)\((.*)\)$")
@@ -42,7 +42,8 @@ _LOOPS = {"scan": OpKind.SCAN, "while": OpKind.WHILE, "cond": OpKind.COND}
 def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph of a traced step, with the sharding rule of every operation.
 
-    Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`).
+    Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`);
+    InvalidArgumentError for a load of experts (`TracedStep.expert_load`) that it has none of.
     """
     return saving_in_scans(graph_as_written(traced, rules), traced.scan_recompute, rules)
 
@@ -71,6 +72,8 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
     )
     graph = with_parameter_names(dataclasses.replace(graph, block=with_rules(graph.block, rules)))
     graph = ragged_experts(graph, rules)
+    if traced.expert_load:
+        graph = with_load(graph, traced.expert_load)
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
     return graph

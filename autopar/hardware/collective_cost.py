@@ -206,11 +206,11 @@ def steps(kind: CollectiveKind, n: ArrayLike, fabric: Fabric) -> NDArray[np.floa
 
 
 def time_s(kind: CollectiveKind, result_bytes: ArrayLike, n: ArrayLike, link: Link) -> NDArray[np.float64]:
-    """Seconds of one collective of `PLANNED_KINDS` over `n` devices joined by `link`; `result_bytes` as in
-    `sent_bytes`.
+    """Seconds of one collective over `n` devices joined by `link`; `result_bytes` as in `sent_bytes`.
 
-    Zero for one device: XLA drops such a collective.
+    Zero for one device: XLA drops such a collective. A ragged all-to-all goes the ways of an all-to-all.
     """
+    kind = CollectiveKind.ALL_TO_ALL if kind is CollectiveKind.RAGGED_ALL_TO_ALL else kind
     _, count = _size_and_count(0.0, n)
     seconds = link.overhead_s + _latencies_s(kind, n, link) + _transfer_s(kind, result_bytes, n, link)
     return np.where(count > 1.0, seconds, 0.0)

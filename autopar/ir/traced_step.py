@@ -55,7 +55,8 @@ class TracedStep:
     `scan_recompute`: what the bodies of its scans save for the backward pass, by the value of a policy or a text of
     `autopar.frontend.recompute_in_scans`; empty: what the code saves.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
-    (`autopar.microbatch.accumulation`). `changed_in_place` are the paths of leaves that the function replaced in
+    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets, of each of some layers; empty:
+    equally many. `changed_in_place` are the paths of leaves that the function replaced in
     the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
     by the variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its
     last results (`autopar.frontend.callbacks`). `trace_again` is `retrace` with what was removed of the code
@@ -91,6 +92,7 @@ class TracedStep:
     attention_kernel: str = ""
     scan_recompute: str = ""
     per_microbatch: tuple[str, ...] = ()
+    expert_load: tuple[tuple[float, ...], ...] = ()
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()

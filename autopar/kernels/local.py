@@ -131,6 +131,11 @@ def admits(eqn: Any) -> Admits | IslandAdmits | GroupedAdmits | None:
     return IslandAdmits(island_of(eqn)) if is_island(eqn) else None
 
 
+def busiest_of(eqn: Any, count: int) -> float:
+    """What the busiest of `count` devices that share a kernel's exchanged factor does, as a multiple of its share."""
+    return float(eqn.params["function"].busiest(count)) if is_kernel(eqn) else 1.0
+
+
 def local_work(eqn: Any) -> KernelWork:
     """What it does on whole arrays."""
     if is_kernel(eqn):

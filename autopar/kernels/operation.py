@@ -189,14 +189,18 @@ def _error(where: str, expected: str, got: str, hint: str) -> InvalidArgumentErr
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWork:
-    """`flops`: arithmetic operations; `nbytes`: of memory traffic, None: operands and results, once each."""
+    """`flops`: arithmetic operations; `nbytes`: of memory traffic, None: operands and results, once each;
+    `between_bytes`: those of arrays between them, which come beside.
+    """
 
     flops: float
     nbytes: float | None = None
+    between_bytes: float = 0.0
 
     def times(self, count: float) -> KernelWork:
         """The work of so many."""
-        return KernelWork(flops=self.flops * count, nbytes=None if self.nbytes is None else self.nbytes * count)
+        nbytes = None if self.nbytes is None else self.nbytes * count
+        return KernelWork(flops=self.flops * count, nbytes=nbytes, between_bytes=self.between_bytes * count)
 
 
 def amount_of(function: Callable[..., Any], arguments: Sequence[Any], where: str) -> float:
@@ -317,8 +321,8 @@ class LocalFunction:
     computes the results, without residuals, in plain JAX on whole arrays; None where there is none, or for a backward
     pass, which has `gradient_of` instead. `exchanged`: (array, dimension), of operands and then results, of a factor of
     which each device has a part while it has a part of another one too; the function is then told the devices
-    (`devices=`). `is_program`: it is made of operations of XLA, whose results in between take memory. `takes_any_part`:
-    it can be traced on parts of any size.
+    (`devices=`), of which the busiest has `busiest` times its share to do, by their number. `is_program`: it is made of
+    operations of XLA, whose results in between take memory. `takes_any_part`: it can be traced on parts of any size.
     """
 
     name: str
@@ -328,6 +332,7 @@ class LocalFunction:
     twin: Callable[..., tuple[Any, ...]] | None = dataclasses.field(default=None, compare=False)
     gradient_of: GradientOf | None = dataclasses.field(default=None, compare=False)
     exchanged: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    busiest: Callable[[int], float] = dataclasses.field(default=lambda count: 1.0, compare=False)
     is_program: bool = dataclasses.field(default=False, compare=False)
     takes_any_part: bool = dataclasses.field(default=False, compare=False)
 

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
+from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
 from autopar.ir.primitives import LOCALLY_SUMMING, SCATTERS, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_dead, renumbered
@@ -43,7 +44,7 @@ from autopar.kernels.ragged_regions import (
     passes_of,
     slice_of,
 )
-from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.kernels.row_exchange import Devices, Load, RowExchange, busiest_share
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
@@ -693,14 +694,19 @@ class _Run:
 
 
 def work_of(program: Any) -> KernelWork:
-    """Arithmetic, and what products, gathers and scatters move; what is computed of single rows is part of these."""
+    """Arithmetic, and the rows that products, gathers and scatters move; what is computed of single rows is part of
+    these. Matrices are operands and results, of which each device moves those that it has.
+    """
     moved = 0.0
     for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
-        if eqn.primitive.name in ("ragged_dot_general", "grouped_product", "gather", "scatter-add", "sort"):
-            moved += sum(
-                v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "size")
-            )
-    return KernelWork(flops=flops_in(program), nbytes=moved)
+        arrays = [*eqn.invars, *eqn.outvars]
+        if is_grouped_product(eqn):
+            _, (matrices, _) = grouped_places(eqn)
+            del arrays[matrices]
+        elif eqn.primitive.name not in ("gather", "scatter-add", "sort"):
+            continue
+        moved += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
+    return KernelWork(flops=flops_in(program), between_bytes=moved)
 
 
 # In a graph
@@ -716,6 +722,48 @@ def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
         block = with_rules(remove_dead(block), rules)
         graph = renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block))
     return dataclasses.replace(graph, block=_noted(graph.block, Fresh(graph), {}))
+
+
+def with_load(graph: OpGraph, load: Load) -> OpGraph:
+    """The graph with so many rows for each expert, of mixtures that have so many experts.
+
+    Raises: InvalidArgumentError where there are none.
+    """
+    counted = len(load[0])
+    experts = {op.id: n for op in walk(graph.block) if (n := num_experts(op)) is not None}
+    if counted not in experts.values():
+        others = ", ".join(map(str, sorted(set(experts.values()))))
+        raise InvalidArgumentError(
+            where="Search(expert_load=...)",
+            expected=f"counts of {others} experts, as the step's mixtures have" if others
+            else "a step with a mixture of experts that sorts its rows (jax.lax.ragged_dot)",
+            got=f"counts of {counted} experts",
+            hint="give one count for each expert, or a list of such lists, one for each layer",
+        )  # fmt: skip
+    busiest = functools.cache(functools.partial(busiest_share, load))
+
+    def loaded(block: Block) -> Block:
+        ops = []
+        for op in block.ops:
+            if op.blocks:
+                op = replaced(op, blocks=tuple(map(loaded, op.blocks)))
+            if experts.get(op.id) == counted:
+                function = dataclasses.replace(op.eqn.params["function"], busiest=busiest)
+                op = replaced(op, eqn=op.eqn.replace(params=op.eqn.params | {"function": function}))
+            ops.append(op)
+        return dataclasses.replace(block, ops=tuple(ops))
+
+    return dataclasses.replace(graph, block=loaded(graph.block))
+
+
+def num_experts(op: Op) -> int | None:
+    """How many experts a pass of a mixture has that devices can share; None of other operations."""
+    if op.kind is not OpKind.EQUATION or not operation.is_kernel(op.eqn) or op.eqn.params["function"].name != NAME:
+        return None
+    if (place := op.eqn.params["function"].exchanged) is None:
+        return None
+    array, dim = place
+    return int((*op.eqn.invars, *op.eqn.outvars)[array].aval.shape[dim])
 
 
 def _noted(block: Block, fresh: Fresh, around: Mapping[int, Known]) -> Block:

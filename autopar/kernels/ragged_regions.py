@@ -213,18 +213,19 @@ class RegionReader:
                 self.rows[op.outputs[0]] = Rows(order=order, dim=0)
 
     def sort(self, op: Op, known: Sequence[Known | None]) -> bool:
-        """Whether it is a sort by experts, or one that inverts the order of such a sort."""
+        """Whether it is a sort by experts, or one that inverts the order of such a sort, or its inverse again."""
         first, params = op.inputs[0], op.eqn.params
         if params["num_keys"] != 1 or len(self.shape(first)) != 1 or not isinstance(first, int):
             return False
         (num_rows,) = self.shape(first)
         if (key := known[0]) is not None:
-            of_order = isinstance(key.source, Order) and key.is_same(np.arange(num_rows))
+            of_order = isinstance(key.source, Order | Inverse) and key.is_same(np.arange(num_rows))
             counting = [
                 k is not None and k.source is None and np.array_equal(k.table, np.arange(num_rows)) for k in known[1:]
             ]
             if of_order and all(counting):
-                inverse = Known(source=Inverse(order=key.source), table=np.arange(num_rows))
+                source = key.source.order if isinstance(key.source, Inverse) else Inverse(order=key.source)
+                inverse = Known(source=source, table=np.arange(num_rows))
                 self.known.update(dict.fromkeys(op.outputs[1:], inverse))
                 self.known[op.outputs[0]] = Known(source=None, table=np.arange(num_rows))
             return of_order and all(counting)

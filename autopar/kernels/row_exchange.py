@@ -9,6 +9,7 @@ all devices on each of them, so that none is dropped however the router chooses.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,25 @@ class Devices:
     @property
     def is_ragged(self) -> bool:
         return self.platform in _RAGGED
+
+
+# How many rows each expert gets, of each of some layers; of no layers: equally many.
+Load = tuple[tuple[float, ...], ...]
+
+
+def busiest_share(load: Load, count: int) -> float:
+    """The rows of the busiest of `count` devices that share the experts, as a multiple of an equal share.
+
+    Neighbouring experts are on one device. Of several layers the mean: each waits for its own busiest device.
+    """
+    if not load or count == 1:
+        return 1.0
+    of_layers = []
+    for experts in load:
+        own = len(experts) // count
+        busiest = max(math.fsum(experts[i : i + own]) for i in range(0, len(experts), own))
+        of_layers.append(busiest * count / math.fsum(experts))
+    return math.fsum(of_layers) / len(load)
 
 
 class RowExchange:

@@ -36,6 +36,7 @@ class StepGraphs:
             traced.attention_kernel,
             traced.scan_recompute,
             traced.per_microbatch,
+            traced.expert_load,
             traced.stacked_over,
             traced.uneven_over,
         )

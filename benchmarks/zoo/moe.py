@@ -1,4 +1,5 @@
-"""Mixture-of-experts language model in plain jax.numpy: top-k routing and dispatch by einsum, as in GShard.
+"""Mixture-of-experts language model in plain jax.numpy: top-k routing, and dispatch by einsum as in GShard, or of rows
+sorted by their expert (`ragged`), of which none is dropped.
 
 D. Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020,
 section 2.2. Left out: the random dispatch of the second expert.
@@ -54,6 +55,21 @@ def experts_layer(x: jax.Array, params: PyTree, *, top_k: int, capacity: int) ->
     return jnp.einsum("gtes,egsw->gtw", combine, outputs), balance
 
 
+def ragged_experts_layer(x: jax.Array, params: PyTree, *, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """(group, token, width) to the same and the balancing loss, by products of sorted rows; experts are gated."""
+    rows, experts = x.reshape(-1, x.shape[-1]), params["router"].shape[-1]
+    gates = jax.nn.softmax((rows @ params["router"]).astype(jnp.float32))
+    weights, chosen = jax.lax.top_k(gates, top_k)
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=experts)
+    gate, up = jnp.split(jax.lax.ragged_dot(rows[order // top_k], params["expert_in"], sizes), 2, axis=-1)
+    outputs = jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["expert_out"], sizes)
+    back = outputs[jnp.argsort(order)].reshape(-1, top_k, x.shape[-1])
+    part = jnp.mean(jax.nn.one_hot(chosen, experts), axis=(0, 1))
+    balance = experts * jnp.sum(part * jnp.mean(gates, axis=0))
+    return jnp.einsum("tkw,tk->tw", back, weights.astype(x.dtype)).reshape(x.shape), balance
+
+
 def moe(
     *,
     layers: int = 2,
@@ -64,6 +80,7 @@ def moe(
     top_k: int = 2,
     capacity_factor: float = 1.25,
     feed_forward_ratio: int = 4,
+    ragged: int = 0,
     vocabulary: int = 64,
     length: int = 16,
     batch: int = 8,
@@ -73,7 +90,8 @@ def moe(
 ) -> Case:
     """Layers of attention and `experts` feed-forward networks, of which each token visits `top_k`.
 
-    Only one in `every` layers has experts, the last of them; the others have one feed-forward network. Parameters are
+    Only one in `every` layers has experts, the last of them; the others have one feed-forward network. `ragged`: the
+    inner width of experts whose rows are sorted; 0: experts have a capacity, and the others' width. Parameters are
     float32 whatever `dtype` is, and so is the routing; gradients and their sums over micro-batches are of `dtype`, as
     Alpa's are.
     """
@@ -99,8 +117,8 @@ def moe(
             return made | {
                 "experts_scale": jnp.ones(width),
                 "router": normal(keys[2], width, experts),
-                "expert_in": normal(keys[3], experts, width, inner),
-                "expert_out": normal(keys[4], experts, inner, width),
+                "expert_in": normal(keys[3], experts, width, 2 * ragged or inner),
+                "expert_out": normal(keys[4], experts, ragged or inner, width),
             }
 
         embedding_key, *layer_keys = jax.random.split(key, layers + 1)
@@ -115,7 +133,11 @@ def moe(
                 h = rms_norm(x, layer["feed_forward_scale"]) @ layer["feed_forward_in"]
                 x = x + jax.nn.gelu(h) @ layer["feed_forward_out"]
                 continue
-            y, layer_balance = experts_layer(rms_norm(x, layer["experts_scale"]), layer, top_k=top_k, capacity=capacity)
+            h = rms_norm(x, layer["experts_scale"])
+            if ragged:
+                y, layer_balance = ragged_experts_layer(h, layer, top_k=top_k)
+            else:
+                y, layer_balance = experts_layer(h, layer, top_k=top_k, capacity=capacity)
             x, balance = x + y, balance + layer_balance
         return cross_entropy(x @ params["embedding"].T, batch["targets"]) + BALANCE_WEIGHT * balance
 

@@ -509,6 +509,7 @@ def test_an_output_like_the_examples_is_no_reason_to_refuse():
         {"num_microbatches": np.array([1, 2])},
         {"num_microbatches": True},
         {"per_microbatch": 5},
+        {"expert_load": [[1, 2], [0, 0]]},
         {"remat": 5},
         {"show_progress": 0},
         {"memory_limit_bytes": True},

@@ -65,6 +65,7 @@ def test_a_plan_of_another_step(plan):
         {"num_microbatches": 2},
         {"schedule": "1f1b"},
         {"per_microbatch": "norm"},
+        {"expert_load": [3, 1]},
         {"attention": "blockwise"},
         {"remat": ["scores"]},
         {"constraints": "pins"},

@@ -169,6 +169,7 @@ SHARED_GB = 3.1e9 / 8
     [
         # Each of 16 devices sends 8 of its 16 parts of 1 MB to the other host, over an eighth of its card.
         (2, (16,), (0,), CollectiveKind.ALL_TO_ALL, 8e6 / SHARED_GB),
+        (2, (16,), (0,), CollectiveKind.RAGGED_ALL_TO_ALL, 8e6 / SHARED_GB),
         # Of a ring of 16 only the edges cross, with the card to themselves.
         (2, (16,), (0,), CollectiveKind.ALL_GATHER, 15e6 / 3.1e9),
         (2, (16,), (0,), CollectiveKind.ALL_REDUCE, 30e6 / 3.1e9),

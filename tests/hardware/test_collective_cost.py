@@ -150,6 +150,14 @@ def test_an_all_to_all_on_a_ring_takes_a_quarter_of_gathering_the_whole_array():
     assert time_s(CollectiveKind.ALL_TO_ALL, whole / n, n, ring) == pytest.approx(gather / 4)
 
 
+@pytest.mark.parametrize("fabric", [Fabric.TORUS, Fabric.SWITCHED])
+def test_a_ragged_all_to_all_takes_as_long_as_an_even_one(fabric):
+    rates = ((CollectiveKind.ALL_TO_ALL, 1e8),) if fabric is Fabric.SWITCHED else ()
+    link = Link(latency_s=1e-6, bytes_per_s=1e9, fabric=fabric, kind_bytes_per_s=rates, source="test")
+    ragged, even = CollectiveKind.RAGGED_ALL_TO_ALL, CollectiveKind.ALL_TO_ALL
+    assert time_s(ragged, MEGABYTE, 16, link) == time_s(even, MEGABYTE, 16, link)
+
+
 def test_an_all_to_all_on_two_rings_goes_half_as_far():
     one = Link(latency_s=0.0, bytes_per_s=180e9, fabric=Fabric.TORUS, source="test")
     two = Link(latency_s=0.0, bytes_per_s=180e9, fabric=Fabric.TORUS, rings=2, source="test")

@@ -48,6 +48,24 @@ def repeated(x, p, chosen, weights):
     return jnp.sum(back.reshape(-1, TOP_K, x.shape[-1]) * weights[..., None], axis=1)
 
 
+@jax.custom_vjp
+def permute(rows, order):
+    """Rows in another order, whose gradient is a gather too."""
+    return rows[order]
+
+
+permute.defvjp(lambda rows, order: (rows[order], order), lambda order, g: (g[jnp.argsort(order)], None))
+
+
+def permuted(x, p, chosen, weights):
+    """Tunix's: repeated rows to the order and back; sorts of the order, and in the gradient of its inverse."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    rows = permute(jnp.repeat(x, TOP_K, axis=0), order)
+    out = permute(gated(rows, p, jnp.bincount(flat[order], length=EXPERTS)), jnp.argsort(order))
+    return jnp.einsum("tkd,tk->td", out.reshape(-1, TOP_K, x.shape[-1]), weights)
+
+
 def keyed(x, p, chosen, weights):
     """`jax.lax.sort` of experts with tokens and weights beside them; added up by `jax.ops.segment_sum`."""
     tokens = jnp.arange(chosen.size) // TOP_K
@@ -151,6 +169,7 @@ LAYERS_AS_WRITTEN = {
     "scattered": scattered,
     "unsorted": unsorted,
     "repeated": repeated,
+    "permuted": permuted,
     "keyed": keyed,
     "scaled": scaled,
 }

@@ -17,7 +17,6 @@ PIPELINE = recipes.pipeline(2, num_microbatches=2)
 @pytest.mark.parametrize(
     ("island", "names", "recipe", "devices", "split"),
     [
-        (rows(1), ("square",), None, 1, 1),
         (rows(4), ("square",), None, 4, 4),
         (rows(4), ("square",), None, 8, 4),
         (rows(4), ("square",), recipes.data_parallel(), 4, 4),
@@ -37,6 +36,12 @@ def test_a_step_with_islands_equals_plain_jit_and_sends_what_was_predicted(islan
         assert splits(made, args, "shard_map") == [split] * 4
     verified = autopar.verify(made, *args)
     assert {c.name: c.compiled for c in verified.collectives} == {c.name: c.predicted for c in verified.collectives}
+
+
+def test_an_island_of_one_device_is_a_part_of_the_step():
+    made = assert_equals_jit(step_of(megatron(1, 1), "up", "down"), recipes.data_parallel(), 4, arguments())
+    assert splits(made, arguments(), "shard_map") == []
+    assert set(splits(made, arguments(), "tanh")) == {4}
 
 
 @pytest.mark.parametrize(

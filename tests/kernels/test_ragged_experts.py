@@ -21,7 +21,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
 from autopar.kernels.ragged_experts import EXPERT_FACTOR
-from autopar.kernels.row_exchange import Devices, RowExchange
+from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
@@ -184,6 +184,21 @@ def tiled(x, p, chosen, weights):
     options = {"tiling": (64, 8, 16), "interpret": True}
     out = megablox.gmm(megablox.gmm(x[order // TOP_K], p["up"], sizes, **options), p["down"], sizes, **options)
     return jnp.zeros_like(x).at[order // TOP_K].add(out)
+
+
+@pytest.mark.parametrize(("layer", "check_vma"), [(scattered, True), (tiled, False)], ids=["ragged", "megablox"])
+def test_a_mixture_in_a_shard_map_of_one_device_is_found(layer, check_vma):
+    def numbered(x, p, *choices):
+        return layer(x + jax.lax.axis_index("data"), p, *choices)
+
+    def inside(*args):
+        one = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        specs = (P("data"), P(), P("data"), P("data"))
+        return jax.shard_map(numbered, mesh=one, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(*args)
+
+    graph = graph_of(step(inside))
+    assert len(passes(graph)) == 2
+    assert not [op for op in graph.ops() if op.primitive in ("shard_map", "psum", "psum_invariant")]
 
 
 def test_tiles_of_rows_are_whole_on_each_device():
@@ -422,6 +437,53 @@ def test_rows_sent_on_tpus_are_those_predicted():
     (rows,) = [of for of in compared.collectives if of.name == "ragged-all-to-all"]
     assert rows.compiled == pytest.approx(rows.predicted, rel=0.05)
     assert rows.compiled > 0
+
+
+# Loads of experts
+
+
+@pytest.mark.parametrize(
+    ("load", "devices", "share"),
+    [
+        ((), 4, 1),
+        (((5, 1, 1, 1),), 1, 1),
+        (((5, 1, 1, 1),), 4, 5 / 2),
+        (((5, 1, 1, 1),), 2, 6 / 4),
+        (((8, 0, 0, 0), (0.5, 0.5, 0.5, 0.5)), 4, (4 + 1) / 2),  # each layer waits for its own
+    ],
+)
+def test_the_share_of_the_busiest_device(load, devices, share):
+    assert busiest_share(load, devices) == share
+
+
+def planned(recipe, cluster="dgx-h100", **search):
+    shapes = jax.eval_shape(lambda: (state(1, jnp.bfloat16), jnp.tile(batch().astype(jnp.bfloat16), (16, 16, 1))))
+    search = autopar.Search(**search)
+    return autopar.plan(step(scattered), *shapes, plan=recipe, cluster=cluster, cache_dir=None, search=search).record
+
+
+def test_devices_wait_for_the_busiest_one():
+    loads = [1] * 8, [7, 3, 3, 3, 3, 3, 3, 3], [7, 1, 1, 1, 1, 1, 1, 1]  # the busiest device: 1, 2 and 4 times a share
+    plans = [planned(recipes.expert_parallel(), expert_load=load).predicted for load in loads]
+    assert plans[0].compute_time_s < plans[1].compute_time_s < plans[2].compute_time_s
+    sends = {of[0].kind: of for of in zip(*(plan.collectives for plan in plans), strict=True)}
+    for kind, (once, twice, four) in sends.items():
+        assert once.sent_bytes == twice.sent_bytes == four.sent_bytes
+        more_s = twice.time_s - once.time_s
+        assert (more_s > 1e-6 * once.time_s) == (kind == "ragged-all-to-all")
+        assert four.time_s - once.time_s == pytest.approx(3 * more_s, abs=1e-9 * once.time_s)  # the rest is latency
+    assert "ragged-all-to-all" in sends
+
+
+def test_a_load_says_nothing_of_devices_with_all_experts():
+    equal, skewed = (planned(recipes.data_parallel(), expert_load=load) for load in (None, [7, 1, 1, 1, 1, 1, 1, 1]))
+    assert skewed.predicted == equal.predicted
+    assert (equal.expert_load, skewed.expert_load) == ((), ((7, 1, 1, 1, 1, 1, 1, 1),))
+
+
+def test_a_load_of_other_experts_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"expected counts of 8 experts.*got counts of 4 experts"):
+        planned(recipes.expert_parallel(), expert_load=[1, 2, 3, 4])
 
 
 # Rows sent to their experts

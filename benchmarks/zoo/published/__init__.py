@@ -47,6 +47,8 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
             tunix_models.tunix_llama,
             tunix_models.tunix_qwen3,
             tunix_models.tunix_qwen3_experts,
+            tunix_models.tunix_qwen3_megablox,
+            tunix_models.tunix_qwen3_megablox_skewed,
             tunix_models.tunix_qwen3_splash,
             tunix_models.tunix_gemma,
             tunix_models.tunix_gemma3,
@@ -56,6 +58,7 @@ PUBLISHED: dict[str, dict[str, Callable[..., Case]]] = {
         "qwix": (low_precision.qwix_int8,),
         "keras_hub": (
             keras_models.keras_hub_mixtral,
+            keras_models.keras_hub_mixtral_skewed,
             keras_models.keras_hub_qwen_moe,
             keras_models.keras_hub_qwen3_moe,
             keras_models.keras_hub_gpt_oss,

@@ -10,7 +10,18 @@ import numpy as np
 
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import Batch, image_batch
-from benchmarks.zoo.published.sizes import HEADS, KV_HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, next_tokens
+from benchmarks.zoo.published.sizes import (
+    EXPERTS,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    LENGTH,
+    TOP_K,
+    VOCABULARY,
+    WIDTH,
+    next_tokens,
+    skewed,
+)
 
 # Keras reads it once, when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -105,7 +116,7 @@ def _hub(name: str, backbone: str, **options: Any) -> Case:
     def create() -> PyTree:
         sizes = {
             "vocabulary_size": VOCABULARY, "num_layers": LAYERS, "num_query_heads": HEADS, "hidden_dim": WIDTH,
-            "num_key_value_heads": KV_HEADS, "num_experts": 4,
+            "num_key_value_heads": KV_HEADS, "num_experts": EXPERTS,
         }  # fmt: skip
         made = getattr(keras_hub.models, backbone)(**sizes | options)
         tokens = keras.Input((LENGTH,), dtype="int32")
@@ -120,11 +131,15 @@ def keras_hub_mixtral() -> Case:
     return _hub("keras_hub_mixtral", "MixtralBackbone", intermediate_dim=2 * WIDTH, sliding_window=LENGTH)
 
 
+def keras_hub_mixtral_skewed() -> Case:
+    return skewed(keras_hub_mixtral())
+
+
 def keras_hub_qwen_moe() -> Case:
     """With a shared expert, and the loss that balances experts over all tokens of the batch."""
     return _hub(
         "keras_hub_qwen_moe", "QwenMoeBackbone", intermediate_dim=2 * WIDTH, moe_intermediate_dim=WIDTH,
-        shared_expert_intermediate_dim=WIDTH, top_k=2, tie_word_embeddings=True,
+        shared_expert_intermediate_dim=WIDTH, top_k=TOP_K, tie_word_embeddings=True,
     )  # fmt: skip
 
 
@@ -132,7 +147,7 @@ def keras_hub_qwen3_moe() -> Case:
     """With normalised weights of the experts chosen, and the loss that balances experts."""
     return _hub(
         "keras_hub_qwen3_moe", "Qwen3MoeBackbone", intermediate_dim=2 * WIDTH, moe_intermediate_dim=WIDTH, head_dim=8,
-        top_k=2, norm_top_k_prob=True, tie_word_embeddings=True,
+        top_k=TOP_K, norm_top_k_prob=True, tie_word_embeddings=True,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,13 +15,16 @@ import numpy as np
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import Batch
 from benchmarks.zoo.published.sizes import (
+    EXPERTS,
     HEADS,
     KV_HEADS,
     LAYERS,
     LENGTH,
+    TOP_K,
     VOCABULARY,
     WIDTH,
     padded_tokens,
+    skewed,
     token_batch,
     tokens,
 )
@@ -131,7 +135,17 @@ def tunix_qwen3() -> Case:
 
 def tunix_qwen3_experts() -> Case:
     """With a mixture of experts, which Tunix computes densely on CPU devices."""
-    return trainer_case("tunix_qwen3_experts", _qwen3(num_experts=4, num_experts_per_tok=2))
+    return trainer_case("tunix_qwen3_experts", _qwen3(num_experts=EXPERTS, num_experts_per_tok=TOP_K))
+
+
+def tunix_qwen3_megablox() -> Case:
+    """With a mixture of experts by megablox, in interpret mode, inside of Tunix's `shard_map` of one device."""
+    make = _qwen3(num_experts=EXPERTS, num_experts_per_tok=TOP_K)
+    return trainer_case("tunix_qwen3_megablox", make, around=_megablox_on_one_device)
+
+
+def tunix_qwen3_megablox_skewed() -> Case:
+    return skewed(tunix_qwen3_megablox())
 
 
 def tunix_qwen3_splash(
@@ -176,8 +190,8 @@ def tunix_gemma4_experts() -> Case:
         global_key_size=8,
         num_global_kv_heads=1,
         sliding_window_size=LENGTH // 2,
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
         expert_dim=WIDTH,
         moe_dense_hidden_dim=2 * WIDTH,
         param_dtype=jnp.float32,
@@ -199,6 +213,19 @@ def _resized(config: Any, **others: Any) -> Any:
         num_kv_heads=KV_HEADS,
         **others,
     )
+
+
+@contextlib.contextmanager
+def _megablox_on_one_device() -> Iterator[None]:
+    """A mesh of one device for Tunix's `shard_map`, which the model takes for a TPU, and megablox in interpret mode."""
+    from tunix.models.qwen3 import model
+
+    seen = types.ModuleType("jax")
+    vars(seen).update(vars(jax), devices=lambda: [types.SimpleNamespace(platform="tpu")])
+    gmm = functools.partial(model.megablox.gmm, interpret=True)
+    one = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    with mock.patch.object(model, "jax", seen), mock.patch.object(model.megablox, "gmm", gmm), one:
+        yield
 
 
 @contextlib.contextmanager
