@@ -89,6 +89,11 @@ def _puts_in_host(eqn: Any) -> bool:
     return eqn.primitive.name == "device_put" and any(_is(device, "Host") for device in eqn.params["devices"])
 
 
+def _is_of_one_device(sharding: Any) -> bool:
+    """Whether a layout is over a mesh of one device, which leaves nothing to say of several."""
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == 1
+
+
 def _is(device: Any, space: str) -> bool:
     return str(device) == f"MemorySpace.{space}"
 
@@ -174,6 +179,8 @@ class _PlacementRemover:
             return False
         if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
             return False  # what jnp.asarray and the like leave behind
+        if name == "sharding_constraint" and _is_of_one_device(eqn.params["sharding"]):
+            return True
         if name == "device_put" and all(_is(device, "Device") for device in eqn.params["devices"]):
             return True  # back from the memory of the host: read where it is read
         # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
@@ -184,6 +191,8 @@ class _PlacementRemover:
     def write(self, atom: Any, sharding: Any, place: Placement) -> None:
         """Records the layout that a place of the code gives to a variable."""
         if isinstance(atom, jax_compat.Literal) or not isinstance(sharding, NamedSharding):
+            return
+        if _is_of_one_device(sharding):
             return
         if place.name != _PLACING["sharding_constraint"] and not any(sharding.spec):
             return  # what jax reshards by itself
