@@ -32,8 +32,8 @@ MODULES = (
     "maxtext.utils.model_creation_utils",
     "maxtext.utils.sharding",
 )
-# What a configuration gets unless KEY=VALUE names it: no services, no files, one program; grouped products as jax has
-# them, since megablox is a loop of the Pallas interpreter wherever the step is traced without a TPU.
+# What a configuration gets unless KEY=VALUE names it: no services, no files, one program; attention and grouped products
+# as jax has them, for which a plan chooses kernels: megablox and the like would be loops of the Pallas interpreter.
 DEFAULTS = {
     "run_name": "autopar",
     "base_output_directory": "maxtext_output",
@@ -42,6 +42,7 @@ DEFAULTS = {
     "jax_cache_dir": "",
     "log_config": False,
     "dataset_type": "synthetic",
+    "attention": "dot_product",
     "megablox": False,
 }
 
