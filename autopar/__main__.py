@@ -21,7 +21,8 @@
 
 FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `layers=48` right behind
 it, or as `--arg layers=48`. For absent hardware it is traced, not run, so its state may exceed the memory of this
-machine. `maxtext:base.yml model_name=llama2-7b` is the train step of a MaxText configuration. Every command takes --json.
+machine. `maxtext:base.yml model_name=llama2-7b` is the train step of a MaxText configuration. Every command takes
+--json.
 The exit status is 0 on success, 1 after an error of autopar (its message is printed), 2 for wrong arguments, 130 after
 Ctrl-C or SIGTERM.
 """

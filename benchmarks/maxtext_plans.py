@@ -84,14 +84,15 @@ def row_of(name: str) -> dict[str, Any]:
     except AutoparError as error:
         return row | {"failure": f"{type(error).__name__}: {error}"[:400]}
     row |= {"planned_s": planning_processor_s() - begun_s, "plan": in_short(plan.record)}
-    graph = whole_graph((problem := problem_of(on_cluster(parallel, hardware), state, batch)).traced, problem.rules, problem.graphs)
+    problem = problem_of(on_cluster(parallel, hardware), state, batch)
+    graph = whole_graph(problem.traced, problem.rules, problem.graphs)
     notes = plan.record.notes
-    grouped = any(op.primitive in (GROUPED_PRODUCT, RAGGED_PRODUCT) for op in graph.annotated.ops())
     left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT))]
+    found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
     return row | {
         "equations": sum(1 for _ in graph.annotated.ops()),
         "attention": next((note for note in notes if note.startswith("attention")), ""),
-        "mixture": "" if problem.experts == 1 and not grouped else left[0] if left else "recognised",
+        "mixture": left[0] if left else found,
         "step_time_s": plan.predicted.step_time_s,
         "mfu": plan.predicted.mfu,
         "peak_bytes": max(plan.predicted.peak_bytes),
@@ -122,9 +123,9 @@ def cells(name: str, rows: Rows) -> list[str]:
 
 HEAD = """# MaxText's newest model configurations
 
-`python -m benchmarks.maxtext_plans`: `autopar plan maxtext:base.yml model_name=... per_device_batch_size=1` for slices of
-TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's graph, the
-bodies of loops counted once."""
+`python -m benchmarks.maxtext_plans`: `autopar plan maxtext:base.yml model_name=... per_device_batch_size=1` for slices
+of TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's
+graph, the bodies of loops counted once."""
 
 
 def main() -> int:

@@ -127,7 +127,7 @@ def bench(parsed: argparse.Namespace) -> Output:
     _check_folder("--report", parsed.report)
     clusters = parsed.cluster or ["local"]
     # What is named wrongly is said before the step and its arguments are made.
-    num_devices = [Cluster.parse(cluster).num_devices for cluster in clusters][0]
+    num_devices, *_ = [Cluster.parse(cluster).num_devices for cluster in clusters]
     recipes = None if parsed.recipes is None else named_ways(parsed.recipes)
     step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg, num_devices)
     step = with_search(as_step(step), _search_of(parsed))

@@ -1,7 +1,7 @@
-"""The train step of a MaxText configuration: `maxtext:base.yml` and `KEY=VALUE`, as MaxText's own command line has them.
+"""The train step of a MaxText configuration: `maxtext:base.yml` and `KEY=VALUE`, as on MaxText's own command line.
 
 What MaxText would compile ahead of time (`train_compile`): its `train_step` and the shapes of state and batch; no data,
-no weights, no accelerators. MaxText's package requires nothing by itself; the extra `maxtext` has what its import needs.
+no weights, no accelerators.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MODULES = (
     "maxtext.utils.model_creation_utils",
     "maxtext.utils.sharding",
 )
-# What a configuration gets unless KEY=VALUE names it: no services, no files, one program; attention and grouped products
-# as jax has them, for which a plan chooses kernels: megablox and the like would be loops of the Pallas interpreter.
+# What a configuration gets unless KEY=VALUE names it: no services, no files, one program; attention and the products of
+# experts as jax has them, for which plans choose kernels. Megablox would be a loop of the Pallas interpreter.
 DEFAULTS = {
     "run_name": "autopar",
     "base_output_directory": "maxtext_output",

@@ -1,4 +1,4 @@
-"""Tunix's `PeftTrainer` with its training step under autopar, by the line that docs/from-trainers.md has (extra: tunix)."""
+"""Tunix's `PeftTrainer` under autopar, as docs/from-trainers.md has it (extra: tunix)."""
 
 import functools
 

@@ -49,7 +49,9 @@ def test_shapes_are_those_of_the_arrays_and_errors_of_maxtext_are_told():
     pytest.importorskip("maxtext")
     _, shapes = shapes_only("maxtext:base.yml", TINY, num_devices=4)
     _, arrays = returned_by("maxtext:base.yml", TINY, num_devices=4)
-    assert [(a.shape, a.dtype) for a in jax.tree.leaves(shapes)] == [(a.shape, a.dtype) for a in jax.tree.leaves(arrays)]
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(shapes)] == [
+        (a.shape, a.dtype) for a in jax.tree.leaves(arrays)
+    ]
     for given, told in ((["layers=9"], "layers"), (["model_name=none"], "model_name")):
         with pytest.raises(InvalidArgumentError, match=told):
             shapes_only("maxtext:base.yml", given)

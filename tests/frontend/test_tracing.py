@@ -51,7 +51,6 @@ def test_a_boxed_array_has_the_path_of_its_box():
     assert traced(lambda s: s, state).in_paths == ("state[0]['w']", "state[1]")
 
 
-
 def test_the_new_state_is_tied_to_the_old_one():
     assert traced(update, STATE, BATCH).tied == {0: 0, 1: 1, 2: 2}
 
