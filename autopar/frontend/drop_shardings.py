@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
 from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.kernels import islands
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -151,6 +152,8 @@ class _PlacementRemover:
                 replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
+            if (call := islands.of_one_device(eqn)) is not None:
+                eqn, changed = call.replace(invars=eqn.invars, outvars=eqn.outvars), True
             # The body of a shard_map is typed by the mesh of its own that it names.
             is_rewritten = eqn.primitive.name != "shard_map"
             params = {name: self.param(name, value) if is_rewritten else value for name, value in eqn.params.items()}
