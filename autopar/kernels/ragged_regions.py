@@ -37,7 +37,7 @@ from autopar.ir.rewrite import Fresh, makers
 from autopar.kernels.grouped import dims_of, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed, constant, known_of
 
-_ONE_OPERAND = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy"})
+_ONE_OPERAND = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "name"})
 
 
 class NotUnderstood(Exception):
@@ -219,12 +219,13 @@ class RegionReader:
             return False
         (num_rows,) = self.shape(first)
         if (key := known[0]) is not None:
-            of_order = isinstance(key.source, Order) and key.is_same(np.arange(num_rows))
+            of_order = isinstance(key.source, Order | Inverse) and key.is_same(np.arange(num_rows))
             counting = [
                 k is not None and k.source is None and np.array_equal(k.table, np.arange(num_rows)) for k in known[1:]
             ]
             if of_order and all(counting):
-                inverse = Known(source=Inverse(order=key.source), table=np.arange(num_rows))
+                undone = Inverse(order=key.source) if isinstance(key.source, Order) else key.source.order
+                inverse = Known(source=undone, table=np.arange(num_rows))
                 self.known.update(dict.fromkeys(op.outputs[1:], inverse))
                 self.known[op.outputs[0]] = Known(source=None, table=np.arange(num_rows))
             return of_order and all(counting)
