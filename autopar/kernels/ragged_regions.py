@@ -199,6 +199,8 @@ class RegionReader:
                 self.known[op.outputs[0]] = found
             elif op.primitive == "sub":
                 self.repeated(op)
+            elif op.primitive == "reduce_sum" and len(self.shape(op.inputs[0])) == 1:
+                self.total(op)
             return
         if len(orders) > 1:
             for order in orders:
@@ -272,6 +274,14 @@ class RegionReader:
             order, shape = region.order, self.shape(op.outputs[0])
             if shape == (order.num_rows,) and repeats_experts(self, op, order):
                 self.enters(order, op, Entry(sources=(order.experts,), per_token=1))
+                return
+
+    def total(self, op: Op) -> None:
+        """Enters the sum of the sizes of groups: as many as there are choices."""
+        for region in self.regions.values():
+            if counts_choices(self, op.inputs[0], region.order):
+                number = np.asarray(region.order.num_rows, op.eqn.outvars[0].aval.dtype)
+                self.known[op.outputs[0]] = Known(source=None, table=number)
                 return
 
     def enters(self, order: Order, op: Op, role: Entry, dim: int = 0) -> None:
@@ -438,9 +448,14 @@ class RegionReader:
         if isinstance(atom, Constant):
             return atom.shape[dim] == 1
         known = self.known_of(atom)
-        if known is not None and known.source is None and compressed(known.table).shape[dim] == 1:
-            self.regions[order.experts].spread[self.front(atom)] = dim
-            return True
+        if known is not None and known.source is None:
+            table = compressed(known.table)
+            first = table.take([0], dim)
+            if np.array_equal(table, np.broadcast_to(first, table.shape)):
+                same = np.broadcast_to(first, known.table.shape)
+                self.known[self.front(atom)] = dataclasses.replace(known, table=same)
+                self.regions[order.experts].spread[self.front(atom)] = dim
+                return True
         op = self.maker.get(self.front(atom))
         if op is None or op.primitive != "broadcast_in_dim":
             return False
