@@ -19,8 +19,10 @@
     autopar cache list
     autopar cache clear --kind plans
 
-FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `--arg layers=48`. For
-absent hardware it is traced, not run, so its state may exceed the memory of this machine. Every command takes --json.
+FUNCTION returns a step and its arguments, `(train_step, state, batch)`; its own are given as `layers=48` right behind
+it, or as `--arg layers=48`. For absent hardware it is traced, not run, so its state may exceed the memory of this
+machine. `maxtext:base.yml model_name=llama2-7b` is the train step of a MaxText configuration. Every command takes
+--json.
 The exit status is 0 on success, 1 after an error of autopar (its message is printed), 2 for wrong arguments, 130 after
 Ctrl-C or SIGTERM.
 """
@@ -137,8 +139,10 @@ def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
 
 def _function(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
     verb.add_argument("function", metavar="FILE:FUNCTION", help=text, **options)
-    told = "an argument of FUNCTION: a literal, or @FILE:NAME for an object of a file or module; may be repeated"
-    verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=told)
+    told = "an argument of FUNCTION: a literal, or @FILE:NAME for an object of a file or module"
+    behind = f"right behind FILE:FUNCTION, {told}; of maxtext:base.yml what is set in the configuration"
+    verb.add_argument("arg", action="extend", nargs="*", default=[], metavar="NAME=VALUE", help=behind)
+    verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=f"{told}; may be repeated")
 
 
 def _memory_limit(verb: argparse.ArgumentParser) -> None:

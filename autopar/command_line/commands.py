@@ -54,7 +54,7 @@ def plan(parsed: argparse.Namespace) -> Output:
     _check_folder("--save", parsed.save)
     _check_folder("--report", parsed.report)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = shapes_only(parsed.function, parsed.arg)
+    step, arguments = shapes_only(parsed.function, parsed.arg, cluster.num_devices)
     planned = _planned_for(step, cluster, _search_of(parsed), parsed.recipe)
     with _told_on_stderr(on_terminal=True):
         made = planned.plan(*arguments)
@@ -75,8 +75,8 @@ def explain(parsed: argparse.Namespace) -> Output:
 def why_not(parsed: argparse.Namespace) -> Output:
     """Compares the plan of a step with that of a recipe."""
     recipe = recipe_of(parsed.recipe)
-    step, arguments = shapes_only(parsed.function, parsed.arg)
     cluster = Cluster.parse(parsed.cluster)
+    step, arguments = shapes_only(parsed.function, parsed.arg, cluster.num_devices)
     request = recipe.request
     if request.binding is not None and request.admits_one_program:
         request.binding.on(cluster.num_devices)  # sizes that are wrong are said before the step is planned
@@ -110,10 +110,12 @@ def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
     _check_folder("--report", parsed.report)
     lengths = None if parsed.lengths is None else _lengths_in(parsed.lengths)
-    step, arguments = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg)
+    clusters = parsed.cluster or ["local"]
+    num_devices = Cluster.parse(clusters[0]).num_devices
+    made = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg, num_devices)
+    step, arguments = made
     prices = dict(_price(text) for text in parsed.price or ())
     step = with_search(as_step(step), Search(effort=parsed.effort))
-    clusters = parsed.cluster or ["local"]
     with _told_on_stderr():
         found = autopar.fit(
             step,
@@ -133,10 +135,10 @@ def bench(parsed: argparse.Namespace) -> Output:
     """Compares the plan of the search with manual ways to run a step."""
     _check_folder("--report", parsed.report)
     clusters = parsed.cluster or ["local"]
-    for cluster in clusters:  # what is named wrongly is said before the step and its arguments are made
-        Cluster.parse(cluster)
+    # What is named wrongly is said before the step and its arguments are made.
+    num_devices, *_ = [Cluster.parse(cluster).num_devices for cluster in clusters]
     recipes = None if parsed.recipes is None else named_ways(parsed.recipes)
-    step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg)
+    step, arguments = (returned_by if parsed.measure else shapes_only)(parsed.function, parsed.arg, num_devices)
     step = with_search(as_step(step), _search_of(parsed))
     with _told_on_stderr(on_terminal=True):
         found = autopar.bench(
@@ -149,7 +151,7 @@ def lint(parsed: argparse.Namespace) -> Output:
     """What a step's own shardings cost, and what would pay."""
     cluster = Cluster.parse(parsed.cluster)
     devices_for_meshes(cluster.num_devices)
-    step, arguments = shapes_only(parsed.function, parsed.arg)
+    step, arguments = shapes_only(parsed.function, parsed.arg, cluster.num_devices, sharded=True)
     found = autopar.lint(
         step, *arguments, cluster=cluster, search=parsed.against == "auto", effort=parsed.effort or Effort.QUICK
     )
@@ -237,7 +239,8 @@ def verify(parsed: argparse.Namespace) -> Output:
             got=parsed.cluster,
             hint="verify where the hardware is, with --cluster local",
         )
-    step, arguments = returned_by(parsed.function, parsed.arg) if is_local else shapes_only(parsed.function, parsed.arg)
+    made = returned_by if is_local else shapes_only
+    step, arguments = made(parsed.function, parsed.arg, cluster.num_devices)
     found = autopar.verify(_planned_for(step, cluster, recipe=parsed.recipe), *arguments, compile_for=compile_for)
     rows = [msgspec.to_builtins(row) for row in found.plan.record.measured]
     numbers = {"difference": found.difference, "differs": found.differs}
@@ -255,7 +258,7 @@ def tune(parsed: argparse.Namespace) -> Output:
         )
     _check_folder("--save", parsed.save)
     cluster = Cluster.parse(parsed.cluster)
-    step, arguments = returned_by(parsed.function, parsed.arg)
+    step, arguments = returned_by(parsed.function, parsed.arg, cluster.num_devices)
     tuned = autopar.tune(_planned_for(step, cluster), *arguments, beside=parsed.recipe)
     if parsed.save:
         tuned.plan.save(parsed.save)
@@ -300,10 +303,10 @@ def _measure_step(parsed: argparse.Namespace) -> tuple[Measurement, autopar.Step
     """Measures the devices, and on the first of them a step; the device of the measurement has its times."""
     tables = Cluster.local(parsed.devices, measured=False)
     check_cluster(tables)
-    step, shapes = shapes_only(parsed.function, parsed.arg)
+    step, shapes = shapes_only(parsed.function, parsed.arg, tables.num_devices)
     check_arguments(name_of(step), shapes, tables)
     measurement = calibrate.measure(parsed.devices)
-    step, arguments = returned_by(parsed.function, parsed.arg)
+    step, arguments = returned_by(parsed.function, parsed.arg, tables.num_devices)
     found = autopar.measure(_planned_for(step, Cluster.of_measurement(measurement, parsed.devices)), *arguments)
     cluster = found.cluster
     return dataclasses.replace(measurement, device=cluster.device, fits=cluster.fits), found

@@ -1,5 +1,5 @@
 """Steps named on the command line: `FILE:FUNCTION` or `MODULE:FUNCTION`, a function that returns a step and its
-arguments, and what it is called with (`--arg layers=48`).
+arguments, and what it is called with (`layers=48`); or `maxtext:FILE.yml`, a configuration of MaxText.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.command_line.maxtext_steps import is_maxtext, maxtext_step
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.jit_shardings import shardings_of_results
@@ -25,13 +26,22 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import name_of
 
 
-def shapes_only(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def shapes_only(
+    name: str, given: Sequence[str] = (), num_devices: int = 1, *, sharded: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step that `FILE:FUNCTION` returns, and the shapes of its arguments, with the shardings that the function
     gives to them: what it makes takes no memory.
+
+    Args:
+        name, given, num_devices: As of `returned_by`.
+        sharded: Whether a configuration of MaxText is to lie as its own rules say.
 
     Raises:
         InvalidArgumentError: As `returned_by`.
     """
+    if is_maxtext(name):
+        step, *arguments = maxtext_step(name, given, num_devices, sharded=sharded)
+        return step, tuple(arguments)
     made = []
 
     def arguments() -> list[Any]:
@@ -69,17 +79,23 @@ def devices_for_meshes(number: int) -> None:
         jax.config.update("jax_num_cpu_devices", number)
 
 
-def returned_by(name: str, given: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def returned_by(
+    name: str, given: Sequence[str] = (), num_devices: int = 1
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step that `FILE:FUNCTION` returns, and its arguments.
 
     Args:
-        name: A file, or a module that can be imported, and a function in it.
+        name: A file, or a module that can be imported, and a function in it; or a configuration of MaxText.
         given: Arguments of the function, as `NAME=VALUE`: a number, a text or another literal of Python, or with
             `@FILE:NAME` or `@MODULE:NAME` an object that stands there, such as a configuration.
+        num_devices: Devices that a configuration's batch counts for.
 
     Raises:
         InvalidArgumentError: No such file or function, one that takes other arguments, or returns something else.
     """
+    if is_maxtext(name):
+        step, *arguments = maxtext_step(name, given, num_devices, arrays=True)
+        return step, tuple(arguments)
     function = _function(name)
     returned = function(**_arguments(name, function, given))
     if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):

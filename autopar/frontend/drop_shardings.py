@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
 from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
+from autopar.kernels import islands
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {
@@ -89,6 +90,11 @@ def _puts_in_host(eqn: Any) -> bool:
     return eqn.primitive.name == "device_put" and any(_is(device, "Host") for device in eqn.params["devices"])
 
 
+def _is_of_one_device(sharding: Any) -> bool:
+    """Whether a layout is over a mesh of one device, which leaves nothing to say of several."""
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size == 1
+
+
 def _is(device: Any, space: str) -> bool:
     return str(device) == f"MemorySpace.{space}"
 
@@ -146,6 +152,8 @@ class _PlacementRemover:
                 replacement.update(zip(eqn.outvars, ins, strict=True))
                 changed = True
                 continue
+            if (call := islands.of_one_device(eqn)) is not None:
+                eqn, changed = call.replace(invars=eqn.invars, outvars=eqn.outvars), True
             # The body of a shard_map is typed by the mesh of its own that it names.
             is_rewritten = eqn.primitive.name != "shard_map"
             params = {name: self.param(name, value) if is_rewritten else value for name, value in eqn.params.items()}
@@ -174,6 +182,8 @@ class _PlacementRemover:
             return False
         if name == "device_put" and not any((*eqn.params["devices"], *eqn.params["srcs"])):
             return False  # what jnp.asarray and the like leave behind
+        if name == "sharding_constraint" and _is_of_one_device(eqn.params["sharding"]):
+            return True
         if name == "device_put" and all(_is(device, "Device") for device in eqn.params["devices"]):
             return True  # back from the memory of the host: read where it is read
         # Where typed and untyped arrays meet, jax reshards by itself, to no axis.
@@ -184,6 +194,8 @@ class _PlacementRemover:
     def write(self, atom: Any, sharding: Any, place: Placement) -> None:
         """Records the layout that a place of the code gives to a variable."""
         if isinstance(atom, jax_compat.Literal) or not isinstance(sharding, NamedSharding):
+            return
+        if _is_of_one_device(sharding):
             return
         if place.name != _PLACING["sharding_constraint"] and not any(sharding.spec):
             return  # what jax reshards by itself

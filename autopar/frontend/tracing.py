@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -82,10 +83,17 @@ def flatten_arguments(args: Sequence[Any], names: Sequence[str]) -> tuple[list[A
     return leaves, jax.tree.structure(args), paths, owner
 
 
+# The one leaf of a variable of Flax (`nnx.Variable`, `nn.Partitioned`), which has the variable's name.
+_BOXED = jax.tree_util.GetAttrKey("value")
+
+
 def _leaves_with_paths(args: Sequence[Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for arg, name in zip(args, names, strict=True):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            yield name + jax.tree_util.keystr(path), leaf
+        rows = jax.tree_util.tree_flatten_with_path(arg)[0]
+        inside = collections.Counter(path[:-1] for path, _ in rows)
+        for path, leaf in rows:
+            is_boxed = path and path[-1] == _BOXED and inside[path[:-1]] == 1
+            yield name + jax.tree_util.keystr(path[:-1] if is_boxed else path), leaf
 
 
 @dataclasses.dataclass(slots=True)

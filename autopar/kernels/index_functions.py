@@ -24,7 +24,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "add": np.add, "and": np.bitwise_and, "clamp": lambda low, x, high: np.clip(x, low, high),
     "copy": np.asarray, "div": _divided, "eq": np.equal, "ge": np.greater_equal, "gt": np.greater,
     "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply, "ne": np.not_equal,
-    "neg": np.negative, "not": np.bitwise_not, "or": np.bitwise_or, "rem": np.fmod,
+    "name": np.asarray, "neg": np.negative, "not": np.bitwise_not, "or": np.bitwise_or, "rem": np.fmod,
     "select_n": lambda which, *of: np.where(which, of[1], of[0]), "sign": np.sign, "stop_gradient": np.asarray,
     "sub": np.subtract,
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 An island is written for a mesh of its own. Each of its axes is a factor, the major part of the dimensions that its
 specs split by that axis, and the mesh axes that split the factor are the island's axis: all of it, or none. An axis
-that no mesh axes stand for is run on every device, part by part (`run_parts`), which computes the same.
+that no mesh axes stand for is run on every device, part by part (`run_parts`), which computes the same. An island of
+one device is no operation: its body is the step's own (`of_one_device`).
 
 Axes that an island leaves to the compiler (`axis_names=`) say nothing of what is computed: it has the others only. An
 island inside of an island is a part of its body: every device runs all parts of the inner one.
@@ -277,21 +278,37 @@ def collective_axes(eqn: Any) -> tuple[str, ...]:
     return ()
 
 
-def run_parts(eqn: Any, island: Island, mapped: Mapping[str, Any], parts: Sequence[Any]) -> list[Any]:
-    """The results on one device, of operands as it has them; mesh axes stand for the `mapped` axes of the island."""
-    whole = [name for name in island.sizes if name not in mapped]
+def run_parts(
+    eqn: Any, island: Island, mapped: Mapping[str, Any], parts: Sequence[Any], alone: frozenset[str] = frozenset()
+) -> list[Any]:
+    """The results on one device, of operands as it has them; mesh axes stand for the `mapped` axes of the island.
+    `alone`: axes of one device of the islands around it.
+    """
+    whole = [name for name, n in island.sizes.items() if name not in mapped and n > 1]
     jaxpr = jax_compat.open_jaxpr(eqn.params["jaxpr"])
     sends = {name for inner in jax_compat.equations_in(jaxpr) for name in collective_axes(inner)}
+    body = _Body(alone | {name for name, n in island.sizes.items() if n == 1 and name not in mapped})
 
-    def body(*args: Any) -> list[Any]:
-        return evaluate(jaxpr, args)
+    def evaluated(*args: Any) -> list[Any]:
+        return body.evaluate(jaxpr, args)
 
-    run: Callable[..., list[Any]] = body
+    run: Callable[..., list[Any]] = evaluated
     for name in reversed(whole):
-        run = _over_parts(run, island, name, together=name in sends or island.sizes[name] == 1)
+        run = _over_parts(run, island, name, together=name in sends)
     args = [_taken_apart(a, spec, island, whole) for a, spec in zip(parts, island.operands, strict=True)]
     made = run(*args)
     return [_put_together(a, spec, island, whole) for a, spec in zip(made, island.results, strict=True)]
+
+
+def of_one_device(eqn: Any) -> Any | None:
+    """The equation of a call of an island's body, where the island is written for one device; None for others."""
+    if not is_island(eqn) or eqn.params["mesh"].size > 1:
+        return None
+    island = island_of(eqn)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    run = jax.jit(lambda *args: run_parts(eqn, island, {}, args))
+    (call,) = jax_compat.open_jaxpr(jax.make_jaxpr(run)(*avals)).eqns
+    return call
 
 
 def _over_parts(run: Callable[..., list[Any]], island: Island, name: str, *, together: bool) -> Callable[..., Any]:
@@ -349,21 +366,118 @@ def _put_together(array: Any, spec: Spec, island: Island, whole: Sequence[str]) 
 # The body
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The results of an open jaxpr, traced under the mesh that is set now rather than that of its types."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _sent_to_itself(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """What a collective makes on one device. Raises: UnsupportedError for those that are not known."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("psum", "psum_invariant", "pmax", "pmin"):
+        return args
+    if name == "axis_index":
+        return [jnp.zeros((), jnp.int32)]
+    if name in ("all_gather", "all_gather_invariant"):
+        return args if params["tiled"] else [jnp.expand_dims(a, params["all_gather_dimension"]) for a in args]
+    if name == "reduce_scatter":
+        return args if params["tiled"] else [jnp.squeeze(a, params["scatter_dimension"]) for a in args]
+    if name == "all_to_all":
+        if params["tiled"]:
+            return args
+        return [jnp.expand_dims(jnp.squeeze(a, params["split_axis"]), params["concat_axis"]) for a in args]
+    if name == "ppermute":
+        return args if params["perm"] else [jnp.zeros_like(a) for a in args]
+    if name == "ragged_all_to_all":
+        operand, out, (start,), (count,), (to,), _ = args
+        rows = jnp.arange(len(out)) - to
+        taken = jnp.take(operand, rows + start, axis=0, mode="clip")
+        received = jnp.expand_dims((rows >= 0) & (rows < count), tuple(range(1, out.ndim)))
+        return [jnp.where(received, taken, out)]
+    raise UnsupportedError(
+        where=f"{name} at {jax_compat.source_line(eqn)}",
+        expected="a collective of jax.lax over an axis of one device",
+        got=name, hint="leave the call out where the axis has one device",
+    )  # fmt: skip
 
-    def read(atom: Any) -> Any:
-        if not isinstance(atom, jax_compat.Literal):
-            return env[atom]
-        aval: Any = atom.aval
-        return np.asarray(atom.val, aval.dtype)
 
-    for eqn in jaxpr.eqns:
-        with jax_compat.standing_at(eqn):
-            outs = [_without_mesh(a) for a in _equation(eqn, [read(v) for v in eqn.invars])]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """Evaluates a body. `alone`: axes of one device, over which nothing is sent."""
+
+    alone: frozenset[str]
+
+    def evaluate(self, jaxpr: Any, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
+        """The results of an open jaxpr, traced under the mesh that is set now rather than that of its types."""
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, jax_compat.Literal):
+                return env[atom]
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype)
+
+        for eqn in jaxpr.eqns:
+            with jax_compat.standing_at(eqn):
+                outs = [_without_mesh(a) for a in self._equation(eqn, [read(v) for v in eqn.invars])]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _closed(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        return self.evaluate(jax_compat.open_jaxpr(closed), args, jax_compat.jaxpr_consts(closed))
+
+    def _equation(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in TYPE_CHANGES or name in PLACEMENTS:
+            return args
+        if self.alone and (axes := collective_axes(eqn)):
+            others = tuple(axis for axis in axes if axis not in self.alone)
+            if not others:
+                return _sent_to_itself(eqn, args)
+            params = params | {"axes" if "axes" in params else "axis_name": others}
+        if is_island(eqn):
+            return run_parts(eqn, island_of(eqn), {}, args, self.alone)
+        if name == "psum_invariant":
+            summed: Sequence[Any] = lax.psum(args, params["axes"])
+            return summed
+        if name == "all_gather_invariant":
+            return [
+                lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
+                for a in args
+            ]
+        inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
+        if inner is not None:
+            return self._closed(
+                next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args
+            )
+        if name == "scan":
+            return self._scan(eqn, args)
+        if name == "while":
+            k, n = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            going: Sequence[Any] = lax.while_loop(
+                lambda carry: self._closed(params["cond_jaxpr"], [*args[:k], *carry])[0],
+                lambda carry: _like(self._closed(params["body_jaxpr"], [*args[k:n], *carry]), eqn.outvars),
+                _like(args[n:], eqn.outvars),
+            )
+            return going
+        if name == "cond":
+            index = args[0].astype(jnp.int32) if args[0].dtype == jnp.bool_ else args[0]
+            branches = [lambda *xs, branch=branch: self._closed(branch, xs) for branch in params["branches"]]
+            taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
+            return taken
+        # After the island's own mesh:
+        named = {k: None for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}
+        plain = {k: without_island_mesh(v) for k, v in params.items()} | named
+        return jax_compat.bind(eqn.replace(params=plain), args)
+
+    def _scan(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+        params = eqn.params
+        (k, c), inner = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"])
+
+        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = self._closed(params["jaxpr"], [*args[:k], *carry, *slices])
+            return _like(outs[:c], inner.outvars[:c]), outs[c:]
+
+        carry, stacked = lax.scan(
+            body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]),
+            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        return [*carry, *stacked]
 
 
 def _without_mesh(array: Any) -> Any:
@@ -371,63 +485,7 @@ def _without_mesh(array: Any) -> Any:
     return array if jax_compat.is_tracer(array) or jax_compat.is_key_dtype(array.dtype) else np.asarray(array)
 
 
-def _closed(closed: Any, args: Sequence[Any]) -> list[Any]:
-    return evaluate(jax_compat.open_jaxpr(closed), args, jax_compat.jaxpr_consts(closed))
-
-
-def _equation(eqn: Any, args: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in TYPE_CHANGES or name in PLACEMENTS:
-        return args
-    if is_island(eqn):
-        return run_parts(eqn, island_of(eqn), {}, args)
-    if name == "psum_invariant":
-        summed: Sequence[Any] = lax.psum(args, params["axes"])
-        return summed
-    if name == "all_gather_invariant":
-        return [
-            lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
-            for a in args
-        ]
-    inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
-    if inner is not None:
-        return _closed(next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args)
-    if name == "scan":
-        return _scan(eqn, args)
-    if name == "while":
-        k, n = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        going: Sequence[Any] = lax.while_loop(
-            lambda carry: _closed(params["cond_jaxpr"], [*args[:k], *carry])[0],
-            lambda carry: _like(_closed(params["body_jaxpr"], [*args[k:n], *carry]), eqn.outvars),
-            _like(args[n:], eqn.outvars),
-        )
-        return going
-    if name == "cond":
-        index = args[0].astype(jnp.int32) if args[0].dtype == jnp.bool_ else args[0]
-        branches = [lambda *xs, branch=branch: _closed(branch, xs) for branch in params["branches"]]
-        taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
-        return taken
-    named = {k: None for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}  # after the island's own mesh
-    plain = {k: without_island_mesh(v) for k, v in params.items()} | named
-    return jax_compat.bind(eqn.replace(params=plain), args)
-
-
 def _like(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """What a loop carries, of the types that it was traced with, weak ones included."""
     pairs = zip(arrays, variables, strict=True)
     return [jax_compat.with_weak_type(jnp.asarray(a), bool(v.aval.weak_type)) for a, v in pairs]
-
-
-def _scan(eqn: Any, args: list[Any]) -> Sequence[Any]:
-    params = eqn.params
-    (k, c), inner = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"])
-
-    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = _closed(params["jaxpr"], [*args[:k], *carry, *slices])
-        return _like(outs[:c], inner.outvars[:c]), outs[c:]
-
-    carry, stacked = lax.scan(
-        body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]),
-        length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
-    )  # fmt: skip
-    return [*carry, *stacked]

@@ -746,10 +746,10 @@ def with_load(graph: OpGraph, load: Load) -> OpGraph:
         ops = []
         for op in block.ops:
             if op.blocks:
-                op = replaced(op, blocks=tuple(map(loaded, op.blocks)))
+                op = replace(op, blocks=tuple(map(loaded, op.blocks)))
             if experts.get(op.id) == counted:
                 function = dataclasses.replace(op.eqn.params["function"], busiest=busiest)
-                op = replaced(op, eqn=op.eqn.replace(params=op.eqn.params | {"function": function}))
+                op = replace(op, eqn=op.eqn.replace(params=op.eqn.params | {"function": function}))
             ops.append(op)
         return dataclasses.replace(block, ops=tuple(ops))
 

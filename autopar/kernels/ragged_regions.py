@@ -37,7 +37,7 @@ from autopar.ir.rewrite import Fresh, makers
 from autopar.kernels.grouped import dims_of, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed, constant, known_of
 
-_ONE_OPERAND = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy"})
+_ONE_OPERAND = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "name"})
 
 
 class NotUnderstood(Exception):
@@ -199,6 +199,8 @@ class RegionReader:
                 self.known[op.outputs[0]] = found
             elif op.primitive == "sub":
                 self.repeated(op)
+            elif op.primitive == "reduce_sum" and len(self.shape(op.inputs[0])) == 1:
+                self.total(op)
             return
         if len(orders) > 1:
             for order in orders:
@@ -224,8 +226,8 @@ class RegionReader:
                 k is not None and k.source is None and np.array_equal(k.table, np.arange(num_rows)) for k in known[1:]
             ]
             if of_order and all(counting):
-                source = key.source.order if isinstance(key.source, Inverse) else Inverse(order=key.source)
-                inverse = Known(source=source, table=np.arange(num_rows))
+                undone = Inverse(order=key.source) if isinstance(key.source, Order) else key.source.order
+                inverse = Known(source=undone, table=np.arange(num_rows))
                 self.known.update(dict.fromkeys(op.outputs[1:], inverse))
                 self.known[op.outputs[0]] = Known(source=None, table=np.arange(num_rows))
             return of_order and all(counting)
@@ -272,6 +274,14 @@ class RegionReader:
             order, shape = region.order, self.shape(op.outputs[0])
             if shape == (order.num_rows,) and repeats_experts(self, op, order):
                 self.enters(order, op, Entry(sources=(order.experts,), per_token=1))
+                return
+
+    def total(self, op: Op) -> None:
+        """Enters the sum of the sizes of groups: as many as there are choices."""
+        for region in self.regions.values():
+            if counts_choices(self, op.inputs[0], region.order):
+                number = np.asarray(region.order.num_rows, op.eqn.outvars[0].aval.dtype)
+                self.known[op.outputs[0]] = Known(source=None, table=number)
                 return
 
     def enters(self, order: Order, op: Op, role: Entry, dim: int = 0) -> None:
@@ -438,9 +448,14 @@ class RegionReader:
         if isinstance(atom, Constant):
             return atom.shape[dim] == 1
         known = self.known_of(atom)
-        if known is not None and known.source is None and compressed(known.table).shape[dim] == 1:
-            self.regions[order.experts].spread[self.front(atom)] = dim
-            return True
+        if known is not None and known.source is None:
+            table = compressed(known.table)
+            first = table.take([0], dim)
+            if np.array_equal(table, np.broadcast_to(first, table.shape)):
+                same = np.broadcast_to(first, known.table.shape)
+                self.known[self.front(atom)] = dataclasses.replace(known, table=same)
+                self.regions[order.experts].spread[self.front(atom)] = dim
+                return True
         op = self.maker.get(self.front(atom))
         if op is None or op.primitive != "broadcast_in_dim":
             return False

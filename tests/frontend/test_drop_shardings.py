@@ -92,6 +92,17 @@ def test_the_user_is_told_once(caplog):
     assert sum("with_sharding_constraint" in r.getMessage() for r in caplog.records) == 1
 
 
+def test_constraints_over_one_device_say_nothing():
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, P("data", "model")))
+
+    closed, removed = without_placements(jax.make_jaxpr(step)(jnp.ones((8, 4))))
+    assert [eqn.primitive.name for eqn in jax_compat.open_jaxpr(closed).eqns] == ["sin"]
+    assert removed == Removed((), ())
+
+
 @pytest.mark.parametrize("plan", [None, STAGES], ids=["one program", "stages"])
 def test_specs_may_name_the_axes_of_a_mesh_that_is_set(plan):
     step = layers(lambda x: jax.lax.with_sharding_constraint(x, P("data", "model")))

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 import autopar
 from autopar.errors import InvalidArgumentError, UnsupportedError
@@ -42,6 +44,11 @@ def test_leaves_have_readable_paths_and_know_their_argument():
     assert step.argument_of == (0, 0, 0, 1)
     assert step.donated == {0, 1, 2}
     assert step.batch == {3}
+
+
+def test_a_boxed_array_has_the_path_of_its_box():
+    state = nnx.State({"w": nnx.Param(jnp.ones(2))}), nn.Partitioned(jnp.ones(2), ("x",))
+    assert traced(lambda s: s, state).in_paths == ("state[0]['w']", "state[1]")
 
 
 def test_the_new_state_is_tied_to_the_old_one():

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 WIDTH, HIDDEN, EXPERTS, TOP_K, LAYERS = 8, 16, 8, 2, 2
 BATCH, LENGTH = 16, 4
@@ -158,7 +159,29 @@ def in_columns(x, p, chosen, weights):
     return (0.5 * x).at[order // TOP_K].add(jnp.where(jnp.arange(WIDTH) < 3, out, -out))
 
 
+@jax.custom_vjp
+def in_order(rows, order):
+    return rows[order]
+
+
+in_order.defvjp(lambda rows, order: (rows[order], order), lambda order, g: (in_order(g, jnp.argsort(order)), None))
+
+
+def named(x, p, chosen, weights):
+    """MaxText's: what is sorted has names, gradients are sorted back by the argsort of an order, rows beyond the sum of
+    all sizes are masked.
+    """
+    name = functools.partial(checkpoint_name, name="sorted")
+    order, sizes = jnp.argsort(chosen.reshape(-1)), name(jnp.bincount(chosen.reshape(-1), length=EXPERTS))
+    rows, experts, order = name(x[order // TOP_K]), name(chosen.reshape(-1)[order]), name(order)
+    mask = jnp.arange(len(rows)) < jnp.sum(sizes)
+    out = jnp.where(mask[:, None], gated(jnp.where(mask[:, None], rows, 0), p, sizes), 0) + p["bias"][experts]
+    back = in_order(out, jnp.argsort(order)).reshape(-1, TOP_K, x.shape[-1])
+    return jnp.einsum("tkd,tk->td", back, weights)
+
+
 LAYERS_AS_WRITTEN = {
+    "named": named,
     "in_columns": in_columns,
     "shared": shared,
     "by_choice": by_choice,

@@ -3,12 +3,18 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import autopar
 from autopar import recipes
 from autopar.errors import MixedExamplesError, UnsupportedError
+from autopar.frontend.build_graph import build_graph
+from autopar.frontend.tracing import trace
+from autopar.kernels.islands import island_of, run_parts
+from autopar.sharding.rules import RuleBook
 from tests.kernels.island_steps import P, arguments, megatron, mesh_of, nested, normalised, rows, step_of
 from tests.kernels.test_kernels import assert_equals_jit, parallel, splits
+from tests.small_steps import assert_close
 
 HERE = "island_steps.py"
 PIPELINE = recipes.pipeline(2, num_microbatches=2)
@@ -17,6 +23,7 @@ PIPELINE = recipes.pipeline(2, num_microbatches=2)
 @pytest.mark.parametrize(
     ("island", "names", "recipe", "devices", "split"),
     [
+        (rows(1), ("square",), None, 1, None),
         (rows(4), ("square",), None, 4, 4),
         (rows(4), ("square",), None, 8, 4),
         (rows(4), ("square",), recipes.data_parallel(), 4, 4),
@@ -32,7 +39,7 @@ PIPELINE = recipes.pipeline(2, num_microbatches=2)
 def test_a_step_with_islands_equals_plain_jit_and_sends_what_was_predicted(island, names, recipe, devices, split):
     step, args = step_of(island, *names), arguments()
     made = assert_equals_jit(step, recipe, devices, args)
-    if split is not None:  # None: either is as fast
+    if split is not None:  # None: either is as fast, or none is left
         assert splits(made, args, "shard_map") == [split] * 4
     verified = autopar.verify(made, *args)
     assert {c.name: c.compiled for c in verified.collectives} == {c.name: c.predicted for c in verified.collectives}
@@ -234,3 +241,48 @@ def test_placements_inside_of_an_island_say_nothing(place):
 
     island = jax.shard_map(body, mesh=mesh_of(x=4), in_specs=(P("x"), P()), out_specs=P("x"))
     assert_equals_jit(step_of(island, "square"), None, 4, arguments())
+
+
+def test_an_island_of_one_device_is_code_of_the_step():
+    mesh = jax.make_mesh((1, 1), ("data", "expert"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2)
+
+    def body(x, w):
+        first = jax.lax.axis_index("expert")
+        gathered = jax.lax.all_gather(w, "data", axis=0, tiled=True)
+        y = jax.lax.psum(x @ gathered, ("data", "expert")) + first
+        y = jax.lax.all_to_all(y, "expert", 0, 1, tiled=True)
+        y = jax.lax.ppermute(y, "data", [(0, 0)])
+        stacked = jax.lax.all_gather(y, "expert")
+        y = jax.lax.psum_scatter(stacked, "expert", scatter_dimension=0, tiled=False)
+        y = y + jax.lax.pmax(jax.lax.stop_gradient(y), "data")
+        return y, jax.lax.pmean(jnp.sum(y), ("data", "expert"))
+
+    def step(w, x):
+        def loss(w):
+            run = jax.shard_map(
+                body, mesh=mesh, in_specs=(P("data"), P("expert")), out_specs=(P("data"), P()), check_vma=False
+            )
+            y, total = run(x, w)
+            return jnp.mean(y**2) + total
+
+        value, grad = jax.value_and_grad(jax.checkpoint(loss))(w)
+        return w - 0.1 * grad, value
+
+    args = jnp.linspace(-1.0, 1.0, 128).reshape(16, 8), jnp.linspace(0.0, 1.0, 128).reshape(8, 16)
+    parallel = autopar.parallelize(step, plan="dp", donate_argnums=(), cache_dir=None)
+    graph = build_graph(trace(step, args, names=("w", "x"), donate=(), batch=(1,)), RuleBook())
+    assert "shard_map" not in {op.primitive for op in graph.ops()}
+    assert_close(parallel(*args), jax.jit(step)(*args))
+
+
+def test_rows_sent_to_the_device_itself():
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    one = [jnp.array([n]) for n in (1, 3, 2, 3)]
+    run = jax.shard_map(
+        lambda x, out: jax.lax.ragged_all_to_all(x, out, *one, axis_name="expert"),
+        mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    x, out = jnp.arange(12.0).reshape(6, 2), -jnp.ones((8, 2))
+    (eqn,) = jax.make_jaxpr(run)(x, out).jaxpr.eqns[-1:]
+    (made,) = run_parts(eqn, island_of(eqn), {}, [*one, x, out][-len(eqn.invars) :])
+    assert_close(made, out.at[2:5].set(x[1:4]))

@@ -373,6 +373,8 @@ def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
     [
         ("scattered", "unrolled", 8, recipes.data_parallel()),
         ("unsorted", "scanned, checkpoint", 4, recipes.expert_parallel()),
+        pytest.param("named", "scanned, checkpoint", 4, recipes.expert_parallel(), marks=pytest.mark.slow),
+        pytest.param("named", "unrolled", 2, recipes.combine(pp=2, num_microbatches=2), marks=pytest.mark.slow),
         pytest.param("biased", "scanned, checkpoint", 4, recipes.combine(ep=2, tp=2), marks=pytest.mark.slow),
         pytest.param("fused_in_parts", "scanned", 2, recipes.tensor_parallel(), marks=pytest.mark.slow),
         pytest.param("by_choice", "unrolled", 2, recipes.combine(pp=2, num_microbatches=2), marks=pytest.mark.slow),

@@ -1,0 +1,142 @@
+"""Plans of MaxText's newest model configurations, as `autopar plan maxtext:base.yml model_name=...` makes them.
+
+    python -m benchmarks.maxtext_plans              the rows that the table does not have yet    (extra: maxtext)
+    python -m benchmarks.maxtext_plans --again gpt-oss-20b
+
+Sequences of 2,048 tokens, one on each chip of TPU v5p; `effort="quick"`. Nothing is run. A model lies whole where its
+layers are in loops; the others have fewer layers, which the table says. Rows are kept at once in
+results/maxtext_plans.json, the table beside it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import autopar
+from autopar.benching import problem_of
+from autopar.command_line.step_files import shapes_only
+from autopar.compiler.step_ways import whole_graph
+from autopar.errors import AutoparError
+from autopar.hardware.cluster import Cluster
+from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
+from autopar.plan.render import in_short
+from autopar.step_views import on_cluster
+from benchmarks.machine import description, planning_processor_s
+from benchmarks.row_processes import Page, Rows, is_done
+
+RESULTS = Path(__file__).parent / "results" / "maxtext_plans.json"
+COLUMNS = (
+    "model", "parameters", "layers", "TPU v5p", "equations", "attention", "mixture", "plan", "predicted", "MFU", "peak",
+    "planning, processor", "made",
+)  # fmt: skip
+SMALL, LARGE = "tpu-v5p:4x4x4", "tpu-v5p:8x8x8"
+GIVEN = ("per_device_batch_size=1", "max_target_length=2048", "override_model_config=true")
+
+
+def unscanned(layers: int) -> tuple[str, ...]:
+    """What MaxText does not put into a loop, with fewer layers."""
+    return ("scan_layers=false", f"base_num_decoder_layers={layers}")
+
+
+# The newest first, as their authors published them.
+MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "deepseek4-284b": (LARGE, ()),
+    "gemma4-31b": (SMALL, ()),
+    "gemma4-26b": (SMALL, ()),
+    "gemma4-e4b": (SMALL, ("scan_layers=false",)),
+    "gemma4-e2b": (SMALL, ("scan_layers=false",)),
+    "qwen3.5-397b-a17b": (LARGE, ()),
+    "qwen3.5-35b-a3b": (SMALL, ()),
+    "deepseek3.2-671b": (LARGE, ()),
+    "olmo3-32b": (SMALL, ()),
+    "olmo3-7b": (SMALL, ()),
+    "qwen3-vl-30b-a3b": (SMALL, unscanned(4)),
+    "qwen3-vl-4b": (SMALL, unscanned(4)),
+    "qwen3-vl-2b": (SMALL, unscanned(4)),
+    "qwen3-omni-30b-a3b": (SMALL, unscanned(4)),
+    "qwen3-next-80b-a3b": (SMALL, ()),
+    "gpt-oss-120b": (SMALL, ()),
+    "gpt-oss-20b": (SMALL, ()),
+    "qwen3-480b-a35b": (LARGE, ()),
+    "kimi-k2-1t": (LARGE, ()),
+    "qwen3-4b-thinking-2507": (SMALL, ()),
+}
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """Plans in this process: MaxText takes long to import."""
+    cluster, settings = MODELS[name]
+    hardware = Cluster.parse(cluster)
+    given = [f"model_name={name}", *GIVEN, *settings]
+    step, (state, batch) = shapes_only("maxtext:base.yml", given, hardware.num_devices)
+    row: dict[str, Any] = {
+        "cluster": cluster,
+        "settings": settings,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state["model"])),
+    }
+    begun_s = planning_processor_s()
+    parallel = autopar.parallelize(step, cache_dir=None, search=autopar.Search(effort="quick"))
+    try:
+        plan = on_cluster(parallel, hardware).plan(state, batch)
+    except AutoparError as error:
+        return row | {"failure": f"{type(error).__name__}: {error}"[:400]}
+    row |= {"planned_s": planning_processor_s() - begun_s, "plan": in_short(plan.record)}
+    problem = problem_of(on_cluster(parallel, hardware), state, batch)
+    graph = whole_graph(problem.traced, problem.rules, problem.graphs)
+    notes = plan.record.notes
+    left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT))]
+    found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
+    return row | {
+        "equations": sum(1 for _ in graph.annotated.ops()),
+        "attention": next((note for note in notes if note.startswith("attention")), ""),
+        "mixture": left[0] if left else found,
+        "step_time_s": plan.predicted.step_time_s,
+        "mfu": plan.predicted.mfu,
+        "peak_bytes": max(plan.predicted.peak_bytes),
+        "notes": notes,
+        "on": description(),
+    }
+
+
+def cells(name: str, rows: Rows) -> list[str]:
+    row = rows[name]
+    layers = next((s.partition("=")[2] for s in row.get("settings", ()) if "num_decoder_layers" in s), "all")
+    begin = [name, f"{row['parameters'] / 1e9:.1f}B", layers, row["cluster"].partition(":")[2]]
+    if not is_done(row):
+        return [*begin, row["failure"].replace("\n", " ")]
+    return [
+        *begin,
+        f"{row['equations']:,}",
+        "as written" if row["attention"].startswith("attention runs as it is written") else "found",
+        row["mixture"],
+        row["plan"],
+        f"{row['step_time_s']:.3g} s",
+        f"{row['mfu']:.0%}" if row["mfu"] else "",
+        f"{row['peak_bytes'] / 1e9:.1f} GB",
+        f"{row['planned_s']:.0f} s",
+        row["on"].rstrip(".")[-10:],
+    ]
+
+
+HEAD = """# MaxText's newest model configurations
+
+`python -m benchmarks.maxtext_plans`: `autopar plan maxtext:base.yml model_name=... per_device_batch_size=1` for slices
+of TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's
+graph, the bodies of loops counted once."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only these models")
+    parser.add_argument("--again", action="store_true", help="also rows that are kept already")
+    arguments = parser.parse_args()
+    page = Page(path=RESULTS, head=HEAD, columns=COLUMNS, order=list(MODELS), cells=cells)
+    page.make(arguments.names or list(MODELS), row_of, arguments.again)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
