@@ -53,7 +53,7 @@ def _with_pairs(staged: StagedStep, limit_bytes: int) -> StagedStep:
     if not taken:
         return staged
     made = with_joined(staged, [*staged.joined, *taken])
-    fits = made.peak_of_smallest_bytes <= max(limit_bytes, staged.peak_of_smallest_bytes)
+    fits = max(made.peak_bytes) <= max(limit_bytes, *staged.peak_bytes)
     return made if fits and made.simulation.step_time_s + least_s <= staged.simulation.step_time_s else staged
 
 
