@@ -147,12 +147,14 @@ def told(kept: Mapping[str, Entry]) -> list[Told]:
 
 def _shared(one: Told) -> tuple[object, ...]:
     """Two rows that share these differ as two plans of a step do."""
-    return one.device, one.row.table, one.row.model, one.row.float8
+    row = one.row
+    return one.device, row.table, row.release, row.model, row.float8, row.block_scales
 
 
 def errors_of(found: Sequence[Told]) -> StepErrors:
-    """The errors by device and kind of step, and those of ratios: of two rows of one table, model, precision and
-    device, for two plans too run under one system. Rows of eager programs are left out: they are predicted as compiled.
+    """The errors by device and kind of step, and those of ratios: of two rows of one table, release, model, precision
+    and device, for two plans too run under one system. Rows of eager programs are left out: they are predicted as
+    compiled.
     """
     compiled = [one for one in found if one.row.compiled]
     errors: dict[str, dict[str, list[float]]] = {}
@@ -280,9 +282,9 @@ def page(kept: Mapping[str, Entry]) -> str:
         "## By card and kind of step",
         markdown(CARD_COLUMNS, by_card(found)),
         "## Intervals",
-        f"{ABOUT_INTERVALS} Two rows of one source, model, precision and card differ in their errors by less than "
-        f"{resolved} in nine of ten of {len(errors_of(found).ratios)} pairs: `bench` calls ways within it equal within "
-        "the error.",
+        f"{ABOUT_INTERVALS} Two rows of one source, release, model, precision and card differ in their errors by "
+        f"less than {resolved} in nine of ten of {len(errors_of(found).ratios)} pairs: `bench` calls ways within it "
+        "equal within the error.",
         markdown(("rows", "card", "inside", "share"), _coverage_lines(found)),
         "## Reasons of errors",
         "\n".join(f"- {known}" for known in KNOWN),

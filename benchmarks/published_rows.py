@@ -31,11 +31,13 @@ Sources, by table:
         of whole attention, as it counts them, over the rate. What layers hand on lies split over the axis of tensor
         parallelism (activation_embed in MaxText/configs/base.yml), by width; here it is split by positions, which takes
         as much memory and sends as many bytes.
-    megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, by release; products of tensor
-        parallelism send in place, parameters are gathered ahead, no layer is recomputed, gradients are summed and
-        reduced in 16 bits (grad_reduce_in_fp32=False), as its recipes of those releases (scripts/performance) have it,
-        and the loss is Transformer Engine's (cross_entropy_fusion_impl). Scales of float8 are those of the present
-        operands ("FP8-CS").
+    megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md: all of its runs that train
+        Llama 3 in 8 bits from the start, by release; the rate is in tokens a second of one card. Products of tensor
+        parallelism send in place, parameters are gathered ahead, gradients are summed and reduced in 16 bits
+        (grad_reduce_in_fp32=False), as its recipes of those releases (scripts/performance, tags v0.1.0rc4 to v0.5.0)
+        have it, and the loss is Transformer Engine's (cross_entropy_fusion_impl). No layer is recomputed, but for five
+        of 32 of the 8B on H100 from release 25.11 on (recompute_num_layers). Scales of float8 are those of the present
+        operands ("FP8-CS") or of blocks ("MXFP8").
     mlperf v5.0: mlcommons/training_results_v5.0, configurations and the medians of logged step times of Llama 3.1 405B.
         Of 128 places for layers in 64 chunks the first and the last are the embedding's and the loss's. No layer is
         recomputed, scales of float8 are those of the step before, gradients are summed within products
@@ -48,7 +50,7 @@ Sources, by table:
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import autopar
 from autopar.hardware import presets
@@ -71,13 +73,14 @@ SOURCES = {
 MAXTEXT_TABLES = ("maxtext", "tpu-recipes", "gpu-recipes")
 # Published rows that are not in a table -> the reason.
 LEFT_OUT = {
-    "megatron-bridge 26.06: DeepSeek-V3 (2 rows)": "the zoo has no case with its multi-head latent attention.",
-    "megatron-bridge 26.06: Qwen3 30B-A3B and 235B-A22B (5 rows)": "the zoo's case is Tunix's, which computes all "
-    "experts for every token but on TPUs; the runs compute eight of 128.",
-    "megatron-bridge 26.06: GPT-OSS 120B (2 rows)": "the zoo has no case with its windows, its sinks of attention and "
-    "four experts of a token; one row has a regression that its source notes.",
-    "megatron-bridge 26.06: Nemotron 3 Nano and Super (7 rows)": "the zoo has no mixture of experts with state-space "
-    "layers.",
+    "megatron-bridge: DeepSeek-V3 and V4 Flash, Kimi K2": "the zoo has no case with their latent attention.",
+    "megatron-bridge: Qwen3 30B-A3B and 235B-A22B": "the zoo's case is Tunix's, which computes all experts for every "
+    "token but on TPUs; the runs compute eight of 128.",
+    "megatron-bridge: GPT-OSS 120B": "the zoo has no case with its windows, its sinks of attention and four experts of "
+    "a token; one row has a regression that its source notes.",
+    "megatron-bridge: Nemotron 3": "the zoo has no mixture of experts with state-space layers.",
+    "megatron-bridge: Llama 3 in NVFP4 (18 rows)": "the zoo's Llama has no products of four bits.",
+    "megatron-bridge: fine-tuning of Llama 3 70B": "its sequences are packed, and their lengths are not published.",
     "primus: Qwen3 235B-A22B on 32 MI355X, stages of eight schedules, and Llama 2 7B on 8 MI300X, of six": "neither "
     "batches nor micro-batches are published (AMD-AGI/Primus@fd1eeabbad, docs_deprecated/tech_blogs/primus_pipeline).",
     "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
@@ -106,20 +109,22 @@ class Model:
 class Row:
     """A row of a table. `batch` in sequences of all copies; `memory_gib` of the fullest device, where published.
 
-    `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
+    `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every n" (all of every nth layer), or
     "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
     tensor parallelism hold up computing; `waits_for_all`: all collectives do. `pieces`: where products of tensor
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of float8
-    come from earlier steps. `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32
-    bits. `fused_loss`: the loss keeps no 32 bits of each logit. `dropout`: the rate. `gather`: as of `recipes.combine`.
-    `fitted`: a constant was fitted to the row, or may have been; all others are held out. `note`: how the run differs
-    from the prediction, and the values that are not published.
+    come from earlier steps, `block_scales` are those of blocks, and are predicted as those of whole operands.
+    `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32 bits. `fused_loss`: the
+    loss keeps no 32 bits of each logit. `dropout`: the rate. `gather`: as of `recipes.combine`. `release`: of the run's
+    software. `fitted`: a constant was fitted to the row, or may have been; all others are held out. `note`: how the run
+    differs from the prediction, and the values that are not published.
     """
 
     table: str
     name: str
+    release: str = ""
     model: Model
     hardware: str
     gpus: int
@@ -136,6 +141,7 @@ class Row:
     dtype: str = "bfloat16"
     float8: bool = False
     delayed_scales: bool = False
+    block_scales: bool = False
     half_gradients: bool = False
     fused_loss: bool = False
     dropout: float = 0.0
@@ -434,44 +440,93 @@ def _rack_note(hardware: str) -> str:
 
 
 def _bridge(
-    release: str, size: str, hardware: str, gpus: int, batch: int, micro_batch: int, seconds: float, *,
-    precision: str = "FP8", note: str = "", **how,
-) -> Row:  # fmt: skip
+    size: str, hardware: str, gpus: int, batch: int, micro_batch: int, tokens_per_s: dict[str, float], *,
+    scales: str = "FP8", fitted: Collection[str] = (), notes: dict[str, str] | None = None, **how,
+) -> tuple[Row, ...]:  # fmt: skip
+    """The same run under several releases, with the tokens that one device read a second under each. `notes`: by
+    release, where a run has one.
+    """
     parts = "".join(f" {what}{how[what]}" for what in ("tp", "pp", "cp") if what in how)
-    is_sharded = how.get("zero") == 3
-    return Row(
-        table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
-        model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
-        sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
-        gather="after" if is_sharded else "ahead", half_gradients=True, fused_loss=True,
-        step_time_s=seconds, note="; ".join(filter(None, (note, _rack_note(hardware)))),
-        **{"zero": 1} | how,
+    model, is_sharded = _llama(size, 8192), how.get("zero") == 3
+    defaults = {
+        "zero": 1, "gather": "after" if is_sharded else "ahead", "sequence_parallel": "tp" in how,
+        "pieces": "in place" if "tp" in how else "",
+    }  # fmt: skip
+    return tuple(
+        Row(
+            table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {scales}", release=release,
+            model=model, hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
+            block_scales=scales == "MXFP8", half_gradients=True, fused_loss=True,
+            step_time_s=batch * model.length / (rate * gpus), fitted=release in fitted,
+            note="; ".join(filter(None, ((notes or {}).get(release), _SCALES[scales], _rack_note(hardware)))),
+            **defaults | how,
+        )
+        for release, rate in tokens_per_s.items()
     )  # fmt: skip
 
 
-_IN_HOST = "the run keeps activations of {} layers in the host's memory, here all stay on the device"
-_FASTER_LATER = (
-    "the same ran faster under later releases (by 11 % under 26.02, by 16 % under 26.04.01), and on GB200 did not"
-)
-_BLOCK_SCALED = "scales of blocks, here of whole operands"
+# MXFP8's are those of blocks of 32 numbers.
+_SCALES = {"FP8": "", "MXFP8": "scales of blocks, here of whole operands"}
+
+
+def _in_host(releases: Collection[str], layers: int) -> dict[str, str]:
+    text = f"the run keeps activations of {layers} layers in the host's memory, here all stay on the device"
+    return dict.fromkeys(releases, text)
+
+
+_GB200_70B = {"25.11": 4312, "26.02": 4040, "26.02.01": 4357, "26.04": 4143, "26.04.01": 4224}
+_GB300_70B = {"25.11": 4520, "26.02": 5003, "26.02.01": 5243, "26.04": 5243, "26.04.01": 5248}
 MEGATRON_BRIDGE = (
-    _bridge("25.09", "8B", "H100", 8, 128, 1, 9.310, zero=3),
-    _bridge("25.11", "8B", "H100", 8, 128, 1, 9.070, zero=3),
-    _bridge("25.11", "8B", "B200", 8, 128, 2, 4.280, fitted=True),
-    _bridge("25.11", "8B", "GB200", 8, 128, 2, 4.160, fitted=True),
-    _bridge("25.11", "8B", "GB300", 8, 128, 2, 3.490, fitted=True),
-    _bridge("25.09", "70B", "H100", 64, 128, 1, 10.120, tp=4, pp=8, chunks=5),
-    _bridge("25.11", "70B", "H100", 64, 128, 1, 10.227, tp=4, pp=8, chunks=5),
-    _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note=_IN_HOST.format(40)),
-    _bridge("25.11", "70B", "GB300", 64, 256, 2, 7.250, zero=3, note=f"{_IN_HOST.format(20)}; {_FASTER_LATER}"),
-    _bridge("25.11", "405B", "GB300", 256, 1536, 1, 49.201, tp=2, pp=8, cp=2, chunks=4),
-    _bridge("26.04.01", "70B", "GB300", 64, 256, 2, 6.244, zero=3, note=_IN_HOST.format(20), fitted=True),
-    _bridge("26.06", "405B", "GB300", 256, 1536, 1, 46.901, tp=4, pp=8, chunks=4),
-    _bridge("26.06", "405B", "GB200", 256, 1536, 1, 58.306, tp=4, pp=16, chunks=4),
-    _bridge(
-        "26.06", "405B", "GB200", 256, 1536, 1, 62.774, tp=4, pp=16, chunks=8, precision="MXFP8", note=_BLOCK_SCALED
+    *_bridge("8B", "H100", 8, 128, 1, {"25.09": 14_079}, zero=3),
+    *_bridge("8B", "H100", 8, 128, 1, {"25.11": 14_451}, zero=3, recompute="input every 6"),
+    *_bridge("8B", "B200", 8, 128, 2, {"25.09": 29_994, "25.11": 30_624}, fitted=("25.11",)),
+    *_bridge("8B", "B200", 8, 128, 2, {"25.09": 29_388, "25.11": 29_521}, scales="MXFP8"),
+    *_bridge("8B", "GB200", 8, 128, 2, {"25.09": 31_357, "25.11": 31_508}, fitted=("25.11",)),
+    *_bridge("8B", "GB200", 8, 128, 2, {"25.09": 29_925, "25.11": 29_789}, scales="MXFP8"),
+    *_bridge("8B", "GB300", 8, 128, 2, {"25.11": 37_556}, fitted=("25.11",)),
+    *_bridge("8B", "GB300", 8, 128, 2, {"25.11": 36_108}, scales="MXFP8"),
+    *_bridge("70B", "H100", 64, 128, 1, {"25.09": 1619, "25.11": 1602}, tp=4, pp=8, chunks=5),
+    *_bridge(
+        "70B", "H100", 64, 256, 1, {"26.02": 1621, "26.02.01": 1639, "26.04": 1633, "26.04.01": 1664},
+        tp=4, pp=8, chunks=5,
     ),
-)
+    *_bridge("70B", "GB200", 64, 128, 2, {"25.09": 3986}, zero=3, notes=_in_host(("25.09",), 40)),
+    *_bridge("70B", "GB200", 64, 256, 2, _GB200_70B, zero=3, notes=_in_host(_GB200_70B, 40)),
+    *_bridge("70B", "GB200", 64, 128, 1, {"25.09": 3546}, tp=2, pp=4, chunks=5, scales="MXFP8"),
+    *_bridge(
+        "70B", "GB200", 64, 256, 1, {"26.02": 3613, "26.02.01": 3837, "26.04": 3828, "26.04.01": 3712},
+        tp=2, pp=4, chunks=5, scales="MXFP8",
+    ),
+    *_bridge("70B", "GB300", 64, 256, 2, _GB300_70B, zero=3, fitted=("26.04.01",), notes=_in_host(_GB300_70B, 20)),
+    *_bridge(
+        "70B", "GB300", 64, 256, 1, {"26.02": 4596, "26.04": 4742, "26.04.01": 4864}, pp=4, chunks=5, scales="MXFP8"
+    ),
+    *_bridge("70B", "GB300", 64, 256, 2, {"26.02.01": 4798}, pp=4, scales="MXFP8"),
+    *_bridge("405B", "H100", 1024, 512, 1, {"25.09": 302, "25.11": 292}, tp=8, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "H100", 1024, 1536, 1, {"26.02": 311, "26.04.01": 328, "26.06": 326}, tp=8, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "B200", 128, 64, 1, {"25.09": 664, "25.11": 661}, tp=4, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "B200", 128, 64, 1, {"25.09": 622, "25.11": 624}, tp=4, pp=8, cp=2, chunks=8, scales="MXFP8"),
+    *_bridge("405B", "GB200", 128, 64, 1, {"25.09": 729}, tp=2, zero=3, notes=_in_host(("25.09",), 95)),
+    *_bridge("405B", "GB200", 128, 64, 1, {"25.09": 578}, tp=4, pp=8, cp=2, chunks=8, scales="MXFP8"),
+    *_bridge(
+        "405B", "GB200", 256, 1536, 1,
+        {"25.11": 813, "26.02": 793, "26.02.01": 818, "26.04": 842, "26.04.01": 864, "26.06": 843},
+        tp=4, pp=16, chunks=4,
+    ),
+    *_bridge(
+        "405B", "GB200", 256, 1536, 1, {"26.02": 786, "26.02.01": 775, "26.04": 793, "26.04.01": 800, "26.06": 783},
+        tp=4, pp=16, chunks=8, scales="MXFP8",
+    ),
+    *_bridge("405B", "GB300", 256, 1536, 1, {"25.11": 999, "26.02.01": 1024}, tp=2, pp=8, cp=2, chunks=4),
+    *_bridge(
+        "405B", "GB300", 256, 1536, 1, {"26.02": 988, "26.04": 1036, "26.04.01": 1024, "26.06": 1048},
+        tp=4, pp=8, chunks=4,
+    ),
+    *_bridge(
+        "405B", "GB300", 256, 1536, 1, {"26.02": 931, "26.02.01": 949, "26.04": 968, "26.04.01": 960, "26.06": 952},
+        tp=2, pp=8, cp=2, chunks=4, scales="MXFP8",
+    ),
+)  # fmt: skip
 
 
 def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Row:
