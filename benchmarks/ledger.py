@@ -69,6 +69,7 @@ def step_of(row: Row) -> tuple:
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
             "block": model.length, "float8": row.float8,
             "delayed_scales": row.delayed_scales, "half_gradients": row.half_gradients,
+            "half_weights": row.half_weights,
             "one_hot_labels": row.fused_loss or row.table in MAXTEXT_TABLES,
         }  # fmt: skip
     else:

@@ -43,7 +43,8 @@ Sources, by table:
         recomputed, scales of float8 are those of the step before, gradients are summed within products
         (gradient_accumulation_fusion) and reduced in 16 bits (grad_reduce_in_fp32=False), the loss is fused, and
         parameters are gathered in 8 bits under the forward pass (config_common.sh, conf/custom.yaml, pretrain.py).
-    tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText.
+    tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText. Weights are
+        of 32 bits, but of 16 in 70B on 32 v6e (weight_dtype).
     gpu-recipes: AI-Hypercomputer/gpu-recipes, training/a4, runs of MaxText.
 
 `SOURCES` has these in short. `LEFT_OUT` names published rows that are not here, with the reason.
@@ -83,6 +84,10 @@ LEFT_OUT = {
     "megatron-bridge: fine-tuning of Llama 3 70B": "its sequences are packed, and their lengths are not published.",
     "primus: Qwen3 235B-A22B on 32 MI355X, stages of eight schedules, and Llama 2 7B on 8 MI300X, of six": "neither "
     "batches nor micro-batches are published (AMD-AGI/Primus@fd1eeabbad, docs_deprecated/tech_blogs/primus_pipeline).",
+    "tpu-recipes: Llama 3.1 70B with 131,072 positions on 256 chips of TPU7x (2 rows)": "its split attention gathers "
+    "keys and values, here they go round a ring; its layers keep all but two products, which no policy here does.",
+    "tpu-recipes: Mixtral, DeepSeek-V3, Qwen3, GPT-OSS and Llama 4": "mixtures of experts that the zoo has no case of, "
+    "or whose loads of experts are not published.",
     "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
     "to all positions in each layer.",
 }
@@ -116,10 +121,11 @@ class Row:
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of float8
     come from earlier steps, `block_scales` are those of blocks, and are predicted as those of whole operands.
-    `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32 bits. `fused_loss`: the
-    loss keeps no 32 bits of each logit. `dropout`: the rate. `gather`: as of `recipes.combine`. `release`: of the run's
-    software. `fitted`: a constant was fitted to the row, or may have been; all others are held out. `note`: how the run
-    differs from the prediction, and the values that are not published.
+    `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32 bits. `half_weights`:
+    parameters and the optimizer's state are of `dtype`, too. `fused_loss`: the loss keeps no 32 bits of each logit.
+    `dropout`: the rate. `gather`: as of `recipes.combine`. `release`: of the run's software. `fitted`: a constant was
+    fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and
+    the values that are not published.
     """
 
     table: str
@@ -143,6 +149,7 @@ class Row:
     delayed_scales: bool = False
     block_scales: bool = False
     half_gradients: bool = False
+    half_weights: bool = False
     fused_loss: bool = False
     dropout: float = 0.0
     flash: bool = True
@@ -231,9 +238,16 @@ def _racks(name: str) -> Callable[[int], autopar.Cluster]:
 
 
 def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Cluster]:
-    return lambda chips: autopar.Cluster.preset(name, topology=topologies[chips])
+    """By the number of devices, of one slice each, or of several as "2 of 16x16"."""
+
+    def of(chips: int) -> autopar.Cluster:
+        slices, _, topology = topologies[chips].rpartition(" of ")
+        return autopar.Cluster.preset(name, topology=topology, hosts=int(slices or 1))
+
+    return of
 
 
+_V6E_SLICES = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "2 of 16x16"}
 # Hardware of rows -> the cluster of so many devices, and the kind whose constants it uses.
 CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "V100": (_gpus("p3.16xlarge"), "V100"),
@@ -244,7 +258,7 @@ CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "H200": (_gpus("dgx-h200"), "H100"),
     "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
     "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
-    "TPU v6e": (_tpus("tpu-v6e", {8: "2x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}), "TPU v6e"),
+    "TPU v6e": (_tpus("tpu-v6e", _V6E_SLICES), "TPU v6e"),
     "TPU7x": (_tpus("tpu7x", {128: "4x4x4", 512: "4x8x8"}), "TPU7x"),
     "B200": (_gpus("dgx-b200"), "B200"),
     "GB200": (_racks("gb200-nvl72"), "B200"),
@@ -549,42 +563,60 @@ MLPERF = (
 )
 
 
-# Two of the five rows of v6e, one of each model, to which its constant is fitted.
+# Two of the rows of v6e, one of each size, to which its constant is fitted.
 V6E_FITTED = (("8B", 8), ("70B", 32))
+_LLAMA2_70B = dataclasses.replace(_llama("70B", 4096), vocabulary=32_000)
+_MISTRAL_7B = dataclasses.replace(_llama("8B", 8192), vocabulary=32_000)
+_QKV_IN_HOST = (
+    "the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay on the "
+    "device and the others are recomputed"
+)
 
 
-def _trillium(size: str, chips: int, of_chip: int, seconds: float) -> Row:
+def _trillium(size: str, chips: int, of_chip: int, seconds: float, model: Model | None = None, **how) -> Row:
+    defaults = {"note": _QKV_IN_HOST, "fitted": (size, chips) in V6E_FITTED}
     return Row(
-        table="tpu-recipes", name=f"{size} on {chips} v6e", model=_llama(size, 8192), hardware="TPU v6e", gpus=chips,
-        batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
-        fitted=(size, chips) in V6E_FITTED,
-        note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay "
-        "on the device and the others are recomputed",
+        table="tpu-recipes", name=f"{size} on {chips} v6e", model=model or _llama(size, 8192), hardware="TPU v6e",
+        gpus=chips, batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
+        **defaults | how,
     )  # fmt: skip
 
 
-def _ironwood(chips: int, float8: bool, seconds: float) -> Row:
-    """Batches are of chips, each of which is two devices."""
+def _ironwood(size: str, chips: int, of_device: int, float8: bool, seconds: float, note: str) -> Row:
+    """Each chip is two devices."""
     return Row(
-        table="tpu-recipes", name=f"70B on {chips} chips of TPU7x{' float8' if float8 else ''}",
-        model=_llama("70B", 8192), hardware="TPU7x", gpus=2 * chips, batch=4 * chips, micro_batch=2, zero=3,
-        recompute="input", float8=float8, step_time_s=seconds,
-        note="the run keeps queries, keys and values, here they are recomputed; the shape of the slice is not "
-        f"published: {'4x4x4' if chips == 64 else '4x8x8'}",
+        table="tpu-recipes", name=f"{size} on {chips} chips of TPU7x{' float8' if float8 else ''}",
+        model=_llama(size, 8192), hardware="TPU7x", gpus=2 * chips, batch=of_device * 2 * chips,
+        micro_batch=of_device, zero=3, recompute="input", float8=float8, step_time_s=seconds, note=note,
     )  # fmt: skip
 
 
+_KEEPS_QKV = "the run keeps queries, keys, values and what attention makes of them, here they are recomputed"
+_IN_HOST_405B = "the run keeps the inputs of layers in the host's memory{}, here the inputs stay on the device"
 TPU_RECIPES = (
     _trillium("8B", 8, 3, 3.443),
+    _trillium("8B", 16, 3, 3.393),
+    _trillium("8B", 32, 3, 3.495),
     _trillium("8B", 64, 5, 5.652),
+    _trillium("8B", 128, 4, 4.602),
     _trillium("8B", 256, 4, 4.546),
-    _trillium("70B", 32, 2, 17.790),
+    _trillium("70B", 32, 2, 17.790, half_weights=True),
+    _trillium("70B", 64, 2, 18.688),
     _trillium("70B", 128, 4, 34.786),
-    _ironwood(64, False, 12.20),
-    _ironwood(64, True, 7.93),
-    _ironwood(256, False, 12.27),
-    _ironwood(256, True, 7.95),
-)
+    _trillium("70B", 256, 5, 42.656),
+    _trillium("Llama 2 70B", 256, 3, 9.052, _LLAMA2_70B),
+    _trillium("Mistral 7B", 8, 6, 6.320, _MISTRAL_7B),
+    _trillium("405B", 512, 1, 54.803, note=_IN_HOST_405B.format("")),
+    _ironwood("70B", 64, 2, False, 12.20, _KEEPS_QKV),
+    _ironwood("70B", 64, 2, True, 7.93, _KEEPS_QKV),
+    _ironwood("70B", 256, 2, False, 12.27, _KEEPS_QKV),
+    _ironwood("70B", 256, 2, True, 7.95, _KEEPS_QKV),
+    _ironwood(
+        "405B", 256, 3, False, 98.34,
+        _IN_HOST_405B.format(" and keys, values and the last products of layers on the device"),
+    ),
+    _ironwood("405B", 256, 3, True, 64.37, _IN_HOST_405B.format("")),
+)  # fmt: skip
 GPU_RECIPES = (
     Row(
         table="gpu-recipes", name="70B on 256 B200 float8", model=_llama("70B", 8192), hardware="B200", gpus=256,
