@@ -80,12 +80,15 @@ LEFT_OUT = {
     "megatron-bridge: GPT-OSS 120B": "the zoo has no case with its windows, its sinks of attention and four experts of "
     "a token; one row has a regression that its source notes.",
     "megatron-bridge: Nemotron 3": "the zoo has no mixture of experts with state-space layers.",
+    "megatron-bridge 26.02.01: Llama 3 70B in MXFP8 on 64 GB300": "its table has micro-batches of two and no chunks, "
+    "the recipe of that release (tag v0.3.1) of one and five; by the table it needs 263 GB of 251.",
     "megatron-bridge: Llama 3 in NVFP4 (18 rows)": "the zoo's Llama has no products of four bits.",
     "megatron-bridge: fine-tuning of Llama 3 70B": "its sequences are packed, and their lengths are not published.",
     "primus: Qwen3 235B-A22B on 32 MI355X, stages of eight schedules, and Llama 2 7B on 8 MI300X, of six": "neither "
     "batches nor micro-batches are published (AMD-AGI/Primus@fd1eeabbad, docs_deprecated/tech_blogs/primus_pipeline).",
     "tpu-recipes: Llama 3.1 70B with 131,072 positions on 256 chips of TPU7x (2 rows)": "its split attention gathers "
     "keys and values, here they go round a ring; its layers keep all but two products, which no policy here does.",
+    "tpu-recipes: Llama 2 70B on 256 v6e": "its log has two sequences a chip, its configuration three.",
     "tpu-recipes: Mixtral, DeepSeek-V3, Qwen3, GPT-OSS and Llama 4": "mixtures of experts that the zoo has no case of, "
     "or whose loads of experts are not published.",
     "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
@@ -515,7 +518,6 @@ MEGATRON_BRIDGE = (
     *_bridge(
         "70B", "GB300", 64, 256, 1, {"26.02": 4596, "26.04": 4742, "26.04.01": 4864}, pp=4, chunks=5, scales="MXFP8"
     ),
-    *_bridge("70B", "GB300", 64, 256, 2, {"26.02.01": 4798}, pp=4, scales="MXFP8"),
     *_bridge("405B", "H100", 1024, 512, 1, {"25.09": 302, "25.11": 292}, tp=8, pp=8, cp=2, chunks=8),
     *_bridge("405B", "H100", 1024, 1536, 1, {"26.02": 311, "26.04.01": 328, "26.06": 326}, tp=8, pp=8, cp=2, chunks=8),
     *_bridge("405B", "B200", 128, 64, 1, {"25.09": 664, "25.11": 661}, tp=4, pp=8, cp=2, chunks=8),
@@ -565,7 +567,6 @@ MLPERF = (
 
 # Two of the rows of v6e, one of each size, to which its constant is fitted.
 V6E_FITTED = (("8B", 8), ("70B", 32))
-_LLAMA2_70B = dataclasses.replace(_llama("70B", 4096), vocabulary=32_000)
 _MISTRAL_7B = dataclasses.replace(_llama("8B", 8192), vocabulary=32_000)
 _QKV_IN_HOST = (
     "the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay on the "
@@ -604,7 +605,6 @@ TPU_RECIPES = (
     _trillium("70B", 64, 2, 18.688),
     _trillium("70B", 128, 4, 34.786),
     _trillium("70B", 256, 5, 42.656),
-    _trillium("Llama 2 70B", 256, 3, 9.052, _LLAMA2_70B),
     _trillium("Mistral 7B", 8, 6, 6.320, _MISTRAL_7B),
     _trillium("405B", 512, 1, 54.803, note=_IN_HOST_405B.format("")),
     _ironwood("70B", 64, 2, False, 12.20, _KEEPS_QKV),
