@@ -281,12 +281,12 @@ Kernels of attention: the calls of cuDNN's or of jax's flash attention; where at
 XLA's TPU compiler makes a kernel of its own of a softmax and the product behind it, which is not counted: scores are
 written all the same, for the backward pass. XLA's analyses count no arithmetic of kernels of attention.
 
-What stays off, on TPU. XLA keeps what it can in vector memory (112 MiB for values on v5e, 96 on v6e, 48 on v5p), by
-times and free space. The program of one plan of the one-layer GPT takes 102 MB on v5e, 159 on v6e and 196 on v5p, and
-that of the mixture 222, 256 and 295: the difference is what lies there. The prediction keeps a value there while the
-next kernels read it, and none that takes more than half of it. Five of the six are within 0.91 to 1.10; on v5e, where
-three gradients or logits of 34 MB fit at once, the GPT is at 1.45. What is lost so is at most the vector memory, which
-is little beside the memory of a device.
+Vector memory. XLA's TPU compiler keeps what it can there (112 MiB for values on v5e, 96 on v6e, 48 on v5p), by times
+and free space. The program of one plan of the one-layer GPT takes 102 MB on v5e, 159 on v6e and 196 on v5p, and that of
+the mixture 222, 256 and 295: the difference is what lies there. Of its logits and their gradients, 34 MB each, v5e
+holds three and 17 MB beside them, v6e three and nothing else, v5p one. The prediction places values at addresses, those
+first that take the least for the shortest, and leaves out what waits for long. What it is off by is at most the vector
+memory, which is little beside the memory of a device.
 
 Numbers of rows of attention (their largest score and their sum) wait for the backward pass as the TPU's kernel writes
 them, once for each of 128 lanes, 8 MB for each of the two in the one-layer models: XLA takes one of each where they are

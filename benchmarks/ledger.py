@@ -18,6 +18,7 @@ planned with `attention="blockwise"`, or with `--as-written` as it is written; t
 import argparse
 import dataclasses
 import datetime
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ def step_of(row: Row) -> tuple:
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
             "block": model.length, "float8": row.float8,
             "delayed_scales": row.delayed_scales, "half_gradients": row.half_gradients,
+            "half_weights": row.half_weights,
             "one_hot_labels": row.fused_loss or row.table in MAXTEXT_TABLES,
         }  # fmt: skip
     else:
@@ -207,9 +209,22 @@ def predicted(row: Row, *, short: bool, constants: dict[str, float] | None = Non
     )
 
 
+def as_run(row: Row) -> Row:
+    """What the prediction of a row comes from: the same for the runs under several releases."""
+    return dataclasses.replace(
+        row, name="", release="", block_scales=False, step_time_s=0.0, memory_gib=None, fitted=False, note=""
+    )
+
+
+@functools.cache
+def _timed(run: Row, short: bool) -> tuple[Prediction, float]:
+    """(the prediction, its processor time). Raises: AutoparError."""
+    started_s = time.process_time()
+    return predicted(run, short=short), time.process_time() - started_s
+
+
 def entry_of(row: Row, *, short: bool) -> Entry:
     """A row as it is predicted now, or the beginning of the error that refuses it."""
-    started_s = time.process_time()
     found = Entry(
         device=CLUSTERS[row.hardware][0](row.gpus).device.name,
         attention=options_of(row).get("attention", "as written"),
@@ -217,30 +232,36 @@ def entry_of(row: Row, *, short: bool) -> Entry:
         made_on=datetime.date.today().isoformat(),
     )
     try:
-        made = predicted(row, short=short)
+        made, planned_s = _timed(as_run(row), short)
     except AutoparError as error:
         return dataclasses.replace(found, why=_in_short(error))
     return dataclasses.replace(
         found,
         step_time_s=made.step_time_s,
         peak_bytes=made.peak_bytes,
-        planned_s=time.process_time() - started_s,
+        planned_s=planned_s,
         is_short=made.is_short,
     )
+
+
+@functools.cache
+def _free(run: Row) -> tuple[autopar.Plan, float]:
+    """(the plan of the free search, its processor time). Raises: AutoparError where it finds none."""
+    started_s = time.process_time()
+    step, *arguments = step_of(run)
+    search = autopar.Search(**options_of(run))
+    found = autopar.plan(step, *arguments, cluster=cluster_of(run), cache_dir=None, search=search)
+    return found, time.process_time() - started_s
 
 
 def searched(row: Row, entry: Entry) -> ledger_page.Search:
     """The free search beside the row's own prediction. Raises: AutoparError where it finds no plan."""
     assert entry.step_time_s is not None, "a row with a prediction"
-    started_s = time.process_time()
-    step, *arguments = step_of(row)
-    found = autopar.plan(
-        step, *arguments, cluster=cluster_of(row), cache_dir=None, search=autopar.Search(**options_of(row))
-    )
+    found, planned_s = _free(as_run(row))
     return ledger_page.Search(
         published_plan_s=entry.step_time_s,
         step_time_s=found.predicted.step_time_s,
-        planned_s=time.process_time() - started_s,
+        planned_s=planned_s,
         plan=str(found).split(".\n")[0].split(": ", 1)[1].replace("\n", " "),
         search_version=SEARCH_VERSION,
         made_on=datetime.date.today().isoformat(),

@@ -31,24 +31,27 @@ Sources, by table:
         of whole attention, as it counts them, over the rate. What layers hand on lies split over the axis of tensor
         parallelism (activation_embed in MaxText/configs/base.yml), by width; here it is split by positions, which takes
         as much memory and sends as many bytes.
-    megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md, by release; products of tensor
-        parallelism send in place, parameters are gathered ahead, no layer is recomputed, gradients are summed and
-        reduced in 16 bits (grad_reduce_in_fp32=False), as its recipes of those releases (scripts/performance) have it,
-        and the loss is Transformer Engine's (cross_entropy_fusion_impl). Scales of float8 are those of the present
-        operands ("FP8-CS").
+    megatron-bridge: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md: all of its runs that train
+        Llama 3 in 8 bits from the start, by release; the rate is in tokens a second of one card. Products of tensor
+        parallelism send in place, parameters are gathered ahead, gradients are summed and reduced in 16 bits
+        (grad_reduce_in_fp32=False), as its recipes of those releases (scripts/performance, tags v0.1.0rc4 to v0.5.0)
+        have it, and the loss is Transformer Engine's (cross_entropy_fusion_impl). No layer is recomputed, but for five
+        of 32 of the 8B on H100 from release 25.11 on (recompute_num_layers). Scales of float8 are those of the present
+        operands ("FP8-CS") or of blocks ("MXFP8").
     mlperf v5.0: mlcommons/training_results_v5.0, configurations and the medians of logged step times of Llama 3.1 405B.
         Of 128 places for layers in 64 chunks the first and the last are the embedding's and the loss's. No layer is
         recomputed, scales of float8 are those of the step before, gradients are summed within products
         (gradient_accumulation_fusion) and reduced in 16 bits (grad_reduce_in_fp32=False), the loss is fused, and
         parameters are gathered in 8 bits under the forward pass (config_common.sh, conf/custom.yaml, pretrain.py).
-    tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText.
+    tpu-recipes: AI-Hypercomputer/tpu-recipes, training/trillium and training/ironwood, runs of MaxText. Weights are
+        of 32 bits, but of 16 in 70B on 32 v6e (weight_dtype).
     gpu-recipes: AI-Hypercomputer/gpu-recipes, training/a4, runs of MaxText.
 
 `SOURCES` has these in short. `LEFT_OUT` names published rows that are not here, with the reason.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import autopar
 from autopar.hardware import presets
@@ -71,15 +74,23 @@ SOURCES = {
 MAXTEXT_TABLES = ("maxtext", "tpu-recipes", "gpu-recipes")
 # Published rows that are not in a table -> the reason.
 LEFT_OUT = {
-    "megatron-bridge 26.06: DeepSeek-V3 (2 rows)": "the zoo has no case with its multi-head latent attention.",
-    "megatron-bridge 26.06: Qwen3 30B-A3B and 235B-A22B (5 rows)": "the zoo's case is Tunix's, which computes all "
-    "experts for every token but on TPUs; the runs compute eight of 128.",
-    "megatron-bridge 26.06: GPT-OSS 120B (2 rows)": "the zoo has no case with its windows, its sinks of attention and "
-    "four experts of a token; one row has a regression that its source notes.",
-    "megatron-bridge 26.06: Nemotron 3 Nano and Super (7 rows)": "the zoo has no mixture of experts with state-space "
-    "layers.",
+    "megatron-bridge: DeepSeek-V3 and V4 Flash, Kimi K2": "the zoo has no case with their latent attention.",
+    "megatron-bridge: Qwen3 30B-A3B and 235B-A22B": "the zoo's case is Tunix's, which computes all experts for every "
+    "token but on TPUs; the runs compute eight of 128.",
+    "megatron-bridge: GPT-OSS 120B": "the zoo has no case with its windows, its sinks of attention and four experts of "
+    "a token; one row has a regression that its source notes.",
+    "megatron-bridge: Nemotron 3": "the zoo has no mixture of experts with state-space layers.",
+    "megatron-bridge 26.02.01: Llama 3 70B in MXFP8 on 64 GB300": "its table has micro-batches of two and no chunks, "
+    "the recipe of that release (tag v0.3.1) of one and five; by the table it needs 263 GB of 251.",
+    "megatron-bridge: Llama 3 in NVFP4 (18 rows)": "the zoo's Llama has no products of four bits.",
+    "megatron-bridge: fine-tuning of Llama 3 70B": "its sequences are packed, and their lengths are not published.",
     "primus: Qwen3 235B-A22B on 32 MI355X, stages of eight schedules, and Llama 2 7B on 8 MI300X, of six": "neither "
     "batches nor micro-batches are published (AMD-AGI/Primus@fd1eeabbad, docs_deprecated/tech_blogs/primus_pipeline).",
+    "tpu-recipes: Llama 3.1 70B with 131,072 positions on 256 chips of TPU7x (2 rows)": "its split attention gathers "
+    "keys and values, here they go round a ring; its layers keep all but two products, which no policy here does.",
+    "tpu-recipes: Llama 2 70B on 256 v6e": "its log has two sequences a chip, its configuration three.",
+    "tpu-recipes: Mixtral, DeepSeek-V3, Qwen3, GPT-OSS and Llama 4": "mixtures of experts that the zoo has no case of, "
+    "or whose loads of experts are not published.",
     "tpu-recipes: Gemma 3 12B on 256 v6e": "five of six of its layers attend to a window, and the zoo's Llama attends "
     "to all positions in each layer.",
 }
@@ -106,20 +117,23 @@ class Model:
 class Row:
     """A row of a table. `batch` in sequences of all copies; `memory_gib` of the fullest device, where published.
 
-    `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every 2" (all of every second layer), or
+    `recompute`: "nothing", "input" (all), "matmuls" (all but products), "input every n" (all of every nth layer), or
     "attention" (scores). `flash`: attention that keeps no scores. `compiled`: whether a compiler fused elementwise
     operations, as XLA does; eager rows are shown, and no constant is fitted to them. `waits_for_tensor`: collectives of
     tensor parallelism hold up computing; `waits_for_all`: all collectives do. `pieces`: where products of tensor
     parallelism send piece by piece while they run, how: by copies between devices, which no kernel and no channel of
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of float8
-    come from earlier steps. `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32
-    bits. `fused_loss`: the loss keeps no 32 bits of each logit. `dropout`: the rate. `gather`: as of `recipes.combine`.
-    `fitted`: a constant was fitted to the row, or may have been; all others are held out. `note`: how the run differs
-    from the prediction, and the values that are not published.
+    come from earlier steps, `block_scales` are those of blocks, and are predicted as those of whole operands.
+    `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32 bits. `half_weights`:
+    parameters and the optimizer's state are of `dtype`, too. `fused_loss`: the loss keeps no 32 bits of each logit.
+    `dropout`: the rate. `gather`: as of `recipes.combine`. `release`: of the run's software. `fitted`: a constant was
+    fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and
+    the values that are not published.
     """
 
     table: str
     name: str
+    release: str = ""
     model: Model
     hardware: str
     gpus: int
@@ -136,7 +150,9 @@ class Row:
     dtype: str = "bfloat16"
     float8: bool = False
     delayed_scales: bool = False
+    block_scales: bool = False
     half_gradients: bool = False
+    half_weights: bool = False
     fused_loss: bool = False
     dropout: float = 0.0
     flash: bool = True
@@ -225,9 +241,16 @@ def _racks(name: str) -> Callable[[int], autopar.Cluster]:
 
 
 def _tpus(name: str, topologies: dict[int, str]) -> Callable[[int], autopar.Cluster]:
-    return lambda chips: autopar.Cluster.preset(name, topology=topologies[chips])
+    """By the number of devices, of one slice each, or of several as "2 of 16x16"."""
+
+    def of(chips: int) -> autopar.Cluster:
+        slices, _, topology = topologies[chips].rpartition(" of ")
+        return autopar.Cluster.preset(name, topology=topology, hosts=int(slices or 1))
+
+    return of
 
 
+_V6E_SLICES = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "2 of 16x16"}
 # Hardware of rows -> the cluster of so many devices, and the kind whose constants it uses.
 CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "V100": (_gpus("p3.16xlarge"), "V100"),
@@ -238,7 +261,7 @@ CLUSTERS: dict[str, tuple[Callable[[int], autopar.Cluster], str]] = {
     "H200": (_gpus("dgx-h200"), "H100"),
     "TPU v5p": (_tpus("tpu-v5p", {64: "4x4x4", 128: "4x4x8"}), "TPU"),
     "TPU v5e": (_tpus("tpu-v5e", {256: "16x16"}), "TPU"),
-    "TPU v6e": (_tpus("tpu-v6e", {8: "2x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}), "TPU v6e"),
+    "TPU v6e": (_tpus("tpu-v6e", _V6E_SLICES), "TPU v6e"),
     "TPU7x": (_tpus("tpu7x", {128: "4x4x4", 512: "4x8x8"}), "TPU7x"),
     "B200": (_gpus("dgx-b200"), "B200"),
     "GB200": (_racks("gb200-nvl72"), "B200"),
@@ -434,44 +457,92 @@ def _rack_note(hardware: str) -> str:
 
 
 def _bridge(
-    release: str, size: str, hardware: str, gpus: int, batch: int, micro_batch: int, seconds: float, *,
-    precision: str = "FP8", note: str = "", **how,
-) -> Row:  # fmt: skip
+    size: str, hardware: str, gpus: int, batch: int, micro_batch: int, tokens_per_s: dict[str, float], *,
+    scales: str = "FP8", fitted: Collection[str] = (), notes: dict[str, str] | None = None, **how,
+) -> tuple[Row, ...]:  # fmt: skip
+    """The same run under several releases, with the tokens that one device read a second under each. `notes`: by
+    release, where a run has one.
+    """
     parts = "".join(f" {what}{how[what]}" for what in ("tp", "pp", "cp") if what in how)
-    is_sharded = how.get("zero") == 3
-    return Row(
-        table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {precision}",
-        model=_llama(size, 8192), hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
-        sequence_parallel="tp" in how, pieces="in place" if "tp" in how else "",
-        gather="after" if is_sharded else "ahead", half_gradients=True, fused_loss=True,
-        step_time_s=seconds, note="; ".join(filter(None, (note, _rack_note(hardware)))),
-        **{"zero": 1} | how,
+    model, is_sharded = _llama(size, 8192), how.get("zero") == 3
+    defaults = {
+        "zero": 1, "gather": "after" if is_sharded else "ahead", "sequence_parallel": "tp" in how,
+        "pieces": "in place" if "tp" in how else "",
+    }  # fmt: skip
+    return tuple(
+        Row(
+            table="megatron-bridge", name=f"{release} {size} on {gpus} {hardware}{parts} {scales}", release=release,
+            model=model, hardware=hardware, gpus=gpus, batch=batch, micro_batch=micro_batch, float8=True,
+            block_scales=scales == "MXFP8", half_gradients=True, fused_loss=True,
+            step_time_s=batch * model.length / (rate * gpus), fitted=release in fitted,
+            note="; ".join(filter(None, ((notes or {}).get(release), _SCALES[scales], _rack_note(hardware)))),
+            **defaults | how,
+        )
+        for release, rate in tokens_per_s.items()
     )  # fmt: skip
 
 
-_IN_HOST = "the run keeps activations of {} layers in the host's memory, here all stay on the device"
-_FASTER_LATER = (
-    "the same ran faster under later releases (by 11 % under 26.02, by 16 % under 26.04.01), and on GB200 did not"
-)
-_BLOCK_SCALED = "scales of blocks, here of whole operands"
+# MXFP8's are those of blocks of 32 numbers.
+_SCALES = {"FP8": "", "MXFP8": "scales of blocks, here of whole operands"}
+
+
+def _in_host(releases: Collection[str], layers: int) -> dict[str, str]:
+    text = f"the run keeps activations of {layers} layers in the host's memory, here all stay on the device"
+    return dict.fromkeys(releases, text)
+
+
+_GB200_70B = {"25.11": 4312, "26.02": 4040, "26.02.01": 4357, "26.04": 4143, "26.04.01": 4224}
+_GB300_70B = {"25.11": 4520, "26.02": 5003, "26.02.01": 5243, "26.04": 5243, "26.04.01": 5248}
 MEGATRON_BRIDGE = (
-    _bridge("25.09", "8B", "H100", 8, 128, 1, 9.310, zero=3),
-    _bridge("25.11", "8B", "H100", 8, 128, 1, 9.070, zero=3),
-    _bridge("25.11", "8B", "B200", 8, 128, 2, 4.280, fitted=True),
-    _bridge("25.11", "8B", "GB200", 8, 128, 2, 4.160, fitted=True),
-    _bridge("25.11", "8B", "GB300", 8, 128, 2, 3.490, fitted=True),
-    _bridge("25.09", "70B", "H100", 64, 128, 1, 10.120, tp=4, pp=8, chunks=5),
-    _bridge("25.11", "70B", "H100", 64, 128, 1, 10.227, tp=4, pp=8, chunks=5),
-    _bridge("25.11", "70B", "GB200", 64, 256, 2, 7.599, zero=3, note=_IN_HOST.format(40)),
-    _bridge("25.11", "70B", "GB300", 64, 256, 2, 7.250, zero=3, note=f"{_IN_HOST.format(20)}; {_FASTER_LATER}"),
-    _bridge("25.11", "405B", "GB300", 256, 1536, 1, 49.201, tp=2, pp=8, cp=2, chunks=4),
-    _bridge("26.04.01", "70B", "GB300", 64, 256, 2, 6.244, zero=3, note=_IN_HOST.format(20), fitted=True),
-    _bridge("26.06", "405B", "GB300", 256, 1536, 1, 46.901, tp=4, pp=8, chunks=4),
-    _bridge("26.06", "405B", "GB200", 256, 1536, 1, 58.306, tp=4, pp=16, chunks=4),
-    _bridge(
-        "26.06", "405B", "GB200", 256, 1536, 1, 62.774, tp=4, pp=16, chunks=8, precision="MXFP8", note=_BLOCK_SCALED
+    *_bridge("8B", "H100", 8, 128, 1, {"25.09": 14_079}, zero=3),
+    *_bridge("8B", "H100", 8, 128, 1, {"25.11": 14_451}, zero=3, recompute="input every 6"),
+    *_bridge("8B", "B200", 8, 128, 2, {"25.09": 29_994, "25.11": 30_624}, fitted=("25.11",)),
+    *_bridge("8B", "B200", 8, 128, 2, {"25.09": 29_388, "25.11": 29_521}, scales="MXFP8"),
+    *_bridge("8B", "GB200", 8, 128, 2, {"25.09": 31_357, "25.11": 31_508}, fitted=("25.11",)),
+    *_bridge("8B", "GB200", 8, 128, 2, {"25.09": 29_925, "25.11": 29_789}, scales="MXFP8"),
+    *_bridge("8B", "GB300", 8, 128, 2, {"25.11": 37_556}, fitted=("25.11",)),
+    *_bridge("8B", "GB300", 8, 128, 2, {"25.11": 36_108}, scales="MXFP8"),
+    *_bridge("70B", "H100", 64, 128, 1, {"25.09": 1619, "25.11": 1602}, tp=4, pp=8, chunks=5),
+    *_bridge(
+        "70B", "H100", 64, 256, 1, {"26.02": 1621, "26.02.01": 1639, "26.04": 1633, "26.04.01": 1664},
+        tp=4, pp=8, chunks=5,
     ),
-)
+    *_bridge("70B", "GB200", 64, 128, 2, {"25.09": 3986}, zero=3, notes=_in_host(("25.09",), 40)),
+    *_bridge("70B", "GB200", 64, 256, 2, _GB200_70B, zero=3, notes=_in_host(_GB200_70B, 40)),
+    *_bridge("70B", "GB200", 64, 128, 1, {"25.09": 3546}, tp=2, pp=4, chunks=5, scales="MXFP8"),
+    *_bridge(
+        "70B", "GB200", 64, 256, 1, {"26.02": 3613, "26.02.01": 3837, "26.04": 3828, "26.04.01": 3712},
+        tp=2, pp=4, chunks=5, scales="MXFP8",
+    ),
+    *_bridge("70B", "GB300", 64, 256, 2, _GB300_70B, zero=3, fitted=("26.04.01",), notes=_in_host(_GB300_70B, 20)),
+    *_bridge(
+        "70B", "GB300", 64, 256, 1, {"26.02": 4596, "26.04": 4742, "26.04.01": 4864}, pp=4, chunks=5, scales="MXFP8"
+    ),
+    *_bridge("405B", "H100", 1024, 512, 1, {"25.09": 302, "25.11": 292}, tp=8, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "H100", 1024, 1536, 1, {"26.02": 311, "26.04.01": 328, "26.06": 326}, tp=8, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "B200", 128, 64, 1, {"25.09": 664, "25.11": 661}, tp=4, pp=8, cp=2, chunks=8),
+    *_bridge("405B", "B200", 128, 64, 1, {"25.09": 622, "25.11": 624}, tp=4, pp=8, cp=2, chunks=8, scales="MXFP8"),
+    *_bridge("405B", "GB200", 128, 64, 1, {"25.09": 729}, tp=2, zero=3, notes=_in_host(("25.09",), 95)),
+    *_bridge("405B", "GB200", 128, 64, 1, {"25.09": 578}, tp=4, pp=8, cp=2, chunks=8, scales="MXFP8"),
+    *_bridge(
+        "405B", "GB200", 256, 1536, 1,
+        {"25.11": 813, "26.02": 793, "26.02.01": 818, "26.04": 842, "26.04.01": 864, "26.06": 843},
+        tp=4, pp=16, chunks=4,
+    ),
+    *_bridge(
+        "405B", "GB200", 256, 1536, 1, {"26.02": 786, "26.02.01": 775, "26.04": 793, "26.04.01": 800, "26.06": 783},
+        tp=4, pp=16, chunks=8, scales="MXFP8",
+    ),
+    *_bridge("405B", "GB300", 256, 1536, 1, {"25.11": 999, "26.02.01": 1024}, tp=2, pp=8, cp=2, chunks=4),
+    *_bridge(
+        "405B", "GB300", 256, 1536, 1, {"26.02": 988, "26.04": 1036, "26.04.01": 1024, "26.06": 1048},
+        tp=4, pp=8, chunks=4,
+    ),
+    *_bridge(
+        "405B", "GB300", 256, 1536, 1, {"26.02": 931, "26.02.01": 949, "26.04": 968, "26.04.01": 960, "26.06": 952},
+        tp=2, pp=8, cp=2, chunks=4, scales="MXFP8",
+    ),
+)  # fmt: skip
 
 
 def _mlperf(hardware: str, gpus: int, batch: int, seconds: float, tp: int) -> Row:
@@ -494,42 +565,58 @@ MLPERF = (
 )
 
 
-# Two of the five rows of v6e, one of each model, to which its constant is fitted.
+# Two of the rows of v6e, one of each size, to which its constant is fitted.
 V6E_FITTED = (("8B", 8), ("70B", 32))
+_MISTRAL_7B = dataclasses.replace(_llama("8B", 8192), vocabulary=32_000)
+_QKV_IN_HOST = (
+    "the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay on the "
+    "device and the others are recomputed"
+)
 
 
-def _trillium(size: str, chips: int, of_chip: int, seconds: float) -> Row:
+def _trillium(size: str, chips: int, of_chip: int, seconds: float, model: Model | None = None, **how) -> Row:
+    defaults = {"note": _QKV_IN_HOST, "fitted": (size, chips) in V6E_FITTED}
     return Row(
-        table="tpu-recipes", name=f"{size} on {chips} v6e", model=_llama(size, 8192), hardware="TPU v6e", gpus=chips,
-        batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
-        fitted=(size, chips) in V6E_FITTED,
-        note="the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay "
-        "on the device and the others are recomputed",
+        table="tpu-recipes", name=f"{size} on {chips} v6e", model=model or _llama(size, 8192), hardware="TPU v6e",
+        gpus=chips, batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
+        **defaults | how,
     )  # fmt: skip
 
 
-def _ironwood(chips: int, float8: bool, seconds: float) -> Row:
-    """Batches are of chips, each of which is two devices."""
+def _ironwood(size: str, chips: int, of_device: int, float8: bool, seconds: float, note: str) -> Row:
+    """Each chip is two devices."""
     return Row(
-        table="tpu-recipes", name=f"70B on {chips} chips of TPU7x{' float8' if float8 else ''}",
-        model=_llama("70B", 8192), hardware="TPU7x", gpus=2 * chips, batch=4 * chips, micro_batch=2, zero=3,
-        recompute="input", float8=float8, step_time_s=seconds,
-        note="the run keeps queries, keys and values, here they are recomputed; the shape of the slice is not "
-        f"published: {'4x4x4' if chips == 64 else '4x8x8'}",
+        table="tpu-recipes", name=f"{size} on {chips} chips of TPU7x{' float8' if float8 else ''}",
+        model=_llama(size, 8192), hardware="TPU7x", gpus=2 * chips, batch=of_device * 2 * chips,
+        micro_batch=of_device, zero=3, recompute="input", float8=float8, step_time_s=seconds, note=note,
     )  # fmt: skip
 
 
+_KEEPS_QKV = "the run keeps queries, keys, values and what attention makes of them, here they are recomputed"
+_IN_HOST_405B = "the run keeps the inputs of layers in the host's memory{}, here the inputs stay on the device"
 TPU_RECIPES = (
     _trillium("8B", 8, 3, 3.443),
+    _trillium("8B", 16, 3, 3.393),
+    _trillium("8B", 32, 3, 3.495),
     _trillium("8B", 64, 5, 5.652),
+    _trillium("8B", 128, 4, 4.602),
     _trillium("8B", 256, 4, 4.546),
-    _trillium("70B", 32, 2, 17.790),
+    _trillium("70B", 32, 2, 17.790, half_weights=True),
+    _trillium("70B", 64, 2, 18.688),
     _trillium("70B", 128, 4, 34.786),
-    _ironwood(64, False, 12.20),
-    _ironwood(64, True, 7.93),
-    _ironwood(256, False, 12.27),
-    _ironwood(256, True, 7.95),
-)
+    _trillium("70B", 256, 5, 42.656),
+    _trillium("Mistral 7B", 8, 6, 6.320, _MISTRAL_7B),
+    _trillium("405B", 512, 1, 54.803, note=_IN_HOST_405B.format("")),
+    _ironwood("70B", 64, 2, False, 12.20, _KEEPS_QKV),
+    _ironwood("70B", 64, 2, True, 7.93, _KEEPS_QKV),
+    _ironwood("70B", 256, 2, False, 12.27, _KEEPS_QKV),
+    _ironwood("70B", 256, 2, True, 7.95, _KEEPS_QKV),
+    _ironwood(
+        "405B", 256, 3, False, 98.34,
+        _IN_HOST_405B.format(" and keys, values and the last products of layers on the device"),
+    ),
+    _ironwood("405B", 256, 3, True, 64.37, _IN_HOST_405B.format("")),
+)  # fmt: skip
 GPU_RECIPES = (
     Row(
         table="gpu-recipes", name="70B on 256 B200 float8", model=_llama("70B", 8192), hardware="B200", gpus=256,

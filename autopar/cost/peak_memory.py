@@ -10,8 +10,8 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 Beside XLA's CPU compiler it was within 10 % for 37 models, with jax 0.10 and 0.12. `benchmarks/compiled_elsewhere.py`
 holds sharded steps against XLA's GPU and TPU compilers.
 
-On TPU what a kernel makes or reads lies in vector memory as far as there is room, and the space that is lost between
-the buffers counts.
+On TPU what is read again soon lies in vector memory as far as there is room, and the space that is lost between the
+buffers counts.
 
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
 layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
@@ -505,34 +505,52 @@ def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere
 def _in_vector_memory(
     program: MemoryProgram, ranges: tuple[LiveRange, ...], compiler: Compiler
 ) -> dict[int, list[LiveRange]]:
-    """By position, the values that lie in vector memory: what the kernel there makes or reads, and what the next few
-    will read again, the largest first as far as there is room. What waits longer lies in the memory of the device, and
-    so does what takes more than half of the room (on v5p all that was seen of its kind).
+    """By position, the values that lie in vector memory.
+
+    A value lies there at one place for as long as it is alive, unless between two kernels that make or read it others
+    move more than `vector_memory_turns` times the bytes of that memory. Values that take the least of it, their bytes
+    times the kernels that run meanwhile, are placed first, each at the lowest address that is free all the time; those
+    for which none is free lie in the memory of the device.
     """
-    if not compiler.vector_memory_bytes:
+    room = compiler.vector_memory_bytes
+    if not room:
         return {}
     accesses: dict[int, list[int]] = {}
+    moved = [0]  # bytes, by the kernels before each position
     kernels, nbytes, like = _kernels(program, compiler)
     for position, (kernel, _) in enumerate(_in_order(program, kernels, nbytes, compiler)):
-        for v in (*kernel.inputs, *kernel.outputs):
+        values = (*kernel.inputs, *kernel.outputs)
+        for v in values:
             accesses.setdefault(like.get(v, v), []).append(position)
+        moved.append(moved[-1] + sum(nbytes[v] for v in values))
     lasting = {*program.arguments, *program.results}
-    near: dict[int, list[LiveRange]] = {}
+    waiting: list[tuple[int, LiveRange]] = []
     for r in ranges:
-        if r.value in lasting or _bytes(r, program.nbytes) > compiler.vector_memory_bytes / 2:
+        if r.value in lasting or not 0 < _bytes(r, program.nbytes) <= room:
             continue
         at = [r.start, *(p for p in accesses.get(r.value, ()) if r.start < p < r.stop)]
-        kept = {p for a, b in itertools.pairwise(at) if b - a <= compiler.vector_memory_kernels for p in range(a, b)}
-        for position in kept.union(at):
-            near.setdefault(position, []).append(r)
+        if all(moved[b] - moved[a + 1] <= compiler.vector_memory_turns * room for a, b in itertools.pairwise(at)):
+            waiting.append((_bytes(r, program.nbytes) * (r.stop - r.start), r))
     chosen: dict[int, list[LiveRange]] = {}
-    for position, there in near.items():
-        room = compiler.vector_memory_bytes
-        for r in sorted(there, key=lambda r: -_bytes(r, program.nbytes)):
-            if _bytes(r, program.nbytes) <= room:
-                room -= _bytes(r, program.nbytes)
+    taken: dict[int, list[tuple[int, int]]] = {}  # (address, bytes) by position
+    for _, r in sorted(waiting, key=lambda found: found[0]):
+        size = _bytes(r, program.nbytes)
+        beside = {place for position in range(r.start, r.stop) for place in taken.get(position, ())}
+        if (address := _free_address(beside, size, room)) is not None:
+            for position in range(r.start, r.stop):
+                taken.setdefault(position, []).append((address, size))
                 chosen.setdefault(position, []).append(r)
     return chosen
+
+
+def _free_address(taken: Iterable[tuple[int, int]], nbytes: int, room: int) -> int | None:
+    """The lowest address of so many bytes beside what is taken, (address, bytes)."""
+    address = 0
+    for start, taken_bytes in sorted(taken):
+        if start - address >= nbytes:
+            break
+        address = max(address, start + taken_bytes)
+    return address if address + nbytes <= room else None
 
 
 def allocated_bytes(stats: Any) -> int:

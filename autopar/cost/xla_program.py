@@ -115,9 +115,9 @@ class Compiler:
         loses_between: Puts buffers into memory as `peak_memory` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
-        vector_memory_kernels: How many kernels after the one that makes or reads a value the next one has to come that
-            reads it for the value to stay there. XLA looks at times; of 1 to 12 kernels, 2 come nearest to what small
-            steps take on v5e, v5p and v6e (`benchmarks.compiled_elsewhere`).
+        vector_memory_turns: How many times the bytes of that memory other kernels may move between two that make or
+            read a value which lies there. XLA weighs times; of 1 to 16 turns, 4 to 7 come nearest to what small steps
+            take on v5e, v5p and v6e (`benchmarks.compiled_elsewhere`).
     """
 
     breadth_first: bool
@@ -140,7 +140,7 @@ class Compiler:
     loses_between: bool
     tile: Tile | None = None
     vector_memory_bytes: int = 0
-    vector_memory_kernels: int = 0
+    vector_memory_turns: int = 0
 
 
 CPU = Compiler(
@@ -200,7 +200,7 @@ TPU = dataclasses.replace(
     reduces_late=True,
     loses_between=True,
     tile=Tile(rows=8, columns=128),
-    vector_memory_kernels=2,
+    vector_memory_turns=6,
 )
 
 

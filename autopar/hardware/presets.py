@@ -333,8 +333,8 @@ TPU_V4 = _TPU_HOST.of(_tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memor
 TPU_V5E = _TPU_HOST.of(_tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, vector_mib=112))
 TPU_V5P = _TPU_HOST.of(_tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, vector_mib=48))
 # What is left of libtpu's rates in a run (`benchmarks.calibrate`: Llama 8B on 8 and 70B on 32, AI-Hypercomputer's
-# tpu-recipes); three other runs of the same source come out at 0.94 to 1.01 of their times.
-_V6E_SUSTAINED = 0.89
+# tpu-recipes).
+_V6E_SUSTAINED = 0.86
 TPU_V6E = dataclasses.replace(
     _TPU_HOST.of(
         _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, matrix_unit=256, vector_mib=96)

@@ -88,6 +88,7 @@ def llama(
     delayed_scales: bool = False,
     one_hot_labels: bool = False,
     half_gradients: bool = False,
+    half_weights: bool = False,
     dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
     tolerance: float = 1e-5,
@@ -95,11 +96,12 @@ def llama(
     """`llama(layers=32, width=4096, heads=32, kv_heads=8, feed_forward=14_336, vocabulary=128_256)` is Llama 3 8B.
 
     `block` divides the length, or is as long; `core` replaces attention in such blocks. Parameters are float32 whatever
-    `dtype` is. With `scan` the layers are stacked and a scan runs over them, each recomputed in the backward pass, as
-    MaxText has it. `float8`: the products of all layers (not the last one, and not those of attention) have operands of
-    8 bits, with `delayed_scales` scaled by numbers that each layer holds. `one_hot_labels`: the loss
-    multiplies with labels as one of 0 and 1 for each word, as MaxText has it too. `half_gradients`: gradients, and
-    their sums over micro-batches, are of `dtype`, as of Megatron-LM without `--accumulate-allreduce-grads-in-fp32`.
+    `dtype` is; with `half_weights` they and the optimizer's state are of `dtype`. With `scan` the layers are stacked
+    and a scan runs over them, each recomputed in the backward pass, as MaxText has it. `float8`: the products of all
+    layers (not the last one, and not those of attention) have operands of 8 bits, with `delayed_scales` scaled by
+    numbers that each layer holds. `one_hot_labels`: the loss multiplies with labels as one of 0 and 1 for each word, as
+    MaxText has it too. `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`, as of
+    Megatron-LM without `--accumulate-allreduce-grads-in-fp32`.
     """
     head = head or width // heads
     assert float8 or not delayed_scales, "scales are those of float8"
@@ -126,12 +128,13 @@ def llama(
             }
 
         embedding_key, head_key, *layer_keys = jax.random.split(key, layers + 2)
-        return {
+        params = {
             "embedding": normal(embedding_key, vocabulary, width),
             "layers": jax.vmap(init_layer)(jnp.stack(layer_keys)) if scan else [init_layer(k) for k in layer_keys],
             "final_scale": jnp.ones(width),
             "head": normal(head_key, width, vocabulary),
         }
+        return jax.tree.map(lambda p: p.astype(dtype), params) if half_weights else params
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
         params = jax.tree.map(lambda p: p.astype(dtype), params)

@@ -392,24 +392,45 @@ def test_allocated_bytes_are_arguments_results_and_temporaries():
 # TPU
 
 
-def test_what_is_read_at_once_lies_in_vector_memory_and_what_waits_does_not():
-    def peak_with(vector_memory_bytes: int, reader: int) -> int:
-        """Of a value of BIG bytes that the next kernel reads, and one so many kernels later."""
+def test_what_is_read_soon_lies_in_vector_memory_and_what_waits_does_not():
+    def kept_bytes(vector_memory_bytes: int, between: int) -> int:
+        """Of a value of BIG bytes that is read again after so many products, which move BIG bytes and little more."""
         op = Builder()
-        w = op.value(SMALL)
+        w, other = op.value(SMALL), op.value(BIG)
         h = op("dot_general", w)
         y = op("reduce_sum", h, nbytes=SMALL)
-        for _ in range(reader - 1):
-            y = op("reduce_sum", y, nbytes=SMALL)
+        for _ in range(between):
+            y = op("dot_general", other, y, nbytes=SMALL)
         y = op("dot_general", h, y, nbytes=SMALL)
-        compiler = dataclasses.replace(TPU, vector_memory_bytes=vector_memory_bytes)
-        return peak(op.program([w], [y]), compiler)
+        program = op.program([w, other], [y])
+        return peak(program, TPU) - peak(program, dataclasses.replace(TPU, vector_memory_bytes=vector_memory_bytes))
 
-    soon, late = TPU.vector_memory_kernels, TPU.vector_memory_kernels + 1
-    room = 2 * BIG  # what takes more than half of it lies elsewhere
-    assert peak_with(room, soon) <= 2 * SMALL
-    for nowhere_else in (peak_with(0, soon), peak_with(room - 1, soon), peak_with(room, late)):
-        assert BIG <= nowhere_else <= BIG + 2 * SMALL
+    turns = TPU.vector_memory_turns
+    assert BIG <= kept_bytes(BIG + 2 * SMALL, turns - 1) <= BIG + 2 * SMALL
+    assert kept_bytes(BIG - 1, turns - 1) <= 2 * SMALL  # too little room
+    assert kept_bytes(BIG + 2 * SMALL, turns + 1) <= 2 * SMALL  # too long a wait
+
+
+def test_what_waits_least_lies_in_vector_memory_first():
+    def peak_with(vector_memory_bytes: int) -> int:
+        """Of two values of BIG bytes at once: the first is made first and read last."""
+        op = Builder()
+        w = op.value(SMALL)
+        first = op("dot_general", w)
+        second = op("dot_general", op("reduce_sum", first, nbytes=SMALL))
+        y = op("dot_general", second, op("reduce_sum", second, nbytes=SMALL), nbytes=SMALL)
+        y = op("dot_general", first, y, nbytes=SMALL)
+        program = op.program([w], [y])
+        return peak(program, dataclasses.replace(TPU, vector_memory_bytes=vector_memory_bytes))
+
+    assert peak_with(0) >= 2 * BIG
+    assert BIG <= peak_with(BIG + 2 * SMALL) <= BIG + 3 * SMALL
+    assert peak_with(2 * BIG + 2 * SMALL) <= 3 * SMALL
+
+
+@pytest.mark.parametrize(("nbytes", "address"), [(2, 4), (1, 4), (3, None)])
+def test_a_place_is_the_lowest_that_is_free(nbytes, address):
+    assert peak_memory._free_address({(6, 4), (0, 4)}, nbytes, 12) == address  # 4 and 5, 10 and 11 are free
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,13 @@ def test_a_rows_interval_is_by_the_errors_of_others():
     assert coverage((one.error, left_out_interval(one, found)) for one in found) == (9, 10)
 
 
-def test_errors_of_ratios_are_those_of_rows_of_one_model_precision_and_card():
+def test_errors_of_ratios_are_those_of_rows_of_one_release_model_precision_and_card():
     found = [*rows(0.1, 0.3), *rows(0.7, float8=True), *rows(0.5, pp=2), *rows(9.0, compiled=False)]
     found += [dataclasses.replace(one, device="H200") for one in rows(0.2)]
-    found += rows(0.4, model=dataclasses.replace(ONE.model, layers=1))
+    found += [*rows(0.4, model=dataclasses.replace(ONE.model, layers=1)), *rows(0.6, release="26.06")]
     errors = errors_of(found)
-    assert errors.errors == {"H100": {ONE_PROGRAM: [0.1, 0.3, 0.7, 0.4], PIPELINE: [0.5]}, "H200": {ONE_PROGRAM: [0.2]}}
+    of_h100 = {ONE_PROGRAM: [0.1, 0.3, 0.7, 0.4, 0.6], PIPELINE: [0.5]}
+    assert errors.errors == {"H100": of_h100, "H200": {ONE_PROGRAM: [0.2]}}
     assert errors.ratios == pytest.approx([0.2, 0.2, 0.4])
 
 

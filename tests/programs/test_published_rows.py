@@ -5,10 +5,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from benchmarks.calibrate import Evaluation, TooFewRowsError, fit
-from benchmarks.ledger import cluster_of, recipe_of
+from benchmarks.ledger import as_run, cluster_of, recipe_of
 from benchmarks.published_rows import ROWS, Model, llama_flops, megatron_flops
 from benchmarks.zoo import CASES
 from benchmarks.zoo.float8 import float8_product
@@ -138,3 +139,26 @@ def test_a_llama_in_float8_has_products_of_8_bits():
     assert text.count("preferred_element_type=bfloat16") >= 3 * 7 * 2
     assert "f8_e4m3fn" in text
     assert "f8_e5m2" in text
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_weights_of_16_bits_have_moments_of_16_bits(half):
+    state, _ = CASES["llama"](half_weights=half, dtype=jnp.bfloat16, optimizer=optax.adamw(1e-4)).shapes()
+    floats = [leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert set(floats) == {jnp.dtype(jnp.bfloat16 if half else jnp.float32)}
+    assert len(floats) == 3 * (2 * 9 + 3)  # a parameter and two moments: nine in each of two layers, three around them
+
+
+def test_runs_of_one_configuration_are_one_prediction():
+    first, later, in_blocks = (
+        as_run(ROWS[f"megatron-bridge {name}"])
+        for name in ("25.11 8B on 8 B200 FP8", "25.09 8B on 8 B200 FP8", "25.11 8B on 8 B200 MXFP8")
+    )
+    assert first == later == in_blocks
+    assert first != as_run(ROWS["megatron-bridge 25.11 8B on 8 GB200 FP8"])
+
+
+def test_rates_of_a_card_are_times_of_a_step():
+    row = ROWS["megatron-bridge 26.06 405B on 256 GB300 tp4 pp8 FP8"]
+    assert row.step_time_s == pytest.approx(46.901, rel=1e-4)  # 1536 sequences of 8192 tokens, 1048 a second of 256
+    assert (row.release, row.num_microbatches, row.chunks, row.fitted) == ("26.06", 192, 4, False)
