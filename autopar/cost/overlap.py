@@ -114,7 +114,7 @@ def _apart(work: StreamWork, program: int) -> StreamWork:
     """Work with the values of one of several programs."""
     reads, makes = (tuple((program, value) for value in values) for values in (work.reads, work.makes))
     of = None if work.pieces_of is None else (program, work.pieces_of)
-    return dataclasses.replace(work, reads=reads, makes=makes, pieces_of=of)
+    return replace(work, reads=reads, makes=makes, pieces_of=of)
 
 
 def _scaled(work: StreamWork, share: float) -> StreamWork:
