@@ -46,6 +46,7 @@ def all_that_can_be(monkeypatch):
             {"dp": 4, "pp": 2, "num_microbatches": 2, "schedule": "zb-2p"},
             (
                 ("before 0 of stage 0", "F of stage 0"),
+                ("F of stage 0", "W of stage 0"),
                 ("W of stage 1", "after 0 of stage 1"),
                 ("W of stage 0", "after 0 of stage 0"),
             ),
