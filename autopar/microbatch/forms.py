@@ -46,7 +46,7 @@ class IslandLayout:
     inside: IslandLayout | None = None
 
 
-class State(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class State(msgspec.Struct, frozen=True, kw_only=True):
     """The relation of a value of one micro-batch to that of the whole batch.
 
     `dim`, `outer`: dimension `dim` of a SPLIT (or `TRIPS`) holds `outer` blocks, each with the examples in order; for
@@ -72,7 +72,17 @@ class State(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     cut: bool = False
     laid: IslandLayout | None = None
     weight: float | None = 1.0
-    cause: CombinesExamples | None = dataclasses.field(default=None, compare=False)
+    cause: CombinesExamples | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self._but_cause() == other._but_cause()
+
+    def __hash__(self) -> int:
+        return hash(self._but_cause())
+
+    def _but_cause(self) -> tuple[object, ...]:
+        """What makes two states the same: all but `cause`, the last one."""
+        return msgspec.structs.astuple(self)[:-1]
 
 
 def inside_loop(state: State) -> State:
