@@ -165,13 +165,13 @@ EXACT, BITS = 64, 7
 S_PER_HOUR, MILLION = 3600, 1_000_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
     """All batch sizes that were planned for, by cluster and size. By cluster: the number that its sizes are `multiples`
     of, and the plan of its largest batch. `step` is the step's name.
 
     Where lengths are given, `filled` has the ways to make batches of them, and `bucket_plans` by cluster the plan of
-    each bucket by its length, all with the state in the layouts of the longest one's.
+    each bucket by its length, all with the state in the layouts of the longest one's, or where a recipe has it.
     """
 
     step: str
@@ -291,12 +291,15 @@ def fit(
     """
     parallel = as_step(step)
     named = _by_name([clusters] if isinstance(clusters, Cluster | str) else clusters, prices or {})
-    if multiple is not None:
-        expect_positive("autopar.fit(multiple=...)", multiple, "a positive whole number", "leave it out")
+    for option, value in (("multiple", multiple), ("buckets", buckets)):
+        if value is not None:
+            expect_positive(f"autopar.fit({option}=...)", value, "a positive whole number", "leave it out")
     sample = None if lengths is None else checked_lengths("autopar.fit(lengths=...)", lengths)
     of_length = _by_length(parallel.__name__, nnx_objects.split(args), sample is not None)
-    shapes, axes = _checked(parallel, of_length(0 if sample is None else rounded_up(int(sample.max()))))
-    found, rows, filled = Fitting(parallel.__name__, (), {}, {}), list[FitRow](), list[FilledRow]()
+    shapes = of_length(0 if sample is None else rounded_up(int(sample.max())))
+    axes = _checked_axes(parallel, shapes)
+    rows, filled = list[FitRow](), list[FilledRow]()
+    found = Fitting(step=parallel.__name__, rows=(), multiples={}, plans={})
     for name, cluster in named.items():
         size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
         size = math.lcm(size, microbatches_named_by(parallel))
@@ -349,8 +352,8 @@ def _buckets(
     row, plan = min(of_longest, key=lambda each: (each[0].example_s or 0.0, -each[0].batch))
     batches, plans, longest = {lengths[-1]: row.batch}, {lengths[-1]: plan}, lengths[-1]
     for length in lengths[:-1]:
-        tokens = row.batch * longest // length
-        found = _of_bucket(step, plan, of_length(length), axes, tokens - tokens % size, size)
+        examples = row.batch * longest // length
+        found = _of_bucket(step, plan, of_length(length), axes, examples - examples % size, size)
         if found is not None:
             batches[length], plans[length] = found
     return batches, plans
@@ -397,11 +400,11 @@ def _ways(cluster: str, sample: Any, batches: Mapping[int, int], plans: Mapping[
     ]
 
 
-def _checked(step: Step, args: Sequence[Any]) -> tuple[Sequence[Any], Axes]:
-    """Arguments with the dimensions of their examples. Raises: as of `check_batch`."""
+def _checked_axes(step: Step, args: Sequence[Any]) -> Axes:
+    """The dimensions of the examples. Raises: as of `check_batch`."""
     axes = batch_axes_of(step, [jax.ShapeDtypeStruct((1,), float) if callable(arg) else arg for arg in args])
     check_batch(step.__name__, args, axes)
-    return args, axes
+    return axes
 
 
 def _by_name(clusters: Sequence[Cluster | str], prices: Mapping[str, float]) -> dict[str, Cluster]:

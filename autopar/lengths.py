@@ -39,13 +39,18 @@ class FilledRow:
 
 def checked_lengths(where: str, lengths: Sequence[int]) -> np.ndarray:
     """The lengths as an array of integers. Raises: InvalidArgumentError where one is none, or is not positive."""
-    found = np.asarray(lengths)
-    if found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer) and found.min() > 0:
+    try:
+        found = np.asarray(lengths)
+    except ValueError:  # lists of several lengths
+        found = np.empty((0, 0))
+    is_row = found.ndim == 1 and found.size > 0
+    if is_row and np.issubdtype(found.dtype, np.integer) and found.min() > 0:
         return found.astype(np.int64)
+    numbers = f"{found.dtype} numbers, the least {found.min()}" if is_row else "none in a row"
     raise InvalidArgumentError(
         where=where,
         expected="the lengths of some sequences of the data, whole positive numbers",
-        got=f"an array of shape {found.shape} and type {found.dtype}" if found.size else "none",
+        got=numbers,
         hint="give the tokens of each sequence of a sample: lengths=[len(tokens) for tokens in sample]",
     )
 

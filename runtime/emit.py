@@ -79,7 +79,10 @@ def _ordered(
     lists = [list(runs) for runs in runs_of_mesh(flow.pipeline, schedule)]
     lists, moved = _with_tasks_of_stages(tasks, lists, before, after, needs)
     before, after = [n for n in before if n not in moved], [n for n in after if n not in moved]
-    begun_by = {runs[0]: runs for runs in together}
+    neighbours = {
+        tuple(runs[at : at + n]) for runs in lists for n in {len(x) for x in together} for at in range(len(runs))
+    }
+    begun_by = {runs[0]: runs for runs in together if runs in neighbours}
     merged = _merged(flow, schedule, lists, needs, frozenset(before), task_s, transfer_s, begun_by)
     return (*before, *merged, *after), begun_by.values()
 
@@ -264,7 +267,9 @@ def _merged(
             ]
             if not held_up:
                 break
-            begun_by.pop(lists[held_up[0]][position[held_up[0]]])
+            tasks = [number for number, _ in begun_by[lists[held_up[0]][position[held_up[0]]]]]
+            for first in [first for first, runs in begun_by.items() if [number for number, _ in runs] == tasks]:
+                begun_by.pop(first)  # of a pair of tasks all or none are one program: a plan names the tasks
             for meshes in waiting.values():
                 meshes[:] = [mesh for mesh in meshes if mesh != held_up[0]]
             look_at(held_up[0])
@@ -407,7 +412,7 @@ def emit(
     Args:
         task_s: Seconds of each task, to merge the lists of the meshes by; all 1 if left out.
         transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
-        joined: Chains of runs that are one program each, of those of `joinable` and `pairs`; those of `pairs` by which
+        joined: Chains of runs that are one program each, of those of `joinable` and `pairs`; pairs of tasks by which
             meshes would wait for each other are left apart.
 
     Raises:

@@ -110,6 +110,13 @@ def fit(parsed: argparse.Namespace) -> Output:
     """Finds the largest batch that fits on each cluster."""
     _check_folder("--report", parsed.report)
     lengths = None if parsed.lengths is None else _lengths_in(parsed.lengths)
+    if lengths is not None and parsed.batch_arg is None:
+        raise InvalidArgumentError(
+            where="autopar fit --lengths",
+            expected="--batch-arg too: the argument of FUNCTION that is the number of examples",
+            got="none",
+            hint="add --batch-arg NAME, and --length-arg NAME where their length is not called length",
+        )
     clusters = parsed.cluster or ["local"]
     num_devices = Cluster.parse(clusters[0]).num_devices
     made = _of_batch_sizes(parsed) if parsed.batch_arg else shapes_only(parsed.function, parsed.arg, num_devices)
@@ -191,7 +198,7 @@ def _of_batch_sizes(parsed: argparse.Namespace) -> tuple[Callable[..., Any], lis
     def batch(number: int) -> Callable[..., Any]:
         return lambda *sizes: of(*sizes)[1][number]
 
-    step, arguments = of(parsed.multiple or 1)
+    step, arguments = of(parsed.multiple or 1, *([1] if parsed.lengths else []))
     argnums = batch_argnums_of(as_step(step), arguments)
     return step, [batch(i) if i in argnums else arg for i, arg in enumerate(arguments)]
 

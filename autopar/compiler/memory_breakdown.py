@@ -144,8 +144,7 @@ def memory_of_stages(staged: StagedStep, meshes: Sequence[LogicalMesh]) -> tuple
         held = {(stage_of[b], key_of[b][0]) for b, _ in shares}
         at_peak = [holder(b, n, held) for b, n in shares]
         for task in (-1 - holder_number for holder_number, _ in parts if holder_number < 0):
-            stage = staged.staged.tasks[_first_task(staged, task)].stage
-            at_peak += _of_task(staged, task, kinds[stage], names[stage])
+            at_peak += _of_task(staged, task, kinds, names)
         out.append(_use(throughout, at_peak))
     return tuple(out)
 
@@ -154,26 +153,22 @@ def _total(members: Iterable[int], buffers: Sequence) -> int:
     return max(1, sum(buffers[b].nbytes for b in members))
 
 
-def _first_task(staged: StagedStep, number: int) -> int:
-    """A task, or the first of those that are joined."""
-    joined = number - len(staged.staged.tasks)
-    return number if joined < 0 else staged.joined[joined].parts[0][0]
-
-
-def _of_task(staged: StagedStep, number: int, kinds: _Kinds, names: _Names) -> list[MemoryHolder]:
-    """The holders of a task beside its inputs and outputs. Numbers beyond the tasks are those of joined tasks."""
-    task = staged.staged.tasks[_first_task(staged, number)]
-    planned = staged.stages[task.stage]
-    graph, model = planned.stage.graph, planned.model
-    if number >= len(staged.staged.tasks):
-        programs = joined_memory(staged, staged.joined[number - len(staged.staged.tasks)].parts)
+def _of_task(staged: StagedStep, number: int, kinds: Sequence[_Kinds], names: Sequence[_Names]) -> list[MemoryHolder]:
+    """The holders of a task beside its inputs and outputs. Numbers beyond the tasks are those of joined tasks. `kinds`
+    and `names` are those of each stage.
+    """
+    tasks = staged.staged.tasks
+    if number >= len(tasks):
+        programs = joined_memory(staged, staged.joined[number - len(tasks)].parts)
     else:
-        programs = [task_program(graph, task.instructions, task.inputs, task.outputs, model)]
-    return [
-        holder
-        for program, stands_for in programs
-        for holder in _temporaries(program, peak_memory.estimate(program, model.compiler), stands_for, kinds, names)
-    ]
+        task = tasks[number]
+        graph, model = staged.stages[task.stage].stage.graph, staged.stages[task.stage].model
+        programs = [(task.stage, *task_program(graph, task.instructions, task.inputs, task.outputs, model))]
+    found: list[MemoryHolder] = []
+    for stage, program, stands_for in programs:
+        estimate = peak_memory.estimate(program, staged.stages[stage].model.compiler)
+        found += _temporaries(program, estimate, stands_for, kinds[stage], names[stage])
+    return found
 
 
 def _temporaries(

@@ -117,7 +117,7 @@ def lower_joined(
         mesh = meshes[program.tasks[joined.parts[0][0]].stage]
         work = work_of(joined, executed.pipeline)
         if work not in known:
-            known[work] = mesh and _lower_chain(program, flow, joined, stages, mesh, groups, weak)
+            known[work] = None if mesh is None else _lower_chain(program, flow, joined, stages, mesh, groups, weak)
         out.append(known[work])
     return out
 

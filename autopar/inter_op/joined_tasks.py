@@ -159,7 +159,7 @@ def chain_name(staged: StagedStep, chain: Sequence[Node]) -> tuple[str, ...]:
 def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
     """What a chain costs as one program."""
     compiler, ran = staged.stages[staged.staged.tasks[chain[0][0]].stage].model.compiler, timed_chain(staged, chain)
-    memory = [peak_memory.estimate(program, compiler) for program, _ in joined_memory(staged, chain)]
+    memory = [peak_memory.estimate(program, compiler) for _, program, _ in joined_memory(staged, chain)]
     return JoinedTask(
         parts=chain,
         seconds=ran.end_s,
@@ -190,9 +190,11 @@ def timed_chain(staged: StagedStep, chain: Sequence[Node]) -> Ran:
     return timed_beside(works, planned.model)
 
 
-def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> list[tuple[peak_memory.MemoryProgram, dict[int, Key]]]:
-    """A chain as the prediction of memory reads it, see `task_program`: a pair as two programs, both of whose
-    temporaries are there at once. New state lies where old state did.
+def joined_memory(
+    staged: StagedStep, chain: Sequence[Node]
+) -> list[tuple[int, peak_memory.MemoryProgram, dict[int, Key]]]:
+    """A chain as the prediction of memory reads it, see `task_program`, behind its stage: a pair as two programs, both
+    of whose temporaries are there at once. New state lies where old state did.
     """
     programs = []
     for runs in _apart(staged, chain):
@@ -203,7 +205,7 @@ def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> list[tuple[peak_
         arguments = list(zip(block.block.inputs, block.entries(), strict=True))
         results = list(zip(block.block.outputs, block.outputs, strict=True))
         tied = ((arguments[old], *results[new]) for old, new in graph.tied)
-        program = task_program(
+        program, stands_for = task_program(
             graph,
             [i for task in tasks for i in task.instructions],
             inputs,
@@ -212,7 +214,7 @@ def joined_memory(staged: StagedStep, chain: Sequence[Node]) -> list[tuple[peak_
             zeros=[key for task in tasks for key in task.zeros],
             tied={old: (v, place) for old, v, place in tied if isinstance(v, int) and place is not None},
         )
-        programs.append(program)
+        programs.append((tasks[0].stage, program, stands_for))
     return programs
 
 

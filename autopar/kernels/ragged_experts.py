@@ -751,7 +751,7 @@ def with_load(graph: OpGraph, load: Load) -> OpGraph:
                 function = dataclasses.replace(op.eqn.params["function"], busiest=busiest)
                 op = replace(op, eqn=op.eqn.replace(params=op.eqn.params | {"function": function}))
             ops.append(op)
-        return dataclasses.replace(block, ops=tuple(ops))
+        return replace(block, ops=tuple(ops))
 
     return dataclasses.replace(graph, block=loaded(graph.block))
 

@@ -59,7 +59,7 @@ def test_sequences_that_fill_rows_exactly():
     assert packed_rows(np.array([33, 33, 33]), 64) == 3
 
 
-@pytest.mark.parametrize("lengths", [[], [0, 3], [1.5], [[1, 2]]])
+@pytest.mark.parametrize("lengths", [[], [0, 3], [1.5], [[1, 2]], [[1], [1, 2]]])
 def test_lengths_are_positive_integers(lengths):
     with pytest.raises(InvalidArgumentError, match="whole positive numbers"):
         checked_lengths("autopar.fit(lengths=...)", lengths)
