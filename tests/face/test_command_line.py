@@ -457,6 +457,42 @@ def test_the_largest_batch_of_symbolic_shapes(job, capsys):
     assert "batch['x']: expected numbers as dimensions" in capsys.readouterr().err
 
 
+ROWS = """
+import jax
+import jax.numpy as jnp
+import autopar
+
+
+def step(state, batch):
+    value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state)
+    return state - grad, value
+
+
+def job(examples, length):
+    limited = autopar.parallelize(step, search=autopar.Search(memory_limit_bytes=3_000_000))
+    return limited, jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((examples, length, 64), "float32")
+"""
+
+
+def test_what_padding_costs(job, capsys):
+    (job.parent / "rows.py").write_text(ROWS)
+    (job.parent / "lengths.txt").write_text("100\n120\n250\n")
+    named = [
+        "fit",
+        f"{job.parent / 'rows.py'}:job",
+        "--cluster",
+        "local:2",
+        "--lengths",
+        str(job.parent / "lengths.txt"),
+    ]
+    made = json.loads(out_of(capsys, *named, "--batch-arg", "examples", "--multiple", "8", "--json"))
+    assert [(row["way"], row["lengths"]) for row in made["filled"]] == [
+        ("padded", [256]), ("buckets", [128, 256]), ("packed", [256]),
+    ]  # fmt: skip
+    assert main(named) == 1
+    assert "add --batch-arg NAME" in capsys.readouterr().err
+
+
 def limited_job(job) -> str:
     """With little memory, so that batches are small."""
     path = job.parent / "limited.py"
