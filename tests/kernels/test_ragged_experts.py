@@ -481,6 +481,16 @@ def test_a_load_says_nothing_of_devices_with_all_experts():
     assert (equal.expert_load, skewed.expert_load) == ((), ((7, 1, 1, 1, 1, 1, 1, 1),))
 
 
+@pytest.mark.slow
+def test_a_plan_with_a_load_is_saved_with_it_and_equals_plain_jit(tmp_path):
+    recipe, load = recipes.combine(pp=2, ep=2, num_microbatches=2), [7, 1, 1, 1, 1, 1, 1, 1]
+    made = equals_jit(step(scattered), 4, layers=2, plan=recipe, search=autopar.Search(expert_load=load))
+    plan = made.plan(state(2), batch())
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").record.expert_load == plan.record.expert_load == (tuple(load),)
+    equals_jit(step(scattered), 4, layers=2, plan=plan)
+
+
 def test_a_load_of_other_experts_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"expected counts of 8 experts.*got counts of 4 experts"):
         planned(recipes.expert_parallel(), expert_load=[1, 2, 3, 4])
