@@ -20,7 +20,7 @@ from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
-from autopar.kernels.ragged_experts import EXPERT_FACTOR
+from autopar.kernels.ragged_experts import EXPERT_FACTOR, work_of
 from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
@@ -439,7 +439,13 @@ def test_rows_sent_on_tpus_are_those_predicted():
     assert rows.compiled > 0
 
 
-# Loads of experts
+# Work, and loads of experts
+
+
+def test_matrices_are_not_among_the_rows_that_a_pass_moves():
+    arrays = jnp.zeros((64, 8)), jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32)
+    work = work_of(jax.make_jaxpr(jax.lax.ragged_dot)(*arrays))
+    assert (work.flops, work.nbytes, work.between_bytes) == (2 * 64 * 8 * 16, None, 4 * (64 * 8 + 64 * 16 + 4))
 
 
 @pytest.mark.parametrize(
