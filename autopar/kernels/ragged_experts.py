@@ -736,7 +736,7 @@ def with_load(graph: OpGraph, load: Load) -> OpGraph:
         raise InvalidArgumentError(
             where="Search(expert_load=...)",
             expected=f"counts of {others} experts, as the step's mixtures have" if others
-            else "a step with a mixture of experts that sorts its rows (jax.lax.ragged_dot)",
+            else "a step with a mixture of sorted rows (jax.lax.ragged_dot) whose experts devices can share",
             got=f"counts of {counted} experts",
             hint="give one count for each expert, or a list of such lists, one for each layer",
         )  # fmt: skip

@@ -20,7 +20,7 @@ from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
 from autopar.kernels.operation import is_kernel
-from autopar.kernels.ragged_experts import EXPERT_FACTOR
+from autopar.kernels.ragged_experts import EXPERT_FACTOR, work_of
 from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
@@ -441,7 +441,13 @@ def test_rows_sent_on_tpus_are_those_predicted():
     assert rows.compiled > 0
 
 
-# Loads of experts
+# Work, and loads of experts
+
+
+def test_matrices_are_not_among_the_rows_that_a_pass_moves():
+    arrays = jnp.zeros((64, 8)), jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32)
+    work = work_of(jax.make_jaxpr(jax.lax.ragged_dot)(*arrays))
+    assert (work.flops, work.nbytes, work.between_bytes) == (2 * 64 * 8 * 16, None, 4 * (64 * 8 + 64 * 16 + 4))
 
 
 @pytest.mark.parametrize(
@@ -481,6 +487,16 @@ def test_a_load_says_nothing_of_devices_with_all_experts():
     equal, skewed = (planned(recipes.data_parallel(), expert_load=load) for load in (None, [7, 1, 1, 1, 1, 1, 1, 1]))
     assert skewed.predicted == equal.predicted
     assert (equal.expert_load, skewed.expert_load) == ((), ((7, 1, 1, 1, 1, 1, 1, 1),))
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_load_is_saved_with_it_and_equals_plain_jit(tmp_path):
+    recipe, load = recipes.combine(pp=2, ep=2, num_microbatches=2), [7, 1, 1, 1, 1, 1, 1, 1]
+    made = equals_jit(step(scattered), 4, layers=2, plan=recipe, search=autopar.Search(expert_load=load))
+    plan = made.plan(state(2), batch())
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").record.expert_load == plan.record.expert_load == (tuple(load),)
+    equals_jit(step(scattered), 4, layers=2, plan=plan)
 
 
 def test_a_load_of_other_experts_is_refused():
