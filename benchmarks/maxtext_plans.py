@@ -3,8 +3,8 @@
     python -m benchmarks.maxtext_plans              the rows that the table does not have yet    (extra: maxtext)
     python -m benchmarks.maxtext_plans --again gpt-oss-20b
 
-Sequences of 2,048 tokens, one on each chip of TPU v5p; `effort="quick"`. Nothing is run. A model lies whole where its
-layers are in loops; the others have fewer layers, which the table says. Rows are kept at once in
+Sequences of 2,048 tokens, one on each of 64 chips of TPU v5p; `effort="quick"`. Nothing is run. Some models have fewer
+layers than their authors gave them, which the table says. Rows are kept at once in
 results/maxtext_plans.json, the table beside it.
 """
 
@@ -29,51 +29,47 @@ from benchmarks.row_processes import Page, Rows, is_done
 
 RESULTS = Path(__file__).parent / "results" / "maxtext_plans.json"
 COLUMNS = (
-    "model", "parameters", "layers", "TPU v5p", "equations", "attention", "mixture", "plan", "predicted", "MFU", "peak",
+    "model", "parameters", "layers", "equations", "attention", "mixture", "plan", "predicted", "MFU", "peak",
     "planning, processor", "made",
 )  # fmt: skip
-SMALL, LARGE = "tpu-v5p:4x4x4", "tpu-v5p:8x8x8"
+CLUSTER = "tpu-v5p:4x4x4"
 GIVEN = ("per_device_batch_size=1", "max_target_length=2048", "override_model_config=true")
 
 
-def unscanned(layers: int) -> tuple[str, ...]:
-    """What MaxText does not put into a loop, with fewer layers."""
-    return ("scan_layers=false", f"base_num_decoder_layers={layers}")
-
-
+# What MaxText does not put into a loop, and what 64 chips do not hold, has fewer layers.
+UNROLLED = "scan_layers=false"
+FEW, FOUR = "base_num_decoder_layers=8", "base_num_decoder_layers=4"
 # The newest first, as their authors published them.
-MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "deepseek4-284b": (LARGE, ()),
-    "gemma4-31b": (SMALL, ()),
-    "gemma4-26b": (SMALL, ()),
-    "gemma4-e4b": (SMALL, ("scan_layers=false",)),
-    "gemma4-e2b": (SMALL, ("scan_layers=false",)),
-    "qwen3.5-397b-a17b": (LARGE, ()),
-    "qwen3.5-35b-a3b": (SMALL, ()),
-    "deepseek3.2-671b": (LARGE, ()),
-    "olmo3-32b": (SMALL, ()),
-    "olmo3-7b": (SMALL, ()),
-    "qwen3-vl-30b-a3b": (SMALL, unscanned(4)),
-    "qwen3-vl-4b": (SMALL, unscanned(4)),
-    "qwen3-vl-2b": (SMALL, unscanned(4)),
-    "qwen3-omni-30b-a3b": (SMALL, unscanned(4)),
-    "qwen3-next-80b-a3b": (SMALL, ()),
-    "gpt-oss-120b": (SMALL, ()),
-    "gpt-oss-20b": (SMALL, ()),
-    "qwen3-480b-a35b": (LARGE, ()),
-    "kimi-k2-1t": (LARGE, ()),
-    "qwen3-4b-thinking-2507": (SMALL, ()),
+MODELS: dict[str, tuple[str, ...]] = {
+    "deepseek4-284b": (FEW,),
+    "gemma4-31b": (),
+    "gemma4-26b": (),
+    "gemma4-e4b": (UNROLLED,),
+    "gemma4-e2b": (UNROLLED,),
+    "qwen3.5-397b-a17b": (FEW,),
+    "qwen3.5-35b-a3b": (),
+    "deepseek3.2-671b": (FEW,),
+    "olmo3-32b": (),
+    "olmo3-7b": (),
+    "qwen3-vl-30b-a3b": (UNROLLED, FOUR),
+    "qwen3-vl-4b": (UNROLLED, FOUR),
+    "qwen3-vl-2b": (UNROLLED, FOUR),
+    "qwen3-omni-30b-a3b": (UNROLLED, FOUR),
+    "qwen3-next-80b-a3b": (),
+    "gpt-oss-120b": (),
+    "gpt-oss-20b": (),
+    "qwen3-480b-a35b": (FEW,),
+    "kimi-k2-1t": (FEW,),
+    "qwen3-4b-thinking-2507": (),
 }
 
 
 def row_of(name: str) -> dict[str, Any]:
     """Plans in this process: MaxText takes long to import."""
-    cluster, settings = MODELS[name]
-    hardware = Cluster.parse(cluster)
+    settings, hardware = MODELS[name], Cluster.parse(CLUSTER)
     given = [f"model_name={name}", *GIVEN, *settings]
     step, (state, batch) = shapes_only("maxtext:base.yml", given, hardware.num_devices)
     row: dict[str, Any] = {
-        "cluster": cluster,
         "settings": settings,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state["model"])),
     }
@@ -103,8 +99,8 @@ def row_of(name: str) -> dict[str, Any]:
 
 def cells(name: str, rows: Rows) -> list[str]:
     row = rows[name]
-    layers = next((s.partition("=")[2] for s in row.get("settings", ()) if "num_decoder_layers" in s), "all")
-    begin = [name, f"{row['parameters'] / 1e9:.1f}B", layers, row["cluster"].partition(":")[2]]
+    layers = next((s.partition("=")[2] for s in row["settings"] if "num_decoder_layers" in s), "all")
+    begin = [name, f"{row['parameters'] / 1e9:.1f}B", layers]
     if not is_done(row):
         return [*begin, row["failure"].replace("\n", " ")]
     return [
@@ -123,8 +119,8 @@ def cells(name: str, rows: Rows) -> list[str]:
 
 HEAD = """# MaxText's newest model configurations
 
-`python -m benchmarks.maxtext_plans`: `autopar plan maxtext:base.yml model_name=... per_device_batch_size=1` for slices
-of TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's
+`python -m benchmarks.maxtext_plans`: `autopar plan maxtext:base.yml model_name=... per_device_batch_size=1` for 64
+chips of TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's
 graph, the bodies of loops counted once."""
 
 

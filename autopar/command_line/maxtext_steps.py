@@ -82,8 +82,9 @@ def maxtext_step(
 
     if sharded:
         of_batch = modules.sharding.get_input_data_sharding(config, mesh)
-        placed = {"in_shardings": (of_state, of_batch), "out_shardings": (of_state, None)}
-        return jax.jit(train_step, **placed, donate_argnums=0), state, batch
+        inside, outside = (of_state, of_batch), (of_state, None)
+        jitted = jax.jit(train_step, in_shardings=inside, out_shardings=outside, donate_argnums=0)
+        return jitted, state, batch
     if arrays:
         return train_step, _initial_state(modules, config, mesh), modules.train.make_synthetic_batch(config, batch)
     return train_step, *jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))

@@ -40,8 +40,8 @@ def shapes_only(
         InvalidArgumentError: As `returned_by`.
     """
     if is_maxtext(name):
-        step, *arguments = maxtext_step(name, given, num_devices, sharded=sharded)
-        return step, tuple(arguments)
+        step, state, batch = maxtext_step(name, given, num_devices, sharded=sharded)
+        return step, (state, batch)
     made = []
 
     def arguments() -> list[Any]:
@@ -94,8 +94,8 @@ def returned_by(
         InvalidArgumentError: No such file or function, one that takes other arguments, or returns something else.
     """
     if is_maxtext(name):
-        step, *arguments = maxtext_step(name, given, num_devices, arrays=True)
-        return step, tuple(arguments)
+        step, state, batch = maxtext_step(name, given, num_devices, arrays=True)
+        return step, (state, batch)
     function = _function(name)
     returned = function(**_arguments(name, function, given))
     if not (isinstance(returned, tuple) and len(returned) > 1 and callable(returned[0])):
