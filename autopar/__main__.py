@@ -137,11 +137,13 @@ def _cluster(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
     verb.add_argument("--cluster", **({"default": "local", "help": f"{text} (%(default)s)"} | options))
 
 
-def _function(verb: argparse.ArgumentParser, text: str, **options: Any) -> None:
+def _function(verb: argparse.ArgumentParser, text: str, *, has_others: bool = False, **options: Any) -> None:
+    """`has_others`: other arguments stand behind it, so that those of FUNCTION are options."""
     verb.add_argument("function", metavar="FILE:FUNCTION", help=text, **options)
     told = "an argument of FUNCTION: a literal, or @FILE:NAME for an object of a file or module"
     behind = f"right behind FILE:FUNCTION, {told}; of maxtext:base.yml what is set in the configuration"
-    verb.add_argument("arg", action="extend", nargs="*", default=[], metavar="NAME=VALUE", help=behind)
+    if not has_others:
+        verb.add_argument("arg", action="extend", nargs="*", default=[], metavar="NAME=VALUE", help=behind)
     verb.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help=f"{told}; may be repeated")
 
 
@@ -179,7 +181,7 @@ def _add_planning(add: Add) -> None:
         "why-not", commands.why_not, "what a recipe would give instead of the plan, and where it loses",
         'why-not train.py:job "tensor_parallel(size=8)" --cluster dgx-h100x2',
     )  # fmt: skip
-    _function(why_not, "as for plan")
+    _function(why_not, "as for plan", has_others=True)
     why_not.add_argument("recipe", metavar="RECIPE", help="a call of autopar.recipes: 'zero(1)', 'combine(pp=2, tp=4)'")
     _cluster(why_not, "as for plan")
     _memory_limit(why_not)

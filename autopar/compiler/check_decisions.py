@@ -1,9 +1,9 @@
 """Validity of a plan's decisions against the graph of its step: each strategy is a strategy of its operation, each
 layout is that in which the operation leaves the value, and partial sums reach only operations that accept them.
 
-Decisions of a search are valid, and a changed file is refused by its checksum (`plan.file`); those of another version
-of autopar, or of a step that has changed, may not be. Without this check they would raise an error far from the cause
-or, for partial sums, give wrong numbers.
+Decisions of a search are valid, a changed file is refused by its checksum and one of another format by its version
+(`plan.file`), and a step with other operations by `check_operations`. Where rules of sharding have changed since, they
+may not be. Without this check they would raise an error far from the cause or, for partial sums, give wrong numbers.
 """
 
 from __future__ import annotations

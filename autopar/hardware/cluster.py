@@ -19,7 +19,7 @@ from autopar.hardware.measurement import FitQuality, Measurement
 
 __all__ = ["Cluster", "DeviceKind", "Fabric", "Link"]
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 # A machine before the file of its devices, whose path may have an @ too.
 _MACHINE = re.compile(rf"({'|'.join(map(re.escape, ('local', *presets.GPU_HOSTS, *presets.TPUS)))})([x:].*)?")
 

@@ -27,7 +27,7 @@ class Layout(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
             if axes:
                 used += axes
         if len(used) > 1 and len(used) != len(set(used)):
-            raise ValueError(f"a mesh axis is used twice in {self.dims}, partial {self.partial}")
+            raise ValueError(f"a mesh axis twice in {self.dims}, partial {self.partial}")
 
     @property
     def sharded_axes(self) -> frozenset[int]:

@@ -127,7 +127,7 @@ def test_a_path_with_an_at_sign_is_a_file(tmp_path, monkeypatch, name):
 def test_damaged_files_say_so(tmp_path, damage):
     path = tmp_path / "cluster.json"
     path.write_bytes(damage)
-    with pytest.raises(InvalidArgumentError, match="expected a cluster in format version 2"):
+    with pytest.raises(InvalidArgumentError, match="expected a cluster in format version 3"):
         Cluster.load(path)
 
 

@@ -22,9 +22,9 @@ def test_a_layout_reads_as_its_axes_by_name():
 
 
 def test_an_axis_stands_in_one_place_only():
-    with pytest.raises(ValueError, match="used twice"):
+    with pytest.raises(ValueError, match="a mesh axis twice"):
         Layout(((0,), (0,)))
-    with pytest.raises(ValueError, match="used twice"):
+    with pytest.raises(ValueError, match="a mesh axis twice"):
         Layout(((0,), ()), (0,))
 
 

@@ -225,7 +225,7 @@ PLACES: dict[str, tuple[Callable[[Json], Any], str]] = {
         lambda plan: plan["cluster"]["device"].update(memory_bytes=0), "expected memory_bytes above zero, got 0",
     ),
     "$.plan.results[0].layout": (
-        lambda plan: plan["results"][0].update(layout={"dims": [[0], [0]]}), "got a mesh axis is used twice",
+        lambda plan: plan["results"][0].update(layout={"dims": [[0], [0]]}), "got a mesh axis twice",
     ),
 }  # fmt: skip
 
