@@ -95,7 +95,7 @@ def test_small_gathers_come_ahead_of_large_ones():
         send("large", 1.0, nbytes=4.0), compute("a", 9.0, "large"), send("small", 1.0), compute("b", 1.0, "a small"),
         send("large too", 8.0, nbytes=4.0), compute("c", 1.0, "b large too"),
     ]  # fmt: skip
-    program[5] = dataclasses.replace(program[5], reads=("b", "large too"))
+    program[5] = replace(program[5], reads=("b", "large too"))
     assert run(program).end_s == 1 + 9 + 1 + 1
     # The third is over what may be ahead with the first, which by then is read.
     assert ("large too", 2, 10) in timetable(program)
@@ -106,7 +106,7 @@ def test_a_cast_is_made_before_the_gather_that_reads_it():
         send("w1", 1.0), compute("h1", 4.0, "w1"),
         compute("half", 1.0, "w2", is_light=True), send("w2 whole", 2.0, "half"), compute("h2", 4.0, "h1 w2 whole"),
     ]  # fmt: skip
-    program[4] = dataclasses.replace(program[4], reads=("h1", "w2 whole"))
+    program[4] = replace(program[4], reads=("h1", "w2 whole"))
     assert sorted(timetable(program)) == [("h1", 1, 5), ("h2", 5, 9), ("half", 0, 1), ("w1", 0, 1), ("w2 whole", 1, 3)]
 
 
@@ -180,8 +180,8 @@ def test_reductions_that_wait_for_each_other_start_alone():
         compute("b", 1.0, "a"), other(send("b other", 1.0, "b", reduces=True)),
         compute("c", 1.0, "a"), compute("d", 1.0, "b"),
     ]  # fmt: skip
-    program[4] = dataclasses.replace(program[4], reads=("a sum",))
-    program[5] = dataclasses.replace(program[5], reads=("b other",))
+    program[4] = replace(program[4], reads=("a sum",))
+    program[5] = replace(program[5], reads=("b other",))
     program += [other(send("c other", 1.0, "c", reduces=True)), send("d sum", 1.0, "d", reduces=True)]
     ran = run(program, combined_bytes=100)
     assert len(ran.order) == len(program)
