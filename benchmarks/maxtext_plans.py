@@ -24,7 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.plan.render import in_short
 from autopar.step_views import on_cluster
-from benchmarks.machine import description, planning_processor_s
+from benchmarks.machine import description, planning_processor_s, without_folders
 from benchmarks.row_processes import Page, Rows, is_done
 
 RESULTS = Path(__file__).parent / "results" / "maxtext_plans.json"
@@ -78,11 +78,11 @@ def row_of(name: str) -> dict[str, Any]:
     try:
         plan = on_cluster(parallel, hardware).plan(state, batch)
     except AutoparError as error:
-        return row | {"failure": f"{type(error).__name__}: {error}"[:400]}
+        return row | {"failure": without_folders(f"{type(error).__name__}: {error}")[:400]}
     row |= {"planned_s": planning_processor_s() - begun_s, "plan": in_short(plan.record)}
     problem = problem_of(on_cluster(parallel, hardware), state, batch)
     graph = whole_graph(problem.traced, problem.rules, problem.graphs)
-    notes = plan.record.notes
+    notes = [without_folders(note) for note in plan.record.notes]
     left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT))]
     found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
     return row | {
