@@ -1,4 +1,6 @@
-"""A recipe as a value, and the request of a plan that it makes; its mesh axes, in Megatron's order, and their sizes."""
+"""A recipe as a value, and the request of a plan that it makes; its mesh axes, in Megatron's order, and their sizes;
+`constrain`, a recipe of pins.
+"""
 
 from __future__ import annotations
 
