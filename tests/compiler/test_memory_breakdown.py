@@ -6,7 +6,9 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.inter_op import build_stages, joined_tasks
 from autopar.plan.schema import MemoryKind
+from autopar.runtime.emit import pairs
 from benchmarks.zoo import CASES as MODELS
 from tests.compiler.published_memory import (
     ACTIVATION_TARGET,
@@ -60,6 +62,20 @@ def test_what_is_held_adds_up_to_the_peak(recipe):
     text = plan.table()
     assert "saved for backward" in text
     assert "largest at the peak of" in text
+
+
+def test_what_neighbours_of_two_stages_hold_adds_up(monkeypatch):
+    """Under dualpipev a program has a pass of either stage of its devices."""
+
+    def join_pairs(staged, limit_bytes):
+        found = pairs(staged.simulated.pipeline, staged.schedule)
+        return joined_tasks.with_joined(staged, [joined_tasks.joined_task(staged, chain) for chain in found])
+
+    monkeypatch.setattr(build_stages, "join_where_it_pays", join_pairs)
+    plan = planned(recipes.combine(pp=2, schedule="dualpipev", num_microbatches=4))
+    assert ("F of stage 0", "B of stage 3", "W of stage 3") in plan.record.pipeline.joined
+    made = plan.predicted
+    assert [sum(use.at_peak.values()) for use in made.memory] == list(made.peak_bytes)
 
 
 def sgd_step(state, batch):
