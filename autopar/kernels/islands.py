@@ -441,6 +441,8 @@ class _Body:
                 for a in args
             ]
         inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
+        if _is_kernel(eqn):
+            return _jitted(params["name"], lambda *xs: self._closed(params["jaxpr"], xs))(*args)
         if inner is not None:
             return self._closed(
                 next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args
@@ -478,6 +480,19 @@ class _Body:
             length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
         )  # fmt: skip
         return [*carry, *stacked]
+
+
+def _is_kernel(eqn: Any) -> bool:
+    """Whether it is a jitted function that calls a Pallas kernel: its name may tell what it computes."""
+    body = eqn.params.get("jaxpr")
+    if "name" not in eqn.params or body is None or eqn.primitive.name not in jax_compat.INLINED_CALLS:
+        return False
+    return any(e.primitive.name == "pallas_call" for e in jax_compat.equations_in(jax_compat.open_jaxpr(body)))
+
+
+def _jitted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = name
+    return jax.jit(function)
 
 
 def _without_mesh(array: Any) -> Any:
