@@ -419,9 +419,10 @@ def emit(
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.
     """
     flow = dataflow(pipeline, schedule.num_microbatches)
-    together = [runs for runs in joined if all(pipeline.tasks[number].kind.repeats for number, _ in runs)]
+    together = {runs for runs in joined if all(pipeline.tasks[number].kind.repeats for number, _ in runs)}
     order, held = _ordered(flow, schedule, task_s, transfer_s, together)
-    writer = _Writer(flow, order, [runs for runs in joined if runs in held or runs not in together])
+    left_apart = together.difference(held)
+    writer = _Writer(flow, order, [runs for runs in joined if runs not in left_apart])
     return writer.program()
 
 

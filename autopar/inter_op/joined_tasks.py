@@ -43,6 +43,8 @@ def _with_pairs(staged: StagedStep, limit_bytes: int) -> StagedStep:
     known: dict[Hashable, JoinedTask] = {}
     taken: list[JoinedTask] = []
     for chains in _by_tasks(staged, pairs(staged.simulated.pipeline, staged.schedule)).values():
+        if len(chains) * sum(staged.waits_s[n] for n, _ in chains[0]) < least_s:
+            continue  # no more than that can hide
         key = _key(staged, chains[0])
         if key not in known:
             known[key] = joined_task(staged, chains[0])
