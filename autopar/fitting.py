@@ -291,9 +291,7 @@ def fit(
     """
     parallel = as_step(step)
     named = _by_name([clusters] if isinstance(clusters, Cluster | str) else clusters, prices or {})
-    for option, value in (("multiple", multiple), ("buckets", buckets)):
-        if value is not None:
-            expect_positive(f"autopar.fit({option}=...)", value, "a positive whole number", "leave it out")
+    _check_numbers(multiple=multiple, buckets=buckets)
     sample = None if lengths is None else checked_lengths("autopar.fit(lengths=...)", lengths)
     of_length = _by_length(parallel.__name__, nnx_objects.split(args), sample is not None)
     shapes = of_length(0 if sample is None else rounded_up(int(sample.max())))
@@ -303,8 +301,7 @@ def fit(
     for name, cluster in named.items():
         size, bits = (cluster.num_devices, BITS) if multiple is None else (multiple, EXACT)
         size = math.lcm(size, microbatches_named_by(parallel))
-        on_it = on_cluster(parallel, cluster)
-        made = _weighed(on_it, name, shapes, axes, size, bits)
+        made = _weighed(on_it := on_cluster(parallel, cluster), name, shapes, axes, size, bits)
         found.multiples[name] = size * unit_of(max((row.batch // size for row, _ in made if row.fits), default=0), bits)
         rows += [_priced(dataclasses.replace(row, cluster=name), (prices or {}).get(name)) for row, _ in made]
         fitting = [(row, plan) for row, plan in made if plan is not None]
@@ -398,6 +395,13 @@ def _ways(cluster: str, sample: Any, batches: Mapping[int, int], plans: Mapping[
         )
         for way, rows in ways.items()
     ]
+
+
+def _check_numbers(**options: int | None) -> None:
+    """Raises: InvalidArgumentError for an option that is given and no positive whole number."""
+    for option, value in options.items():
+        if value is not None:
+            expect_positive(f"autopar.fit({option}=...)", value, "a positive whole number", "leave it out")
 
 
 def _checked_axes(step: Step, args: Sequence[Any]) -> Axes:

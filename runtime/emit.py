@@ -267,9 +267,7 @@ def _merged(
             ]
             if not held_up:
                 break
-            tasks = [number for number, _ in begun_by[lists[held_up[0]][position[held_up[0]]]]]
-            for first in [first for first, runs in begun_by.items() if [number for number, _ in runs] == tasks]:
-                begun_by.pop(first)  # of a pair of tasks all or none are one program: a plan names the tasks
+            _take_apart(begun_by, lists[held_up[0]][position[held_up[0]]])
             for meshes in waiting.values():
                 meshes[:] = [mesh for mesh in meshes if mesh != held_up[0]]
             look_at(held_up[0])
@@ -287,6 +285,15 @@ def _merged(
     if stuck:
         raise _deadlock(flow.pipeline, schedule, stuck, needs, end_s)
     return order
+
+
+def _take_apart(begun_by: dict[Node, tuple[Node, ...]], node: Node) -> None:
+    """Takes out all runs of the tasks that begin together with a run: a plan names the tasks of a pair, and so all of
+    its runs are one program, or none.
+    """
+    tasks = [number for number, _ in begun_by[node]]
+    for first in [first for first, runs in begun_by.items() if [number for number, _ in runs] == tasks]:
+        begun_by.pop(first)
 
 
 def _deadlock(

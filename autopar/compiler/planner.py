@@ -306,7 +306,7 @@ def pipeline_may_pay(best: SpmdCandidate | None, cluster: Cluster) -> bool:
     """
     if best is None:
         return True
-    if best.step_time_s <= least_handed_out_s(cluster, 2, 1, has_backward=False):
+    if best.step_time_s <= least_handed_out_s(cluster, 2, 1):
         return False
     return 1 - best.shared_out_s / best.step_time_s > LOST
 

@@ -101,8 +101,7 @@ def least_pipeline_s(
     problems = tuple(_problems(microbatched, cluster, request))
     if not problems:
         return math.inf
-    m, has_backward = problems[0].num_microbatches, any(o.backward_s.any() for o in problems[0].options)
-    handed_s = least_handed_out_s(cluster, 2, m, has_backward=has_backward)
+    handed_s = least_handed_out_s(cluster, 2, problems[0].num_microbatches)
     if handed_s >= under_s:
         return under_s
     return max(handed_s, min(answer.bound_s for answer in best_stages(problems, under_s=under_s)))

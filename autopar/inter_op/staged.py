@@ -71,13 +71,12 @@ def _processes(group: Submesh, devices: int) -> Iterable[int]:
     return range(group.first_device // devices, last // devices + 1)
 
 
-def least_handed_out_s(cluster: Cluster, num_stages: int, num_microbatches: int, *, has_backward: bool) -> float:
-    """The same of any pipeline of so many stages, two or more: each has a forward task in every micro-batch, and a
-    backward task where the step has a backward pass.
+def least_handed_out_s(cluster: Cluster, num_stages: int, num_microbatches: int) -> float:
+    """The same of any pipeline of so many stages, two or more: each has a program in every micro-batch. A backward pass
+    may be one program with the forward pass of another micro-batch.
     """
-    runs = num_stages * num_microbatches * (2 if has_backward else 1)
     num_processes = -(-cluster.num_devices // process_devices(cluster))
-    return HAND_OUT_S * runs / min(num_processes, num_stages)
+    return HAND_OUT_S * num_stages * num_microbatches / min(num_processes, num_stages)
 
 
 # Zero-bubble schedules fitted to the predicted seconds and bytes of the tasks of a pipeline.
