@@ -27,9 +27,11 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
-from autopar.inter_op.requested import estimated_one_stage, one_stage_candidates, requested_pipelines
+from autopar.inter_op.requested import estimated_in_time, estimated_one_stage, one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
+from autopar.intra_op.baselines import baseline_bindings
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -233,12 +235,14 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
 
 def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
-    seconds: a quick search ends with it, and ways to write a step that differ in what scans compute again are compared
-    by it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
+    seconds: a quick search ends with it, and so does any whose bound is near; the search over stages leaves out what
+    takes longer; ways to write a step that differ in what scans compute again are compared by it. Its update comes
+    after the micro-batches, with the stacks that the search over stages does without.
     """
     request, traced = context.request, context.traced
     has_scans = any(op.blocks for op in context.graph.block.ops)
-    is_of_use = has_scans or traced.stacked_over > 0 or request.effort is Effort.QUICK
+    is_shared = context.cluster.num_devices > 1
+    is_of_use = has_scans or is_shared or traced.stacked_over > 0 or request.effort is Effort.QUICK
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not is_of_use or not is_free or not is_even or context.fastest_s < math.inf:
@@ -265,11 +269,33 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
                 if found.fits(context.limit_bytes):
                     name = "ZeRO-3" if num_devices > 1 else ""
                     yield dataclasses.replace(found, source=source, name=name, weighed=())
+                    yield from _faster_baselines(asked, found, source)
                     return
             # Twice as many micro-batches need half of the memory at least.
             least = number * found.peak_bytes / context.limit_bytes
     except (UnsupportedError, BatchMismatchError, InvalidArgumentError, SolverError) as error:
         yield Rejection(source=source, why=f"{error.where}: {error.got}")
+
+
+def _faster_baselines(context: PlanningContext, than: PipelineCandidate, source: str) -> Iterator[PipelineCandidate]:
+    """One stage under data parallelism, or another stage of ZeRO, in the same micro-batches, where it is faster."""
+    best: PipelineEstimate | PipelineCandidate = than
+    first, _ = estimated_in_time(context, than.hoist_casts)
+    for name, plain in baseline_bindings(context.cluster):
+        binding = with_groups(plain, context.views.annotated, context.cluster.num_devices)
+        # All of them compute as much in these micro-batches.
+        may_gain = first is None or first.least_s < (1 - ESTIMATE_ERROR) * best.step_time_s
+        if binding == context.request.binding or not may_gain or context.deadline.passed:
+            continue
+        request = dataclasses.replace(context.request, binding=binding)
+        asked = dataclasses.replace(context, request=request, to_beat_s=best.step_time_s)
+        estimate, _ = estimated_in_time(asked, than.hoist_casts)
+        if estimate is not None and estimate.rank(context.limit_bytes) < best.rank(context.limit_bytes):
+            best, fastest = estimate, (name, asked)
+    if best is not than:
+        name, asked = fastest
+        (found,) = requested_pipelines(dataclasses.replace(asked, to_beat_s=math.inf))
+        yield dataclasses.replace(found, source=source, name=name, weighed=())
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:
@@ -318,14 +344,12 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
         return []  # micro-batches and stages hold equal parts
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
-    # One micro-batch is what the best program has too; fewer pipelines have it than any number of them.
-    wants_little = request.effort is Effort.QUICK or not context.may_gain
     is_known = context.fastest_s < math.inf and admits_one_program(context.traced, context.cluster, request)
-    if is_known and wants_little:
-        of_quick = "Search(effort='quick') takes one program or one stage where one fits"
-        return [
-            Rejection(source=PIPELINES, why=f"not searched: {of_quick if context.may_gain else context.why_no_gain}")
-        ]
+    if is_known and not context.may_gain_by_stages:
+        return [Rejection(source=PIPELINES, why=f"not searched: {context.why_no_gain}")]
+    if is_known and request.effort is Effort.QUICK:
+        why = "not searched: Search(effort='quick') takes one program or one stage where one fits"
+        return [Rejection(source=PIPELINES, why=why)]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
     if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.common.progress import Deadline
 from autopar.compiler.step_ways import StepWay
@@ -38,25 +38,27 @@ def plans_in_memory(
     Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
     search = _Search(request, plans_with, num_devices)
-    others = iter(ways)
-    first = next(others)
-    search.waiting.append(first)
+    first, *others = ways
+    search.waiting += [first, *others]
     if in_stages:
-        search.waiting += others
-        most_s = (1 + WORTHWHILE) * min(way.least_s for way in search.waiting)
-        # Of ways that compute for nearly as long, the leanest takes larger micro-batches.
-        fastest = [way for way in search.waiting if way.least_s <= most_s]
-        first = min(fastest, key=lambda way: (way.saved_bytes, way.least_s))
+        first = fastest_of(search.waiting)
     elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
-        search.as_one_program(first, others)
+        search.as_one_program(fastest_of(way for way in search.waiting if way.attention is first.attention))
     if search.best is None or search.best in search.waiting:
         search.plan(search.fastest_as_one_stage(first.attention) or search.best or first)
-    while (way := search.next_of(others)) is not None:
+    while (way := search.next_way()) is not None:
         if search.deadline.passed:
             untried = f"not all ways to write the step were planned: {search.deadline.text}"
             return tuple(plan.with_note(untried) for plan in search.found())
         search.plan(way)
     return search.found()
+
+
+def fastest_of(ways: Iterable[StepWay]) -> StepWay:
+    """Of ways that compute for nearly as long as the fastest, the leanest: it takes larger micro-batches."""
+    found = [*ways]
+    most_s = (1 + WORTHWHILE) * min(way.least_s for way in found)
+    return min((way for way in found if way.least_s <= most_s), key=lambda way: (way.saved_bytes, way.least_s))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class _Search:
         assert self.refused is not None, "there is a way, with a plan or without one that fits"
         raise self.refused
 
-    def as_one_program(self, first: StepWay, others: Iterator[StepWay]) -> None:
+    def as_one_program(self, first: StepWay) -> None:
         """Plans the fastest way that fits as one program, as far as those before it tell. Where none is expected to,
         ways are planned as one stage in few micro-batches, which takes little time: that which saves least, then those
         that may be faster.
@@ -115,7 +117,6 @@ class _Search:
                     return
             except (SolverError, UnsupportedError):
                 return
-            self.waiting += others
             way = self.next_program()
 
     def is_one_program(self, way: StepWay) -> bool:
@@ -170,11 +171,10 @@ class _Search:
             if not self.plans and self.refused is None:
                 raise
 
-    def next_of(self, others: Iterator[StepWay]) -> StepWay | None:
+    def next_way(self) -> StepWay | None:
         """The way that is expected to be fastest, where that is worth it: the best one first, where it was planned as
         one stage alone. Where nothing fits yet, that which saves least.
         """
-        self.waiting += others
         if self.best is not None and self.best in self.waiting:
             return self.best
         ways = [w for w in self.waiting if w.saved_bytes < self.refused_bytes.get(w.attention, math.inf)]

@@ -279,7 +279,8 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
         if one.short is None:
             return None
         found: list[PipelineEstimate] = []
-        limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=context.deadline.solve_s())
+        time_limit_s, to_beat_s = context.deadline.solve_s(), context.to_beat_s
+        limits = BuildLimits(limit_bytes=context.limit_bytes, time_limit_s=time_limit_s, to_beat_s=to_beat_s)
         constraints = binding.on(cluster.num_devices)[1] if binding is not None else None
         for each in one.choices:
             choice = dataclasses.replace(each, policies=policies_of(request.recompute, len(each.policies)))
@@ -289,14 +290,15 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
             found.append(
                 PipelineEstimate(
                     num_microbatches=m, choice=choice, step_time_s=known.step_time_s, peak_bytes=known.peak_bytes[0],
-                    to_beat_s=math.inf, binding=binding, rounds=known.rounds,
+                    to_beat_s=math.inf, binding=binding, rounds=known.rounds, least_s=known.least_s,
                 )
             )  # fmt: skip
         one.short.forget_stages()
         return min(found, key=lambda at: _rank(at, context)) if len(found) == len(one.choices) else None
 
     with context.progress.pass_("estimate stages"):
-        found = graphs.of(traced, ("estimate", *at, request.recompute, context.limit_bytes), estimated)
+        within = context.limit_bytes, context.to_beat_s
+        found = graphs.of(traced, ("estimate", *at, request.recompute, *within), estimated)
     return found, one.copied_bytes
 
 
