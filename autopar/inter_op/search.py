@@ -54,7 +54,7 @@ from autopar.inter_op.staged import least_handed_out_s
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
 from autopar.microbatch.smaller_step import SmallerSteps, num_examples
-from autopar.passes.assign_stages import sums_in_place
+from autopar.passes.assign_stages import balanced, more_layers, sums_in_place
 from autopar.passes.layers import MAX_LAYERS
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, finest_parts
@@ -155,6 +155,9 @@ def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
 OVERSTATED = 2.0
+# Schedules in a V of a step with a backward pass, and the share of the step that must be lost to anything but computing
+# for the best pipeline to be built under them too: two more programs of all stages are made.
+TRAINED_IN_A_V, LEAST_LOST_TO_A_V = ("zb-v", "dualpipev"), 0.05
 _NOTHING = Tried(step_time_s=math.inf)
 
 
@@ -248,6 +251,7 @@ class _Search:
             refine_one_stage(builder, others, (0.0,) if hides else ())
             refine_in_other_counts(builder, others)
             recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
+            self.in_a_v(cuts, builder)
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
             return dataclasses.replace(self, screens=False).run()
@@ -445,6 +449,29 @@ class _Search:
                 more = m / best.num_microbatches
                 sizes = near / (2 * max(more, 1)), 2 * near / min(more, 1)
                 yield posed.of(microbatched, sizes_between=sizes)
+
+    def in_a_v(self, cuts: dict[int, MicrobatchedStep], builder: PipelineEvaluator) -> None:
+        """Builds the best pipeline also in a V, where it has several alike groups of devices and is far from the bound:
+        two stages of about equal arithmetic on each group, under each such schedule that a step with a backward pass
+        has.
+        """
+        builder.settle()
+        best, request = builder.best_built, self.context.request
+        if best is None or request.schedule is not None or request.chunks is not None:
+            return
+        groups, m = best.choice.group_meshes, best.num_microbatches
+        layers, graph = cuts[m].layers, cuts[m].graph
+        has_room = 4 <= 2 * len(groups) <= min(len(layers), m)
+        has_backward = any(op.section is Section.BACKWARD for op in graph.block.ops)
+        is_far = self.context.least_s < (1 - LEAST_LOST_TO_A_V) * best.step_time_s
+        if len(set(groups)) > 1 or not has_room or not has_backward or not is_far:
+            return
+        first_layers = balanced(layers, 2 * len(groups), more_layers(graph))
+        for name in TRAINED_IN_A_V:
+            choice = dataclasses.replace(
+                best.choice, schedule=name, chunks=2, first_layers=first_layers, terms=(), over_limit=()
+            )
+            builder.refined(m, choice, "")
 
     @property
     def number_that_fits(self) -> int | None:
