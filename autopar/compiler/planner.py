@@ -172,6 +172,8 @@ WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
 # work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
 LOST = 0.1
+# Step time of one stage under ZeRO, over the least of any plan, from which on it bounds no search over stages.
+FAR_FROM_BOUND = 1.5
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -254,6 +256,8 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
 
 def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejection]:
     num_devices, source = context.cluster.num_devices, "one stage in the fewest micro-batches"
+    is_wanted = context.request.effort is Effort.QUICK or any(op.blocks for op in context.graph.block.ops)
+    longest_s = math.inf if is_wanted else FAR_FROM_BOUND * context.least_s
     try:
         examples = num_examples(context.traced)
         binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
@@ -264,12 +268,14 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
             request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
             asked = _for_stages(dataclasses.replace(context, request=request))
             found: PipelineEstimate | PipelineCandidate | None = estimated_one_stage(asked, keeps=True)
+            if found is not None and found.step_time_s > longest_s:
+                return
             if found is None or found.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes:
                 (found,) = requested_pipelines(asked)
                 if found.fits(context.limit_bytes):
                     name = "ZeRO-3" if num_devices > 1 else ""
-                    yield dataclasses.replace(found, source=source, name=name, weighed=())
-                    yield from _faster_baselines(asked, found, source)
+                    found = dataclasses.replace(found, source=source, name=name)
+                    yield from _with_baselines(asked, found)
                     return
             # Twice as many micro-batches need half of the memory at least.
             least = number * found.peak_bytes / context.limit_bytes
@@ -277,10 +283,13 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
         yield Rejection(source=source, why=f"{error.where}: {error.got}")
 
 
-def _faster_baselines(context: PlanningContext, than: PipelineCandidate, source: str) -> Iterator[PipelineCandidate]:
-    """One stage under data parallelism, or another stage of ZeRO, in the same micro-batches, where it is faster."""
-    best: PipelineEstimate | PipelineCandidate = than
-    first, _ = estimated_in_time(context, than.hoist_casts)
+def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate]:
+    """One stage under ZeRO-3, beside data parallelism and the other stages of ZeRO in the same micro-batches by their
+    estimates, of which the fastest is built where it is faster.
+    """
+    best: PipelineEstimate | PipelineCandidate = zero
+    weighed, fastest = [zero.trial], None
+    first, _ = estimated_in_time(context, zero.hoist_casts)
     for name, plain in baseline_bindings(context.cluster):
         binding = with_groups(plain, context.views.annotated, context.cluster.num_devices)
         # All of them compute as much in these micro-batches.
@@ -289,13 +298,18 @@ def _faster_baselines(context: PlanningContext, than: PipelineCandidate, source:
             continue
         request = dataclasses.replace(context.request, binding=binding)
         asked = dataclasses.replace(context, request=request, to_beat_s=best.step_time_s)
-        estimate, _ = estimated_in_time(asked, than.hoist_casts)
-        if estimate is not None and estimate.rank(context.limit_bytes) < best.rank(context.limit_bytes):
-            best, fastest = estimate, (name, asked)
-    if best is not than:
-        name, asked = fastest
-        (found,) = requested_pipelines(dataclasses.replace(asked, to_beat_s=math.inf))
-        yield dataclasses.replace(found, source=source, name=name, weighed=())
+        found, _ = estimated_in_time(asked, zero.hoist_casts)
+        if found is None:
+            continue
+        found = dataclasses.replace(found, name=name)
+        weighed.append(found.trial)
+        if found.rank(context.limit_bytes) < best.rank(context.limit_bytes):
+            best, fastest = found, dataclasses.replace(asked, to_beat_s=math.inf)
+    yield dataclasses.replace(zero, weighed=tuple(weighed))
+    if fastest is not None:
+        (built,) = requested_pipelines(fastest)
+        built = dataclasses.replace(built, source=zero.source, name=best.name)
+        yield dataclasses.replace(built, weighed=(built.trial,))
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:

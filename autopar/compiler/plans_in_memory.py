@@ -41,9 +41,12 @@ def plans_in_memory(
     first, *others = ways
     search.waiting += [first, *others]
     if in_stages:
-        first = fastest_of(search.waiting)
+        most_s = (1 + WORTHWHILE) * min(way.least_s for way in search.waiting)
+        # Of ways that compute for nearly as long, the leanest takes larger micro-batches.
+        fastest = [way for way in search.waiting if way.least_s <= most_s]
+        first = min(fastest, key=lambda way: (way.saved_bytes, way.least_s))
     elif request.admits_one_program and request.leaves_layouts_free and not request.in_host:
-        search.as_one_program(fastest_of(way for way in search.waiting if way.attention is first.attention))
+        search.as_one_program(first)
     if search.best is None or search.best in search.waiting:
         search.plan(search.fastest_as_one_stage(first.attention) or search.best or first)
     while (way := search.next_way()) is not None:
@@ -52,13 +55,6 @@ def plans_in_memory(
             return tuple(plan.with_note(untried) for plan in search.found())
         search.plan(way)
     return search.found()
-
-
-def fastest_of(ways: Iterable[StepWay]) -> StepWay:
-    """Of ways that compute for nearly as long as the fastest, the leanest: it takes larger micro-batches."""
-    found = [*ways]
-    most_s = (1 + WORTHWHILE) * min(way.least_s for way in found)
-    return min((way for way in found if way.least_s <= most_s), key=lambda way: (way.saved_bytes, way.least_s))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

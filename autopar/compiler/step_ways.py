@@ -114,8 +114,8 @@ class StepWays:
     graphs: StepGraphs
 
     def __iter__(self) -> Iterator[StepWay]:
-        """First the fastest that needs no more memory than the code, then the others by their least times, then other
-        attention; of a recipe the first alone.
+        """First the fastest, of a step with scans of those that need no more memory than the code, as what scans stack
+        takes time too; then the others by their least times, then other attention; of a recipe the first alone.
         """
         first, *others = self.of_attention()
         if self.request.is_built_as_asked or self.request.binding is not None:
@@ -126,8 +126,9 @@ class StepWays:
             yield from sorted(self.recomputing(first), key=lambda way: way.least_s)
         else:
             ways = [first, *self.recomputing(first)]
-            leaner = [way for way in ways if way.saved_bytes <= first.saved_bytes]
-            start = min(leaner, key=lambda way: way.least_s * (1 - WORTH_A_KERNEL if way is first else 1))
+            has_scans = any(op.blocks for op in whole_graph(self.step(first), self.rules, self.graphs).graph.block.ops)
+            may_be_first = [way for way in ways if not has_scans or way.saved_bytes <= first.saved_bytes]
+            start = min(may_be_first, key=lambda way: way.least_s * (1 - WORTH_A_KERNEL if way is first else 1))
             yield start
             yield from sorted((way for way in ways if way is not start), key=lambda way: way.least_s)
         for way in others:

@@ -45,7 +45,7 @@ class Rival:
 
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     """The recipes that were weighed beside the plan, by name: data, tensor parallelism, stages of ZeRO."""
-    lost = [r for r in record.rejected if r.source == BASELINES and r.text]
+    lost = [r for r in record.rejected if r.text and (r.source == BASELINES or _of_stage(r.text))]
     ways: list[tuple[str, RejectionRecord | MeshTrial, str]]
     ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
     ways += [(name, trial, trial.status) for trial in record.tried if (name := _recipe_of(trial))]
@@ -59,6 +59,12 @@ def rivals(record: PlanRecord) -> tuple[Rival, ...]:
         if before is None or (is_told and (before.excess or before.step_time_s is None)):
             found[name] = rival
     return tuple(found.values())
+
+
+def _of_stage(text: str) -> str:
+    """The recipe of one stage in micro-batches, by the words of its candidate; nothing where it has none."""
+    name = text.rpartition(", ")[2]
+    return name if name == DATA_PARALLEL or name.startswith("ZeRO-") else ""
 
 
 def _recipe_of(trial: MeshTrial) -> str:
@@ -78,7 +84,8 @@ def chosen_recipe(record: PlanRecord) -> str:
     """The name of the recipe that the search found to be the best plan, or nothing."""
     step_s = record.predicted.step_time_s
     own = [t for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s)]
-    return next(filter(None, (*(trial.name for trial in own), *map(_recipe_of, own))), "")
+    of_stages = [_of_stage(trial.text) for trial in record.weighed if trial.step_time_s == step_s]
+    return next(filter(None, (*(trial.name for trial in own), *map(_recipe_of, own), *of_stages)), "")
 
 
 def advantage(record: PlanRecord) -> str:
