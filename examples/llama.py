@@ -1,6 +1,6 @@
 """Llama 3 8B and its training step, written for one device: the step that README.md plans for 64 GPUs.
 
-autopar plan examples/llama.py:job --cluster dgx-h100x8 --effort quick --report plan.html
+autopar plan examples/llama.py:job --cluster dgx-h100x8 --report plan.html
 autopar lint examples/llama.py:by_hand --cluster dgx-h100
 """
 
