@@ -1,5 +1,7 @@
 """How far the search goes on, what is said of the rest, and searching again."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,8 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.intra_op.baselines import SOURCE as BASELINES
+from autopar.plan.context import PlanningContext
+from autopar.plan.options import Effort, PlanRequest
 from tests.small_steps import assert_close, chain_step, grouped, mlp_batch, mlp_step, new_mlp_state, slow_cluster
 
 PARAMS = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8
@@ -72,6 +76,35 @@ def test_where_nothing_can_be_gained_nothing_more_is_tried():
     assert "no plan can take less than" in untried(default, PIPELINES)[0]
     assert not untried(thorough, PIPELINES)
     assert thorough.predicted.step_time_s <= default.predicted.step_time_s
+
+
+@pytest.mark.parametrize(("num_devices", "worth"), [(1, 0.01), (8, 0.01), (64, 0.03), (1024, 0.03)])
+def test_stages_are_searched_for_where_they_may_gain_more_than_that_is_worth(num_devices, worth):
+    def may_gain(gap, effort=Effort.DEFAULT):
+        found = types.SimpleNamespace(
+            request=PlanRequest(effort=effort),
+            cluster=types.SimpleNamespace(num_devices=num_devices),
+            keep_tolerance=1.0,
+            least_s=1 - gap,
+            fastest_s=1.0,
+        )
+        return PlanningContext.may_gain_by_stages.fget(found)
+
+    assert not may_gain(0.999 * worth)
+    assert may_gain(1.001 * worth)
+    assert may_gain(1e-6, Effort.THOROUGH)
+
+
+def test_one_stage_under_zero_ends_the_search_where_the_bound_is_near():
+    """Large batches whose values do not fit at once: gathering the state in two micro-batches is hidden."""
+    examples = jax.ShapeDtypeStruct((2**20, 16_384), jnp.float32)
+    args = PARAMS, {"x": examples, "y": examples}
+    cluster = Cluster.flat(8, device=presets.H100, links=(presets.NVLINK4,))
+    default = planned(cluster, args=args)
+    assert default.record.pipeline is not None and len(default.record.pipeline.stages) == 1
+    assert default.gap < 0.01
+    assert "no plan can take less than" in untried(default, PIPELINES)[0]
+    assert "ZeRO-3" in str(default)
 
 
 def test_a_step_planned_again_takes_the_faster_plan_and_moves_the_state():

@@ -64,6 +64,15 @@ def test_stages_meet_where_links_are_slow():
     assert found.predicted.step_time_s == min(t.step_time_s for t in found.record.weighed)
 
 
+def test_the_best_stages_are_built_in_a_v_too():
+    found = plan(cluster(), *arguments())
+    in_a_v = [t for t in found.record.weighed if "zb-v" in t.text or "dualpipev" in t.text]
+    assert {t.text.split(", ")[1:][0] for t in in_a_v} == {"4 stages on meshes 2"}
+    assert len(in_a_v) == 2
+    asked = plan(cluster(), *arguments(), plan=autopar.recipes.combine(tp=2, pp=2, schedule="zb-v", num_microbatches=8))
+    assert found.predicted.step_time_s <= asked.predicted.step_time_s
+
+
 def test_several_stages_are_tried_in_numbers_between_those_of_the_tables():
     found = plan(cluster(), *arguments()).record
     two_stages = {t.text.split(" micro")[0] for t in found.weighed if "2 stages" in t.text}
@@ -86,7 +95,7 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
     found = plan(cluster(), *arguments()).record
     assert found.pipeline is not None
     assert found.pipeline.num_microbatches == 8  # which the tables begin without, as above
-    assert built == [8]
+    assert built == [8, 8, 8]  # as one after the other, and in both kinds of a V
 
 
 def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):

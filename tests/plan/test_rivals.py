@@ -3,9 +3,10 @@
 import dataclasses
 
 import autopar
+from autopar.common.text import text_of_s
 from autopar.plan import rivals
 from autopar.plan.rivals import advice
-from autopar.plan.schema import MemoryKind, MemoryUse, MeshTrial, RejectionRecord
+from autopar.plan.schema import MemoryKind, MemoryUse, MeshTrial, PipelineTrial, RejectionRecord
 from tests.plan.records import module, pipeline, program, value
 
 
@@ -50,6 +51,13 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert (
         rivals.advantage(pipeline())
         == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
+    )
+    step_s = pipeline().predicted.step_time_s
+    one_stage = PipelineTrial(text="2 micro-batches, mesh 8, ZeRO-3", step_time_s=step_s, peak_bytes=1)
+    too_slow = RejectionRecord(source="pipelines", text="mesh 8, ZeRO-1", why="slower", step_time_s=2 * step_s)
+    assert rivals.advantage(dataclasses.replace(pipeline(), weighed=(one_stage,), rejected=(too_slow,))) == (
+        f"The fastest found is a standard plan: ZeRO-3; 2.00x as fast as ZeRO-1 ({text_of_s(2 * step_s)}), the next "
+        "best without tensor parallelism."
     )
     own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
     assert (
