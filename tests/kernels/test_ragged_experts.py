@@ -25,7 +25,18 @@ from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
-from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, WIDTH, batch, gated, scattered, state, step
+from tests.kernels.ragged_steps import (
+    EXPERTS,
+    LAYERS_AS_WRITTEN,
+    TOP_K,
+    WIDTH,
+    batch,
+    gated,
+    scattered,
+    shared,
+    state,
+    step,
+)
 from tests.small_steps import assert_close, slow_cluster
 
 WAYS = {
@@ -403,6 +414,25 @@ def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
 def test_a_step_equals_plain_jit(layer, way, devices, recipe):
     layers = 2 if recipe is not None and recipe.request.num_stages else 1
     equals_jit(step(LAYERS_AS_WRITTEN[layer], **WAYS[way]), devices, layers, plan=recipe)
+
+
+WITH_A_SHARED_EXPERT = [
+    (None, (1, 2, 4, 8), 0.0),
+    (recipes.expert_parallel(), (2, 4, 8), 0.0),
+    (recipes.expert_parallel(), (4, 8), 100.0),
+    (recipes.combine(ep=2, tp=2), (4, 8), 0.0),
+    (recipes.combine(ep=2, zero=3), (2, 4, 8), 0.0),
+    (recipes.combine(pp=2, num_microbatches=2), (2,), 0.0),
+    (recipes.combine(pp=2, ep=2, num_microbatches=2), (4, 8), 0.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "devices", "skew"), [(recipe, n, skew) for recipe, counts, skew in WITH_A_SHARED_EXPERT for n in counts]
+)
+def test_a_mixture_with_a_shared_expert_equals_plain_jit(recipe, devices, skew):
+    equals_jit(step(shared, skew=skew), devices, layers=2, plan=recipe)
 
 
 @pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.data_parallel()], ids=["experts", "data"])
