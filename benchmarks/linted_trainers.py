@@ -1,8 +1,7 @@
-"""Steps of published trainers in their own shardings, for `autopar lint`: of Tunix, Keras and Levanter, small decoders.
+"""Steps of published trainers in their own shardings, for `autopar lint`: of Tunix and of Keras, small decoders.
 
-autopar lint benchmarks/linted_trainers.py:tunix --cluster dgx-h100       (extra: tunix)
-autopar lint benchmarks/linted_trainers.py:keras --cluster dgx-h100       (extra: published)
-autopar lint benchmarks/linted_trainers.py:levanter --cluster dgx-h100    (extra: levanter)
+autopar lint benchmarks/linted_trainers.py:tunix --cluster dgx-h100    (extra: tunix)
+autopar lint benchmarks/linted_trainers.py:keras --cluster dgx-h100    (extra: published)
 """
 
 import os
@@ -102,51 +101,3 @@ def keras() -> tuple[Any, ...]:
         at = placed.get_data_layout(TOKENS.shape).backend_layout
         data = jax.tree.map(lambda array: jax.device_put(array, at), (inputs, TOKENS))
     return steps[0], state, data
-
-
-def levanter() -> tuple[Any, ...]:
-    """`Trainer` on Llama 3, over "data" and "model", on which heads and the inner width of feed-forward layers lie."""
-    import equinox as eqx
-    import haliax as hax
-    from haliax.partitioning import infer_resource_partitions
-    from levanter.layers.attention import AttentionBackend
-    from levanter.models.llama import LlamaConfig
-    from levanter.models.lm_model import LmExample, compute_next_token_loss
-    from levanter.tracker.tracker import NoopConfig
-    from levanter.trainer import Trainer, TrainerConfig
-    from levanter.trainer_state import TrainerState
-
-    config = TrainerConfig(
-        id="lint",
-        tracker=NoopConfig(),
-        train_batch_size=len(TOKENS),
-        model_axis_size=2,
-        tensor_parallel_axes=["mlp", "kv_head", "heads"],
-    )
-    model = LlamaConfig(
-        seq_len=TOKENS.shape[1],
-        hidden_dim=WIDTH,
-        intermediate_dim=4 * WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        attn_backend=AttentionBackend.VANILLA,  # the others are for accelerators
-    )
-    trainer = Trainer(config, optax.adamw(1e-3), compute_next_token_loss, add_default_hooks=False)
-    trainer.__enter__()  # its mesh and the places of its names, which stay for the trace
-
-    def create(key: jax.Array) -> Any:
-        built = model.build(hax.Axis("vocab", VOCABULARY), key=key)
-        return TrainerState.init(trainer.optimizer, built, key=key, mp=trainer.mp)
-
-    state = eqx.filter_eval_shape(create, jax.random.key(0))
-    arrays, rest = eqx.partition(state, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    names = (config.batch_axis, model.Pos.name)
-    batch = LmExample(tokens=hax.named(TOKENS, names), loss_mask=hax.named(np.ones_like(TOKENS, np.float32), names))
-
-    def step(arrays: Any, batch: Any) -> Any:
-        result = trainer._train_step(eqx.combine(arrays, rest), (batch,), {}, _no_hooks=True)
-        return eqx.filter(result.new_state, eqx.is_array), result.loss
-
-    places = tuple(infer_resource_partitions(tree, trainer.parameter_axis_mapping) for tree in (arrays, batch))
-    return jax.jit(step, in_shardings=places, donate_argnums=0), arrays, batch
