@@ -32,6 +32,7 @@ from tests.kernels.ragged_steps import (
     WIDTH,
     batch,
     gated,
+    route,
     scattered,
     shared,
     state,
@@ -516,7 +517,7 @@ def test_devices_wait_for_the_busiest_one():
 def test_a_load_says_nothing_of_devices_with_all_experts():
     equal, skewed = (planned(recipes.data_parallel(), expert_load=load) for load in (None, [7, 1, 1, 1, 1, 1, 1, 1]))
     assert skewed.predicted == equal.predicted
-    assert (equal.expert_load, skewed.expert_load) == ((), ((7, 1, 1, 1, 1, 1, 1, 1),))
+    assert (equal.expert_load, skewed.expert_load) == ((), (("**", ((7, 1, 1, 1, 1, 1, 1, 1),)),))
 
 
 @pytest.mark.slow
@@ -525,8 +526,52 @@ def test_a_plan_with_a_load_is_saved_with_it_and_equals_plain_jit(tmp_path):
     made = equals_jit(step(scattered), 4, layers=2, plan=recipe, search=autopar.Search(expert_load=load))
     plan = made.plan(state(2), batch())
     plan.save(tmp_path / "plan.json")
-    assert autopar.Plan.load(tmp_path / "plan.json").record.expert_load == plan.record.expert_load == (tuple(load),)
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.record.expert_load == plan.record.expert_load == (("**", (tuple(load),)),)
     equals_jit(step(scattered), 4, layers=2, plan=plan)
+
+
+@pytest.mark.parametrize("num_layers", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_each_mixture_has_the_load_of_its_module(num_layers):
+    """Of layers that are equal but for it; of 12 some stand for others. The first one's pass back is less."""
+    layers = [f"layer{i}" for i in range(num_layers)]
+
+    def function(state, batch):
+        def loss(state):
+            x = batch
+            for i, name in enumerate(layers):
+                with jax.named_scope(name):
+                    p = jax.tree.map(lambda a, i=i: a[i], state)
+                    rows = x.reshape(-1, WIDTH)
+                    x = x + scattered(rows, p, *reversed(route(rows, p["router"])[1:])).reshape(x.shape)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.3 * g, state, jax.grad(loss)(state))
+
+    cluster = autopar.Cluster.preset("tpu-v5p", topology="2x2x1")
+    shapes = jax.eval_shape(
+        lambda: (state(num_layers, jnp.bfloat16), jnp.tile(batch().astype(jnp.bfloat16), (16, 16, 1)))
+    )
+
+    def arithmetic_s(load):
+        search = autopar.Search(expert_load=load)
+        plan = autopar.plan(
+            function, *shapes, plan=recipes.expert_parallel(), cluster=cluster, cache_dir=None, search=search
+        )
+        return plan.predicted.compute_time_s
+
+    skewed = [7, 1, 1, 1, 1, 1, 1, 1]
+    none, every = arithmetic_s(None), arithmetic_s(skewed)
+    even, odd = arithmetic_s(dict.fromkeys(layers[::2], skewed)), arithmetic_s({"*[02468]": [1] * 8, "**": skewed})
+    assert (even - none) + (odd - none) == pytest.approx(every - none, rel=1e-6)
+    assert even - none == pytest.approx((every - none) / 2, rel=0.2)
+
+
+def test_a_load_of_a_module_without_a_mixture_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"expert_load=\{'elsewhere': ...\}.*the path of a module"):
+        planned(recipes.expert_parallel(), expert_load={"elsewhere": [1] * 8})
+    with pytest.raises(InvalidArgumentError, match="counts by patterns"):
+        autopar.Search(expert_load={})
 
 
 def test_a_load_of_other_experts_is_refused():
