@@ -1,6 +1,6 @@
 """Our predictions beside the programs that XLA's GPU and TPU compilers make, for hardware that is not here.
 
-    python -m benchmarks.compiled_elsewhere                             30 rows; no GPU, no TPU needed
+    python -m benchmarks.compiled_elsewhere                             35 rows; no GPU, no TPU needed
     python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     rows whose names have all these parts
     python -m benchmarks.compiled_elsewhere --again                     predicts anew what is kept already
 
@@ -54,7 +54,9 @@ def plain(name: str) -> tuple[Callable, tuple, dict[str, Any]]:
     return case.step, case.args, {"donate_argnums": (0, 1), "batch_argnums": (2,)}
 
 
-def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callable, tuple, dict[str, Any]]:
+def zoo(
+    name: str, attention: str = "as written", plan: Any = None, **sizes: Any
+) -> tuple[Callable, tuple, dict[str, Any]]:
     import jax.numpy as jnp
 
     import autopar
@@ -63,7 +65,13 @@ def zoo(name: str, attention: str = "as written", **sizes: Any) -> tuple[Callabl
     if "dtype" in sizes:
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
     case = CASES[name](**sizes)
-    return case.step, case.shapes(), {"search": autopar.Search(attention=attention)}
+    return case.step, case.shapes(), {"search": autopar.Search(attention=attention), "plan": plan}
+
+
+def ragged() -> tuple[Callable, tuple, dict[str, Any]]:
+    from autopar import recipes
+
+    return zoo("moe", plan=recipes.expert_parallel(), **_RAGGED)
 
 
 _LARGE = {"layers": 4, "width": 2048, "heads": 16, "vocabulary": 32_768, "length": 1024, "batch": 32}
@@ -71,11 +79,17 @@ _LONG = {
     "layers": 2, "width": 1024, "heads": 8, "kv_heads": 2, "feed_forward": 3584, "vocabulary": 32_768,
     "length": 8192, "batch": 8, "block": 1024, "dtype": "bfloat16",
 }  # fmt: skip
-# Dense in 32 and in 16 bits, a mixture of experts, a long context, that with fused attention, a recurrence.
+_RAGGED = {
+    "layers": 1, "width": 1024, "heads": 8, "experts": 8, "ragged": 1024, "vocabulary": 8192, "length": 1024,
+    "batch": 32,
+}  # fmt: skip
+# Dense in 32 and in 16 bits, a mixture of experts, one whose rows are sorted under expert parallelism, a long context,
+# that with fused attention, a recurrence.
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "one-layer gpt": lambda: plain("one_layer_gpt"),
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
     "one-layer moe": lambda: plain("one_layer_moe"),
+    "ragged moe": ragged,
     "llama 8k": lambda: zoo("llama", **_LONG),
     "llama 8k blockwise": lambda: zoo("llama", "blockwise", **_LONG | {"block": _LONG["length"]}),
     "lstm": lambda: zoo("lstm", width=1024, features=256, length=128, batch=512),
@@ -305,11 +319,27 @@ blockwise attention; and of the reduce-scatter of the gradient of queries', keys
 models (11 MB)."""
 
 
+def exchanges() -> str:
+    """Of the rows with exchanges of rows or of dimensions, the ratios of their predicted to their compiled bytes."""
+    ratios = []
+    for row in row_processes.load(RESULTS).values():
+        both = row.get("sent_bytes", {}), row.get("compiled", {}).get("sent_bytes", {})
+        predicted, compiled = (sum(of[kind] for kind in of if kind.endswith("all-to-all")) for of in both)
+        if predicted or compiled:
+            ratios.append(predicted / compiled if compiled else float("inf"))
+    return (
+        f"All-to-alls alone, dense and ragged ones: {len(ratios)} rows, predicted {min(ratios):.3f} to "
+        f"{max(ratios):.3f} of what is compiled."
+        if ratios
+        else ""
+    )
+
+
 def page() -> row_processes.Page:
     compilers = " Compilers: " + ", ".join(f"{name} {version}" for name, version in versions()) + "."
     head = (
         "# Predictions beside programs compiled for hardware that is not here\n\n"
-        f"`python -m benchmarks.compiled_elsewhere`. {_NOTES}\n\n{description()}{compilers}"
+        f"`python -m benchmarks.compiled_elsewhere`. {_NOTES}\n\n{exchanges()}\n\n{description()}{compilers}"
     )
     order = [f"{target} | {model}" for target in TARGETS for model in MODELS]
     return row_processes.Page(path=RESULTS, head=head, columns=COLUMNS, order=order, cells=cells)

@@ -63,12 +63,13 @@ RECIPES = {
     "zero(3)": recipes.zero(3),
     "tensor_parallel()": recipes.tensor_parallel(),
 }
-# Of mixtures of experts alone; by the number of devices that each needs.
+# Of mixtures of experts alone; by the numbers of devices that each is run on. There are four experts.
 EXPERT_RECIPES = {
-    "expert_parallel()": (1, recipes.expert_parallel()),
-    "experts and tensor_parallel": (4, recipes.combine(ep=2, tp=2)),
-    "experts and zero(3)": (2, recipes.combine(ep=2, zero=3)),
-    EXPERTS_IN_STAGES: (4, recipes.combine(pp=2, ep=2, num_microbatches=2)),
+    "expert_parallel()": ((1, 2, 4), recipes.expert_parallel()),
+    "expert_parallel(4)": ((8,), recipes.expert_parallel(4)),
+    "experts and tensor_parallel": ((4, 8), recipes.combine(ep=2, tp=2)),
+    "experts and zero(3)": ((2, 4, 8), recipes.combine(ep=2, zero=3)),
+    EXPERTS_IN_STAGES: ((4, 8), recipes.combine(pp=2, ep=2, num_microbatches=2)),
 }
 RECIPES |= {name: recipe for name, (_, recipe) in EXPERT_RECIPES.items()}
 MIXTURES = (
@@ -148,7 +149,7 @@ def recipes_of(case: str, devices: int) -> list[str]:
 
     def runs(recipe: str) -> bool:
         if recipe in EXPERT_RECIPES:
-            return case in MIXTURES and devices >= EXPERT_RECIPES[recipe][0]
+            return case in MIXTURES and devices in EXPERT_RECIPES[recipe][0]
         return recipe != STAGES_PER_MICROBATCH or case in PER_MICROBATCH
 
     return [r for r in RECIPES if runs(r) and (devices > 1 or "stages" not in r)]

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.common.text import bytes_of_text
 from autopar.cost.compiler_options import Requested, requested_options
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_positive, expect_type
-from autopar.ir.traced_step import ShardingsInCode, TracedStep
+from autopar.ir.traced_step import ExpertLoad, ShardingsInCode, TracedStep
 from autopar.plan.options import (
     AS_WRITTEN,
     Attention,
@@ -64,7 +64,8 @@ class Search:
             Where a plan has micro-batches, its results are then those of gradient accumulation; its notes say so.
         expert_load: How many rows a router sends to each expert, as measured: a count for each expert, or such a list
             for each layer; by default all get equally many. Only their shares count. Where devices share experts, the
-            plan is then priced by the busiest device of each layer.
+            plan is then priced by the busiest device of each layer. Of several mixtures a mapping, from patterns of
+            their modules (as `per_microbatch`) to their counts, of which the first that names a mixture counts.
         memory_limit_bytes: Memory of one device that the step may use, a number or text (`80GB`, `16GiB`); by default
             90 % of the device's memory.
         compiler_options: XLA's options by name, as `jax.jit` takes them, beside those that plans set for the cluster's
@@ -241,7 +242,19 @@ def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
-def _load(counts: object) -> tuple[tuple[float, ...], ...]:
+def _load(counts: object) -> ExpertLoad:
+    """Counts of all mixtures, or of those that patterns name. Raises: InvalidArgumentError."""
+    if not isinstance(counts, Mapping):
+        return (("**", _layers(counts)),)
+    if not counts or not all(isinstance(pattern, str) and pattern.strip("/") for pattern in counts):
+        raise InvalidArgumentError(
+            where="Search(expert_load=...)", expected="counts by patterns of modules, such as {'layer0/moe': [...]}",
+            got=f"{counts!r:.80}", hint="write the name that the plan prints, or give the counts alone for all",
+        )  # fmt: skip
+    return tuple((pattern, _layers(of)) for pattern, of in counts.items())
+
+
+def _layers(counts: object) -> tuple[tuple[float, ...], ...]:
     """A count for each expert of each layer. Raises: InvalidArgumentError."""
     try:
         layers = np.atleast_2d(np.asarray(counts, np.float64))

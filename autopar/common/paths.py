@@ -17,6 +17,8 @@ _PART = re.compile(r"\.(\w+)|\['([^']*)'\]|\[\"([^\"]*)\"\]|\[<flat index (\d+)>
 # The part of a scan over layers that a stage holds (`split_scan.scope_of`): no module of the step as it was written.
 _SCAN_PART = re.compile(r"(^|/)layers(\.\d+)?\[[\d*]+:[\d*]+\](?=/|$)")
 _FOLDED = re.compile(r" \(\d+x\)$")  # behind the name of modules that share a row of a table
+# Flax numbers the modules of a class, Equinox writes the class's path in front.
+_NUMBERED = re.compile(r"_\d+$")
 
 
 def parts_of(path: str) -> tuple[str, ...]:
@@ -38,6 +40,19 @@ def matches(pattern: str, path: str) -> bool:
     """Whether a pattern matches the end of a path, which is in parts with slashes between them."""
     parts = tuple(path.split("/"))[::-1]
     return any(_match(reading, parts) for reading in _readings(pattern))
+
+
+def class_of(part: str) -> str:
+    """The name of a module's class, of a part of its path."""
+    return _NUMBERED.sub("", part).rsplit(".", 1)[-1]
+
+
+def names_module(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module, or one that it is in. A class's name stands for its numbered modules too."""
+    parts = module.split("/")
+    plain = [class_of(part) for part in parts]
+    prefixes = ("/".join(path[:n]) for path in (parts, plain) for n in range(1, len(parts) + 1))
+    return any(matches(pattern, prefix) for prefix in prefixes)
 
 
 def is_scan_part(name: str) -> bool:

@@ -10,6 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+# How many rows each expert gets, of each of some layers, of the mixtures whose module a pattern names; empty: equally
+# many.
+ExpertLoad = tuple[tuple[str, tuple[tuple[float, ...], ...]], ...]
+
 # The names of placements: a value laid otherwise from there on; shardings in the types of arguments and results, where
 # the mesh of the code is explicit; those of NNX variables.
 RESHARD, TYPES, METADATA = "reshard", "types", "metadata of nnx"
@@ -55,13 +59,12 @@ class TracedStep:
     `scan_recompute`: what the bodies of its scans save for the backward pass, by the value of a policy or a text of
     `autopar.frontend.recompute_in_scans`; empty: what the code saves.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
-    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets, of each of some layers; empty:
-    equally many. `changed_in_place` are the paths of leaves that the function replaced in
-    the containers it was given. `placements` are what was removed from the code, `written` the layouts among them,
-    by the variable of the jaxpr that each is written of. `callbacks` are called when the step has run, with its
-    last results (`autopar.frontend.callbacks`). `trace_again` is `retrace` with what was removed of the code
-    beside the jaxpr. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code's policies
-    (`autopar.frontend.saved_names`); None: as written.
+    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets (`ExpertLoad`).
+    `changed_in_place` are the paths of leaves that the function replaced in the containers it was given. `placements`
+    are what was removed from the code, `written` the layouts among them, by the variable of the jaxpr that each is
+    written of. `callbacks` are called when the step has run, with its last results (`autopar.frontend.callbacks`).
+    `trace_again` is `retrace` with what was removed of the code beside the jaxpr. `saved_names`: the names that
+    `jax.checkpoint` saves in place of those of the code's policies (`autopar.frontend.saved_names`); None: as written.
     `result_types` are the shardings of the results in the explicit mesh of the user's; empty where there is none.
     `untyped` are the leaves of the arguments that lie in no such mesh. `types_of_results` are the `result_types`, but
     None for what replaces one of these: it stays where the plan has it.
@@ -92,7 +95,7 @@ class TracedStep:
     attention_kernel: str = ""
     scan_recompute: str = ""
     per_microbatch: tuple[str, ...] = ()
-    expert_load: tuple[tuple[float, ...], ...] = ()
+    expert_load: ExpertLoad = ()
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()

@@ -25,11 +25,13 @@ from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.common import jax_compat
+from autopar.common.paths import names_module
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Atom, Block, Constant, FactorKind, Op, OpGraph, OpKind, Rule, walk
 from autopar.ir.primitives import LOCALLY_SUMMING, SCATTERS, linear_operands
 from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
+from autopar.ir.traced_step import ExpertLoad
 from autopar.kernels import operation
 from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed
@@ -44,7 +46,7 @@ from autopar.kernels.ragged_regions import (
     passes_of,
     slice_of,
 )
-from autopar.kernels.row_exchange import Devices, Load, RowExchange, busiest_share
+from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
@@ -724,32 +726,39 @@ def ragged_experts(graph: OpGraph, rules: RuleBook) -> OpGraph:
     return dataclasses.replace(graph, block=_noted(graph.block, Fresh(graph), {}))
 
 
-def with_load(graph: OpGraph, load: Load) -> OpGraph:
-    """The graph with so many rows for each expert, of mixtures that have so many experts.
+def with_load(graph: OpGraph, load: ExpertLoad) -> OpGraph:
+    """The graph with so many rows for each expert: of each mixture by the first pattern that names its module, or one
+    that it is in, and has as many counts as it has experts.
 
-    Raises: InvalidArgumentError where there are none.
+    Raises: InvalidArgumentError for counts that no mixture has.
     """
-    counted = len(load[0])
-    experts = {op.id: n for op in walk(graph.block) if (n := num_experts(op)) is not None}
-    if counted not in experts.values():
-        others = ", ".join(map(str, sorted(set(experts.values()))))
-        raise InvalidArgumentError(
-            where="Search(expert_load=...)",
-            expected=f"counts of {others} experts, as the step's mixtures have" if others
-            else "a step with a mixture of sorted rows (jax.lax.ragged_dot) whose experts devices can share",
-            got=f"counts of {counted} experts",
-            hint="give one count for each expert, or a list of such lists, one for each layer",
-        )  # fmt: skip
-    busiest = functools.cache(functools.partial(busiest_share, load))
+    mixtures = [(op, n) for op in walk(graph.block) if (n := num_experts(op)) is not None]
+    number: dict[int, int] = {}
+    for i, (pattern, layers) in enumerate(load):
+        named = [(op, n) for op, n in mixtures if names_module(pattern, op.module)]
+        if all(n != len(layers[0]) for _, n in named):
+            others = ", ".join(map(str, sorted({n for _, n in named})))
+            modules = ", ".join(sorted({op.module or "(no module)" for op, _ in mixtures}))
+            raise InvalidArgumentError(
+                where="Search(expert_load=...)" if pattern == "**" else f"Search(expert_load={{{pattern!r}: ...}})",
+                expected=f"counts of {others} experts, as the step's mixtures have" if others
+                else f"the path of a module with a mixture, or its end: {modules}" if mixtures
+                else "a step with a mixture of sorted rows (jax.lax.ragged_dot) whose experts devices can share",
+                got=f"counts of {len(layers[0])} experts",
+                hint="give one count for each expert, or a list of such lists, one for each layer",
+            )  # fmt: skip
+        number |= {op.id: number.get(op.id, i) for op, n in named if n == len(layers[0])}
+    busiest = [functools.cache(functools.partial(busiest_share, layers)) for _, layers in load]
 
     def loaded(block: Block) -> Block:
         ops = []
         for op in block.ops:
             if op.blocks:
                 op = replace(op, blocks=tuple(map(loaded, op.blocks)))
-            if experts.get(op.id) == counted:
-                function = dataclasses.replace(op.eqn.params["function"], busiest=busiest)
-                op = replace(op, eqn=op.eqn.replace(params=op.eqn.params | {"function": function}))
+            if (i := number.get(op.id)) is not None:
+                function = dataclasses.replace(op.eqn.params["function"], busiest=busiest[i])
+                eqn = op.eqn.replace(params=op.eqn.params | {"function": function})
+                op = replace(op, eqn=eqn, key=f"{op.key}, load {i}")  # layers of other loads are no equal layers
             ops.append(op)
         return replace(block, ops=tuple(ops))
 

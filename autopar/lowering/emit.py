@@ -1,8 +1,9 @@
 """From instructions to a jax function on global arrays, every value pinned to the layout that the plan gives it.
 
 A partial value over axes A is an array with one leading dimension of size |A|, split over A: each device holds its
-summand. Linear operations run on it under `vmap`; reducing is a `shard_map` of `psum` or `psum_scatter`. Everything
-else is left to the partitioner between constraints that leave it nothing to decide.
+summand. Linear operations run on it under `vmap`; reducing is a `shard_map` of `psum` or `psum_scatter`, and mesh axes
+go to another dimension by one of `all_to_all`. Everything else is left to the partitioner between constraints that
+leave it nothing to decide.
 """
 
 from __future__ import annotations
@@ -365,6 +366,26 @@ def reduced(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
     return jax.lax.with_sharding_constraint(summed, named_sharding(step.after, mesh))
 
 
+def exchanged(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
+    """A value whose mesh axes go from one dimension to another.
+
+    Said on each device's part: where it has just gathered the array over other axes, the partitioner of jaxlib 0.12
+    gathers it over these too. Parts of unequal sizes are left to it.
+    """
+    if filled_up(array, step.before, mesh) is not array or filled_up(array, step.after, mesh) is not array:
+        return array
+    dims = list(zip(step.before.dims, step.after.dims, strict=True))
+    (shrunk,) = [d for d, (before, after) in enumerate(dims) if len(before) > len(after)]
+    (grown,) = [d for d, (before, after) in enumerate(dims) if len(before) < len(after)]
+    before, after = dims[shrunk]
+    names, first = tuple(mesh.axis_names[a] for a in before[len(after) :]), len(step.before.partial) and 1
+    local = functools.partial(
+        jax.lax.all_to_all, axis_name=names, split_axis=first + grown, concat_axis=first + shrunk, tiled=True
+    )
+    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+
+
 # Rows looked up in a table whose rows are split: each device finds those that it has, and zeros in place of others.
 #
 # So each has a summand of the result, which may be reduced in parts, over positions say. The partitioner does the same
@@ -676,6 +697,8 @@ class Emitter:
             return reduced(array, step, self.mesh)
         if step.kind is StepKind.MASK:
             return as_sum(array, step.before, step.after, self.mesh)
+        if step.kind is StepKind.ALL_TO_ALL:
+            array = exchanged(array, step, self.mesh)
         return self.pin(array, step.after)
 
     # Loops

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -26,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from autopar.common import jax_compat
-from autopar.common.paths import matches
+from autopar.common.paths import class_of, names_module
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.ir.graph import Constant, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.primitives import is_inexact, linear_operands
@@ -41,21 +40,11 @@ _SCALES_WITH = frozenset({
     "convert_element_type", "reduce_precision", "split", "stack", "unstack", "tile", "scatter", "psum", "stop_gradient",
     "select_and_scatter_add", "select_and_gather_add", "reduce_max", "reduce_min", "max", "min", "abs", "sort",
 })  # fmt: skip
-# Flax numbers the modules of a class, Equinox writes the class's path in front.
-_NUMBER = re.compile(r"_\d+$")
-
-
-def names_module(pattern: str, module: str) -> bool:
-    """Whether a pattern names a module, or one that it is in. A class's name stands for its numbered modules too."""
-    parts = module.split("/")
-    plain = [_NUMBER.sub("", part).rsplit(".", 1)[-1] for part in parts]
-    prefixes = ("/".join(path[:n]) for path in (parts, plain) for n in range(1, len(parts) + 1))
-    return any(matches(pattern, prefix) for prefix in prefixes)
 
 
 def shortest_name(module: str) -> str:
     """How a user may name a module and those of its class: the last part of its path that is no number."""
-    parts = [_NUMBER.sub("", part).rsplit(".", 1)[-1] for part in module.split("/")]
+    parts = [class_of(part) for part in module.split("/")]
     while len(parts) > 1 and parts[-1].isdigit():
         parts.pop()
     return parts[-1]

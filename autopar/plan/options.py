@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
-from autopar.ir.traced_step import ShardingsInCode
+from autopar.ir.traced_step import ExpertLoad, ShardingsInCode
 from autopar.plan.schema import PlannedValue
 from autopar.sharding.binding import Binding
 from autopar.sharding.pins import Pins
@@ -136,7 +136,7 @@ class PlanRequest:
         effort: How far the search goes on.
         constraints: What layouts that the step's code names are to the plan.
         per_microbatch: Patterns of modules that may mix the examples of a micro-batch.
-        expert_load: How many rows each expert gets, of each of some layers; empty: equally many.
+        expert_load: How many rows each expert gets.
         compiler_options: XLA's options beside those that plans set themselves, or in their place; None: XLA's own.
         remat: The names that `jax.checkpoint` saves: as written, those of the fastest plan (auto), or these.
         defer_stages: Whether stages are not searched for where the step does not fit as one program: one stage in the
@@ -164,7 +164,7 @@ class PlanRequest:
     effort: Effort = Effort.DEFAULT
     constraints: ShardingsInCode = ShardingsInCode.ADVICE
     per_microbatch: tuple[str, ...] = ()
-    expert_load: tuple[tuple[float, ...], ...] = ()
+    expert_load: ExpertLoad = ()
     compiler_options: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     remat: str | tuple[str, ...] = AS_WRITTEN
     defer_stages: bool = False

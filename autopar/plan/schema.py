@@ -9,6 +9,7 @@ from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
+from autopar.ir.traced_step import ExpertLoad
 from autopar.lowering.lower import SolverReport
 from autopar.sharding.strategies import Strategy
 
@@ -351,7 +352,7 @@ class PlanRecord:
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
-    `expert_load`: how many rows each expert was taken to get, of each of some layers; empty: equally many.
+    `expert_load`: how many rows each expert was taken to get.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
@@ -383,7 +384,7 @@ class PlanRecord:
     stacked_over: int = 0
     uneven_over: int = 0
     per_microbatch: tuple[str, ...] = ()
-    expert_load: tuple[tuple[float, ...], ...] = ()
+    expert_load: ExpertLoad = ()
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()

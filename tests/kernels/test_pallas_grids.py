@@ -34,8 +34,8 @@ def table(monkeypatch):
 
 
 def calls_in(function, *args):
-    jaxpr = jax.make_jaxpr(function)(*args)
-    return [e for e in jax_compat.equations_in(jaxpr) if e.primitive.name == "pallas_call"]
+    jaxpr = jax_compat.plain_jaxpr(function, *args)
+    return [e for e in jax_compat.equations_in(jax_compat.open_jaxpr(jaxpr)) if e.primitive.name == "pallas_call"]
 
 
 def call_in(function, *args):

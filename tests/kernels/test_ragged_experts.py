@@ -25,7 +25,19 @@ from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
-from tests.kernels.ragged_steps import EXPERTS, LAYERS_AS_WRITTEN, TOP_K, WIDTH, batch, gated, scattered, state, step
+from tests.kernels.ragged_steps import (
+    EXPERTS,
+    LAYERS_AS_WRITTEN,
+    TOP_K,
+    WIDTH,
+    batch,
+    gated,
+    route,
+    scattered,
+    shared,
+    state,
+    step,
+)
 from tests.small_steps import assert_close, slow_cluster
 
 WAYS = {
@@ -405,6 +417,25 @@ def test_a_step_equals_plain_jit(layer, way, devices, recipe):
     equals_jit(step(LAYERS_AS_WRITTEN[layer], **WAYS[way]), devices, layers, plan=recipe)
 
 
+WITH_A_SHARED_EXPERT = [
+    (None, (1, 2, 4, 8), 0.0),
+    (recipes.expert_parallel(), (2, 4, 8), 0.0),
+    (recipes.expert_parallel(), (4, 8), 100.0),
+    (recipes.combine(ep=2, tp=2), (4, 8), 0.0),
+    (recipes.combine(ep=2, zero=3), (2, 4, 8), 0.0),
+    (recipes.combine(pp=2, num_microbatches=2), (2,), 0.0),
+    (recipes.combine(pp=2, ep=2, num_microbatches=2), (4, 8), 0.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "devices", "skew"), [(recipe, n, skew) for recipe, counts, skew in WITH_A_SHARED_EXPERT for n in counts]
+)
+def test_a_mixture_with_a_shared_expert_equals_plain_jit(recipe, devices, skew):
+    equals_jit(step(shared, skew=skew), devices, layers=2, plan=recipe)
+
+
 @pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.data_parallel()], ids=["experts", "data"])
 def test_a_router_that_prefers_one_expert_drops_no_rows(recipe):
     equals_jit(step(scattered, skew=100.0), 4, plan=recipe)
@@ -486,7 +517,7 @@ def test_devices_wait_for_the_busiest_one():
 def test_a_load_says_nothing_of_devices_with_all_experts():
     equal, skewed = (planned(recipes.data_parallel(), expert_load=load) for load in (None, [7, 1, 1, 1, 1, 1, 1, 1]))
     assert skewed.predicted == equal.predicted
-    assert (equal.expert_load, skewed.expert_load) == ((), ((7, 1, 1, 1, 1, 1, 1, 1),))
+    assert (equal.expert_load, skewed.expert_load) == ((), (("**", ((7, 1, 1, 1, 1, 1, 1, 1),)),))
 
 
 @pytest.mark.slow
@@ -495,8 +526,52 @@ def test_a_plan_with_a_load_is_saved_with_it_and_equals_plain_jit(tmp_path):
     made = equals_jit(step(scattered), 4, layers=2, plan=recipe, search=autopar.Search(expert_load=load))
     plan = made.plan(state(2), batch())
     plan.save(tmp_path / "plan.json")
-    assert autopar.Plan.load(tmp_path / "plan.json").record.expert_load == plan.record.expert_load == (tuple(load),)
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.record.expert_load == plan.record.expert_load == (("**", (tuple(load),)),)
     equals_jit(step(scattered), 4, layers=2, plan=plan)
+
+
+@pytest.mark.parametrize("num_layers", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_each_mixture_has_the_load_of_its_module(num_layers):
+    """Of layers that are equal but for it; of 12 some stand for others. The first one's pass back is less."""
+    layers = [f"layer{i}" for i in range(num_layers)]
+
+    def function(state, batch):
+        def loss(state):
+            x = batch
+            for i, name in enumerate(layers):
+                with jax.named_scope(name):
+                    p = jax.tree.map(lambda a, i=i: a[i], state)
+                    rows = x.reshape(-1, WIDTH)
+                    x = x + scattered(rows, p, *reversed(route(rows, p["router"])[1:])).reshape(x.shape)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - 0.3 * g, state, jax.grad(loss)(state))
+
+    cluster = autopar.Cluster.preset("tpu-v5p", topology="2x2x1")
+    shapes = jax.eval_shape(
+        lambda: (state(num_layers, jnp.bfloat16), jnp.tile(batch().astype(jnp.bfloat16), (16, 16, 1)))
+    )
+
+    def arithmetic_s(load):
+        search = autopar.Search(expert_load=load)
+        plan = autopar.plan(
+            function, *shapes, plan=recipes.expert_parallel(), cluster=cluster, cache_dir=None, search=search
+        )
+        return plan.predicted.compute_time_s
+
+    skewed = [7, 1, 1, 1, 1, 1, 1, 1]
+    none, every = arithmetic_s(None), arithmetic_s(skewed)
+    even, odd = arithmetic_s(dict.fromkeys(layers[::2], skewed)), arithmetic_s({"*[02468]": [1] * 8, "**": skewed})
+    assert (even - none) + (odd - none) == pytest.approx(every - none, rel=1e-6)
+    assert even - none == pytest.approx((every - none) / 2, rel=0.2)
+
+
+def test_a_load_of_a_module_without_a_mixture_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"expert_load=\{'elsewhere': ...\}.*the path of a module"):
+        planned(recipes.expert_parallel(), expert_load={"elsewhere": [1] * 8})
+    with pytest.raises(InvalidArgumentError, match="counts by patterns"):
+        autopar.Search(expert_load={})
 
 
 def test_a_load_of_other_experts_is_refused():
