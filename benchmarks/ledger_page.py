@@ -55,11 +55,12 @@ KNOWN = (
     "collectives, but for the gather of parameters beside the optimizer, which is off on GB200.",
     "GB300: the share of long runs is fitted to 8B and 70B, which want the same (0.955 and 0.954), and lies above "
     "B200's.",
-    "405B on TPUs: the runs send the inputs of layers to the host and bring them back, 34 GB a chip each way on v6e "
-    "and 101 GB a device on TPU7x, which here stay on the device. On TPU7x the predictions are short of the published "
-    "times by as many seconds in bfloat16 as in float8 (12 and 10), which is no rate of arithmetic.",
-    "70B on v6e: 0.93 to 0.95 before its share of long runs was fitted anew: the row of 32 chips, of two that it is "
-    "fitted to, had been predicted with weights of 32 bits, where the run has 16 (weight_dtype).",
+    "405B on TPU7x: the inputs of layers go to the host's memory and come back, 101 GB a device each way. libtpu "
+    "0.0.42.1 ends each of these copies right where it starts, so that a step waits for them: 12.7 s at 16 GB/s a "
+    "device, where the predictions without them were short by 12 s in bfloat16 and by 10 s in float8. The rate is not "
+    "published: it is half of v6e's for each of a chip's two devices.",
+    "405B on v6e: the one run there over two slices, and with separate kernels for the gradients of queries and of "
+    "keys and values; its copies to the host, 34 GB each way at 32 GB/s, hide behind layers. The reason is not known.",
     "H100, context parallelism over four and eight cards in torchtitan (0.80, 0.78): slower than over two by more than "
     "its rings send; the reason is not known.",
 )
