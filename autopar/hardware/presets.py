@@ -345,8 +345,8 @@ TPU_V6E = dataclasses.replace(
 )
 # jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
 # GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host. libtpu 0.0.42.1 ends copies to
-# the host's memory, and from there, right where they start: in scans over layers on 2x2x1 chips, where those for v6e run
-# beside the layer.
+# the host's memory, and from there, right where they start (scans over layers, 2x2x1 chips); for v6e they run
+# beside a layer.
 TPU7X = dataclasses.replace(
     _TPU7X_HOST.of(
         _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)
