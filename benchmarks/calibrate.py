@@ -41,6 +41,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
     "GB300": ("sustained_share",),
     "TPU": ("sustained_share",),
     "TPU v6e": ("sustained_share",),
+    "TPU7x": ("sustained_share",),
 }
 ROW_COLUMNS = ("row", "published", "predicted", "ratio", "fitted", "without it")
 

@@ -69,7 +69,7 @@ def step_of(row: Row) -> tuple:
             "kv_heads": model.kv_heads, "head": model.head, "feed_forward": model.feed_forward,
             "block": model.length, "float8": row.float8,
             "delayed_scales": row.delayed_scales, "half_gradients": row.half_gradients,
-            "half_weights": row.half_weights,
+            "half_weights": row.half_weights, "scan": row.is_scan, "kept": row.kept, "in_host": row.in_host,
             "one_hot_labels": row.fused_loss or row.table in MAXTEXT_TABLES,
         }  # fmt: skip
     else:
@@ -103,6 +103,8 @@ def _policy(row: Row) -> str:
     """What a recipe recomputes for it. Fused kernels keep what they read, not what they compute in between: a compiler
     does so in one program. Between the programs of a pipeline's passes, what is elementwise is computed again instead.
     """
+    if row.is_scan:
+        return "nothing"  # beside what its step says
     if row.recompute not in ("attention", "nothing"):
         return row.recompute
     return "matmuls" if row.pp > 1 else "nothing"

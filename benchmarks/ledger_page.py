@@ -49,17 +49,22 @@ KNOWN = (
     "became 6 % faster from 26.02 to 26.06, so that its prediction is 2 to 4 % slow at first and 8 to 10 % at last: "
     "later recipes gather parameters beside the optimizer's step (overlap_param_gather_with_optimizer_step).",
     "MXFP8: scales of blocks of 32 numbers are predicted as those of whole operands. In the sources they cost 2 to 6 % "
-    "of 8B and 1 to 10 % of 405B, partly in another layout; these rows come out at 0.95 to 1.03.",
+    "of 8B and 1 to 10 % of 405B, partly in another layout; these rows come out at 0.92 to 1.03.",
+    "405B on 128 GB200 in MXFP8 under 25.09 (0.80): B200 runs the same configuration 8 % faster there (622 tokens a "
+    "second and card to 578) over slower links. Later releases have no such run, and the notes name no reason.",
+    "405B on 1,024 H100 in float8: 1.08 under 26.02, 1.14 under 26.04.01 and 26.06, which run the same configuration "
+    "5 % faster (311, 328 and 326 tokens a second and card).",
     "B200: runs of early 2025 (MLPerf's under NGC 25.04, MaxText's on A4) come out at 0.93 to 0.95. MLPerf's "
     "configurations for GB200 and for H100, which comes out at 0.98 to 1.06, overlap the same products and "
     "collectives, but for the gather of parameters beside the optimizer, which is off on GB200.",
     "GB300: the share of long runs is fitted to 8B and 70B, which want the same (0.955 and 0.954), and lies above "
     "B200's.",
-    "405B on TPUs: the runs send the inputs of layers to the host and bring them back, 34 GB a chip each way on v6e "
-    "and 101 GB a device on TPU7x, which here stay on the device. On TPU7x the predictions are short of the published "
-    "times by as many seconds in bfloat16 as in float8 (12 and 10), which is no rate of arithmetic.",
-    "70B on v6e: 0.93 to 0.95 before its share of long runs was fitted anew: the row of 32 chips, of two that it is "
-    "fitted to, had been predicted with weights of 32 bits, where the run has 16 (weight_dtype).",
+    "405B on TPU7x: the inputs of layers go to the host's memory and come back, 101 GB a device each way. libtpu "
+    "0.0.42.1 ends each of these copies right where it starts, so that a step waits for them: 12.7 s at 16 GB/s a "
+    "device, where the predictions without them were short by 12 s in bfloat16 and by 10 s in float8. The rate is not "
+    "published: it is half of v6e's for each of a chip's two devices.",
+    "405B on v6e: the one run there over two slices, and with separate kernels for the gradients of queries and of "
+    "keys and values; its copies to the host, 34 GB each way at 32 GB/s, hide behind layers. The reason is not known.",
     "H100, context parallelism over four and eight cards in torchtitan (0.80, 0.78): slower than over two by more than "
     "its rings send; the reason is not known.",
 )
@@ -68,11 +73,10 @@ ABOUT_SEARCH = (
     "`python -m benchmarks.ledger ROW --search`: the step of a row with all its layers, on its cluster and in its "
     "memory, by the same model of costs. Above 1 the search is faster than the published plan, whose time "
     "is the row's at that time (of rows marked (short) a line through two models, whose memory is not told). Runs of "
-    "one configuration under other releases have the same search. 70B on 32 v6e is the one below 1: its run keeps "
-    "the inputs of layers in the host's memory, without which the whole batch at once, 39 GB a chip of 33.6, does not "
-    "fit; the search takes two micro-batches. Layers that are written out cannot offload in one program for TPU, whose "
-    "compiler brings the arrays back early. For 70B on 64 GB200 the search takes more than nine minutes of processor "
-    "time. Rows without a search are not in the table."
+    "one configuration under other releases have the same search. 8B on 128 v6e is the one below 1: on more than 64 "
+    "devices the search goes over stages alone, where one program, as on fewer, takes 4.56 s and is found in 7 s. For "
+    "70B on 64 GB200 the search takes more than nine minutes of processor time. Rows without a search are not in the "
+    "table."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "

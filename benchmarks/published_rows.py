@@ -125,7 +125,9 @@ class Row:
     NCCL takes part in, "beside" the products' own copies of pieces, or "in place". `delayed_scales`: those of float8
     come from earlier steps, `block_scales` are those of blocks, and are predicted as those of whole operands.
     `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`; else of 32 bits. `half_weights`:
-    parameters and the optimizer's state are of `dtype`, too. `fused_loss`: the loss keeps no 32 bits of each logit.
+    parameters and the optimizer's state are of `dtype`, too. `kept` and `in_host`: values of layers that are not
+    recomputed, by MaxText's names for them (`benchmarks.zoo.llama`); the latter wait in the host's memory. Layers that
+    have some are a scan. `fused_loss`: the loss keeps no 32 bits of each logit.
     `dropout`: the rate. `gather`: as of `recipes.combine`. `release`: of the run's software. `fitted`: a constant was
     fitted to the row, or may have been; all others are held out. `note`: how the run differs from the prediction, and
     the values that are not published.
@@ -153,6 +155,8 @@ class Row:
     block_scales: bool = False
     half_gradients: bool = False
     half_weights: bool = False
+    kept: tuple[str, ...] = ()
+    in_host: tuple[str, ...] = ()
     fused_loss: bool = False
     dropout: float = 0.0
     flash: bool = True
@@ -168,6 +172,10 @@ class Row:
     @property
     def key(self) -> str:
         return f"{self.table} {self.name}"
+
+    @property
+    def is_scan(self) -> bool:
+        return bool(self.kept or self.in_host)
 
     @property
     def source(self) -> str:
@@ -565,17 +573,16 @@ MLPERF = (
 )
 
 
-# Two of the rows of v6e, one of each size, to which its constant is fitted.
+# Of v6e and of TPU7x two rows, one of each size, to which a constant is fitted.
 V6E_FITTED = (("8B", 8), ("70B", 32))
+TPU7X_FITTED = (("70B", 64, False), ("405B", 256, False))
 _MISTRAL_7B = dataclasses.replace(_llama("8B", 8192), vocabulary=32_000)
-_QKV_IN_HOST = (
-    "the run keeps the inputs of layers, queries, keys and values in the host's memory; here the inputs stay on the "
-    "device and the others are recomputed"
-)
+# Values of layers by MaxText's names.
+_INPUTS, _QKV = ("decoder_layer_input",), ("query_proj", "key_proj", "value_proj")
 
 
 def _trillium(size: str, chips: int, of_chip: int, seconds: float, model: Model | None = None, **how) -> Row:
-    defaults = {"note": _QKV_IN_HOST, "fitted": (size, chips) in V6E_FITTED}
+    defaults = {"in_host": _INPUTS + _QKV, "fitted": (size, chips) in V6E_FITTED}
     return Row(
         table="tpu-recipes", name=f"{size} on {chips} v6e", model=model or _llama(size, 8192), hardware="TPU v6e",
         gpus=chips, batch=of_chip * chips, micro_batch=of_chip, zero=3, recompute="input", step_time_s=seconds,
@@ -583,39 +590,37 @@ def _trillium(size: str, chips: int, of_chip: int, seconds: float, model: Model 
     )  # fmt: skip
 
 
-def _ironwood(size: str, chips: int, of_device: int, float8: bool, seconds: float, note: str) -> Row:
+def _ironwood(size: str, chips: int, of_device: int, float8: bool, seconds: float, **how) -> Row:
     """Each chip is two devices."""
     return Row(
         table="tpu-recipes", name=f"{size} on {chips} chips of TPU7x{' float8' if float8 else ''}",
         model=_llama(size, 8192), hardware="TPU7x", gpus=2 * chips, batch=of_device * 2 * chips,
-        micro_batch=of_device, zero=3, recompute="input", float8=float8, step_time_s=seconds, note=note,
+        micro_batch=of_device, zero=3, recompute="input", float8=float8, step_time_s=seconds,
+        fitted=(size, chips, float8) in TPU7X_FITTED, **how,
     )  # fmt: skip
 
 
-_KEEPS_QKV = "the run keeps queries, keys, values and what attention makes of them, here they are recomputed"
-_IN_HOST_405B = "the run keeps the inputs of layers in the host's memory{}, here the inputs stay on the device"
+_OUT_IN_HOST = {"in_host": (*_INPUTS, *_QKV, "out_proj")}
+_KEPT_70B = {"kept": (*_INPUTS, *_QKV)}
 TPU_RECIPES = (
-    _trillium("8B", 8, 3, 3.443),
-    _trillium("8B", 16, 3, 3.393),
-    _trillium("8B", 32, 3, 3.495),
-    _trillium("8B", 64, 5, 5.652),
-    _trillium("8B", 128, 4, 4.602),
-    _trillium("8B", 256, 4, 4.546),
+    _trillium("8B", 8, 3, 3.443, **_OUT_IN_HOST),
+    _trillium("8B", 16, 3, 3.393, **_OUT_IN_HOST),
+    _trillium("8B", 32, 3, 3.495, **_OUT_IN_HOST),
+    _trillium("8B", 64, 5, 5.652, **_OUT_IN_HOST),
+    _trillium("8B", 128, 4, 4.602, **_OUT_IN_HOST),
+    _trillium("8B", 256, 4, 4.546, **_OUT_IN_HOST),
     _trillium("70B", 32, 2, 17.790, half_weights=True),
     _trillium("70B", 64, 2, 18.688),
     _trillium("70B", 128, 4, 34.786),
     _trillium("70B", 256, 5, 42.656),
-    _trillium("Mistral 7B", 8, 6, 6.320, _MISTRAL_7B),
-    _trillium("405B", 512, 1, 54.803, note=_IN_HOST_405B.format("")),
-    _ironwood("70B", 64, 2, False, 12.20, _KEEPS_QKV),
-    _ironwood("70B", 64, 2, True, 7.93, _KEEPS_QKV),
-    _ironwood("70B", 256, 2, False, 12.27, _KEEPS_QKV),
-    _ironwood("70B", 256, 2, True, 7.95, _KEEPS_QKV),
-    _ironwood(
-        "405B", 256, 3, False, 98.34,
-        _IN_HOST_405B.format(" and keys, values and the last products of layers on the device"),
-    ),
-    _ironwood("405B", 256, 3, True, 64.37, _IN_HOST_405B.format("")),
+    _trillium("Mistral 7B", 8, 6, 6.320, _MISTRAL_7B, **_OUT_IN_HOST),
+    _trillium("405B", 512, 1, 54.803, in_host=_INPUTS),
+    _ironwood("70B", 64, 2, False, 12.20, **_KEPT_70B),
+    _ironwood("70B", 64, 2, True, 7.93, **_KEPT_70B),
+    _ironwood("70B", 256, 2, False, 12.27, **_KEPT_70B),
+    _ironwood("70B", 256, 2, True, 7.95, **_KEPT_70B),
+    _ironwood("405B", 256, 3, False, 98.34, kept=("key_proj", "value_proj"), in_host=(*_INPUTS, "mlpwo")),
+    _ironwood("405B", 256, 3, True, 64.37, in_host=_INPUTS),
 )  # fmt: skip
 GPU_RECIPES = (
     Row(

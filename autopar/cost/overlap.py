@@ -236,6 +236,8 @@ class _Writer:
                 works.append(_renamed(self.read((read,), made), (value,)))
         elif isinstance(instruction, HostCopy):
             behind = self.read(instruction.behind, made)
+            # Nothing waits for the copy of the next turn's slice; that of the first turn is left out.
+            is_ahead = self.model.overlap.slices_ahead and instruction.trips > 1 and not instruction.to_host
             way = "to" if instruction.to_host else "from"
             works.append(
                 StreamWork(
@@ -243,7 +245,7 @@ class _Writer:
                     stream=Stream.HOST if self.model.overlap.host_copies else Stream.BOTH,
                     seconds=host_copy_s(self.graph, instruction, self.model),
                     reads=(*reads, *behind),
-                    makes=self.define(self.places(instruction.keys_made), made),
+                    makes=(self.new(),) if is_ahead else self.define(self.places(instruction.keys_made), made),
                 )
             )
         elif not isinstance(instruction, Leave):

@@ -206,16 +206,17 @@ class Overlap:
 
     `kinds` are the collectives that it takes apart; those whose results together have at most `combined_bytes` on a
     device become one, reduce-scatters up to `scattered_bytes`. `host_copies`: copies to and from the memory of the
-    host.
+    host. `slices_ahead`: copies of slices that the next turn of a scan reads, of arrays in the memory of the host.
     """
 
     kinds: frozenset[CollectiveKind]
     combined_bytes: int
     scattered_bytes: int = 0
     host_copies: bool = False
+    slices_ahead: bool = False
 
 
-def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
+def overlap_of(platform: Platform, largest_axis: int = 1, *, hides_host_copies: bool = True) -> Overlap:
     """What XLA does for a platform under the options of a plan (`compiler_options`) whose largest mesh axis has so many
     devices.
 
@@ -223,7 +224,8 @@ def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
     That for reduce-scatters counts results too, which are a part of what is sent: at the default, those of a whole
     backward pass become one that starts at its end. Here they are combined up to as many bytes of their operands, over
     the largest axis. TPU reductions hold up computing, however they are combined. Copies between the memories of a
-    device and its host are a `copy-start` and a `copy-done` in programs for both.
+    device and its host are a start and a `done` in programs for both, with computing in between where the device
+    `hides_host_copies`. In a scan for TPU (v6e, libtpu 0.0.42.1) a turn starts that of the next turn's slice.
     """
     if platform is Platform.GPU:
         combined_bytes = 30 << 20
@@ -231,11 +233,13 @@ def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
             kinds=frozenset(PLANNED_KINDS),
             combined_bytes=combined_bytes,
             scattered_bytes=combined_bytes // largest_axis,
-            host_copies=True,
+            host_copies=hides_host_copies,
         )
     if platform is Platform.TPU:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
-        return Overlap(kinds=frozenset(apart), combined_bytes=0, host_copies=True)
+        return Overlap(
+            kinds=frozenset(apart), combined_bytes=0, host_copies=hides_host_copies, slices_ahead=hides_host_copies
+        )
     return Overlap(kinds=frozenset(), combined_bytes=0)
 
 

@@ -48,6 +48,8 @@ _C2C_RUBIN = _HostLink(
     gb_per_s=346.0, source="NVLink-C2C, 900 GB/s one way for two GPUs (NVIDIA, Vera Rubin NVL72), the share as on GH200"
 )
 _TPU_HOST = _HostLink(gb_per_s=15.0, source="PCIe of a TPU host: 1.5e10 bytes/s a chip (scaling-book tpus.md)")
+_V6E_HOST = _HostLink(gb_per_s=32.0, source="PCIe of a TPU host: 32 GB/s a chip (scaling-book tpus.md)")
+_TPU7X_HOST = _HostLink(gb_per_s=16.0, source="not published: half of v6e's for each of a chip's two devices")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,18 +334,26 @@ MI355X = _gpu(
 TPU_V4 = _TPU_HOST.of(_tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0))
 TPU_V5E = _TPU_HOST.of(_tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, vector_mib=112))
 TPU_V5P = _TPU_HOST.of(_tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, vector_mib=48))
-# What is left of libtpu's rates in a run (`benchmarks.calibrate`: Llama 8B on 8 and 70B on 32, AI-Hypercomputer's
-# tpu-recipes).
-_V6E_SUSTAINED = 0.86
+# What is left of libtpu's rates in a run (`benchmarks.calibrate`: of AI-Hypercomputer's tpu-recipes Llama 8B on 8 and
+# 70B on 32 of v6e, 70B on 64 and 405B on 256 chips of TPU7x in 16 bits).
+_V6E_SUSTAINED, _TPU7X_SUSTAINED = 0.80, 0.90
 TPU_V6E = dataclasses.replace(
-    _TPU_HOST.of(
+    _V6E_HOST.of(
         _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, matrix_unit=256, vector_mib=96)
     ),
     sustained_share=_V6E_SUSTAINED,
 )
 # jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
-# GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host.
-TPU7X = _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)
+# GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host. libtpu 0.0.42.1 ends copies to
+# the host's memory, and from there, right where they start (scans over layers, 2x2x1 chips); for v6e they run
+# beside a layer.
+TPU7X = dataclasses.replace(
+    _TPU7X_HOST.of(
+        _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)
+    ),
+    sustained_share=_TPU7X_SUSTAINED,
+    hides_host_copies=False,
+)
 
 # Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.
 BY_JAX_NAME: tuple[tuple[str, DeviceKind], ...] = (

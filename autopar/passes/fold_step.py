@@ -175,12 +175,13 @@ def _before_the_batch(graph: OpGraph) -> set[int]:
             examples.update(op.outputs)
     before: set[int] = set()
     needed: set[int] = set()
+    forward_role = graph.forward_role
     for op in reversed(graph.block.ops):
         if op.role is not Role.BACKWARD and op.kind is OpKind.EQUATION and examples.isdisjoint(op.outputs):
             if not needed.isdisjoint(op.outputs):
                 before.add(op.id)
                 needed.update(read_by(op))
-        elif op.role is not Role.UPDATE or graph.forward_role is Role.UPDATE:
+        elif op.role is not Role.UPDATE or forward_role is Role.UPDATE:
             needed.update(read_by(op))
     return before
 

@@ -291,4 +291,6 @@ def _state_parts(binding: Binding, graph: OpGraph, num_devices: int) -> int:
 
 def most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
     """The most parts that allowed layouts split a value into."""
-    return max(at.shards(mesh) for at in enumerate_layouts(value.shape, mesh) if constraints.allows(value, at))
+    layouts = list(enumerate_layouts(value.shape, mesh))
+    allowed = constraints.allowed(value, layouts)
+    return max(at.shards(mesh) for at, is_allowed in zip(layouts, allowed, strict=True) if is_allowed)

@@ -262,7 +262,7 @@ def _stacks_state(graph: OpGraph, op: Op) -> bool:
     """Whether matrices of the update become one stack, or are taken out of one: their sizes are the same, what their
     rows and columns count is not.
     """
-    return op.role is Role.UPDATE is not graph.forward_role and op.primitive in _OF_STACKS
+    return op.primitive in _OF_STACKS and op.role is Role.UPDATE is not graph.forward_role
 
 
 def _names_of(parts: Parts[Name] | None) -> frozenset[Name]:

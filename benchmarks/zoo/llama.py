@@ -8,11 +8,12 @@ sequence (as in Rabe and Staats, "Self-attention does not need O(n^2) memory", 2
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
@@ -23,6 +24,7 @@ from benchmarks.zoo.training import cross_entropy, one_hot_cross_entropy, traini
 
 Product = Callable[[jax.Array, jax.Array, int], jax.Array]  # as jnp.tensordot
 Core = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries (batch, length, k, g, head), keys and values
+Named = Callable[[jax.Array, str], jax.Array]  # as `checkpoint_name`
 ROTARY_BASE = 500_000.0  # Llama 3's, for long contexts
 
 
@@ -37,10 +39,16 @@ def rotary(x: jax.Array) -> jax.Array:
     return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 
 
-def attention(x: jax.Array, params: PyTree, core: Core, product: Product) -> jax.Array:
+def unnamed(x: jax.Array, _: str) -> jax.Array:
+    return x
+
+
+def attention(x: jax.Array, params: PyTree, core: Core, product: Product, named: Named) -> jax.Array:
     """Causal self-attention, (batch, length, width) in and out; g counts the queries that share keys and values."""
     query, key = rotary(product(x, params["query"], 1)), rotary(product(x, params["key"], 1))
-    return product(core(query, key, product(x, params["value"], 1)), params["out"], 3)
+    value = product(x, params["value"], 1)
+    mixed = core(named(query, "query_proj"), named(key, "key_proj"), named(value, "value_proj"))
+    return named(product(named(mixed, "context"), params["out"], 3), "out_proj")
 
 
 def in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, *, block: int) -> jax.Array:
@@ -62,12 +70,15 @@ def in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, *, block: int)
     return jnp.moveaxis(mixed, 0, 1).reshape(query.shape)
 
 
-def layer(x: jax.Array, params: PyTree, core: Core, product: Product) -> jax.Array:
+def layer(x: jax.Array, params: PyTree, core: Core, product: Product, named: Named = unnamed) -> jax.Array:
+    """`named` gives values the names that policies of MaxText (`remat_policy=custom`) keep, or send to the host, by."""
     if "float8_scales" in params:
         product = functools.partial(product, scales=params["float8_scales"])
-    x = x + attention(rms_norm(x, params["attention_scale"]), params, core, product)
+    x = named(x, "decoder_layer_input")
+    x = x + attention(rms_norm(x, params["attention_scale"]), params, core, product, named)
     h = rms_norm(x, params["feed_forward_scale"])
-    return x + product(jax.nn.silu(product(h, params["gate"], 1)) * product(h, params["up"], 1), params["down"], 1)
+    h = jax.nn.silu(product(h, params["gate"], 1)) * product(h, params["up"], 1)
+    return x + named(product(h, params["down"], 1), "mlpwo")
 
 
 def llama(
@@ -84,6 +95,8 @@ def llama(
     block: int = 8,
     core: Core | None = None,
     scan: bool = False,
+    kept: Collection[str] = (),
+    in_host: Collection[str] = (),
     float8: bool = False,
     delayed_scales: bool = False,
     one_hot_labels: bool = False,
@@ -97,7 +110,8 @@ def llama(
 
     `block` divides the length, or is as long; `core` replaces attention in such blocks. Parameters are float32 whatever
     `dtype` is; with `half_weights` they and the optimizer's state are of `dtype`. With `scan` the layers are stacked
-    and a scan runs over them, each recomputed in the backward pass, as MaxText has it. `float8`: the products of all
+    and a scan runs over them, each recomputed in the backward pass, as MaxText has it, but for values that are `kept`
+    or that wait `in_host`, in the host's memory, by their names in `layer`. `float8`: the products of all
     layers (not the last one, and not those of attention) have operands of 8 bits, with `delayed_scales` scaled by
     numbers that each layer holds. `one_hot_labels`: the loss multiplies with labels as one of 0 and 1 for each word, as
     MaxText has it too. `half_gradients`: gradients, and their sums over micro-batches, are of `dtype`, as of
@@ -105,6 +119,7 @@ def llama(
     """
     head = head or width // heads
     assert float8 or not delayed_scales, "scales are those of float8"
+    assert scan or not (kept or in_host), "values of layers in a scan"
     product = float8_product if float8 else jnp.tensordot
     core = core or functools.partial(in_blocks, block=block)
 
@@ -140,7 +155,16 @@ def llama(
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         x = params["embedding"][batch["tokens"]]
         if scan:
-            recomputed = jax.checkpoint(lambda x, layer_params: (layer(x, layer_params, core, product), None))
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(kept),
+                names_which_can_be_offloaded=list(in_host),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+            named = checkpoint_name if kept or in_host else unnamed
+            recomputed = jax.checkpoint(
+                lambda x, layer_params: (layer(x, layer_params, core, product, named), None), policy=policy
+            )
             x, _ = jax.lax.scan(recomputed, x, params["layers"])
         else:
             for layer_params in params["layers"]:

@@ -195,6 +195,19 @@ def test_copies_run_beside_computation_on_gpus(scans):
     assert predicted.step_time_s == pytest.approx(without.step_time_s + predicted.host_time_s - hidden_s, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "topology", "waits"), [("tpu-v6e", "2x2", False), ("tpu7x", "2x2x1", True)])
+def test_scans_on_tpus_copy_a_turn_ahead_or_wait(name, topology, waits):
+    slice_ = autopar.Cluster.preset(name, topology=topology)
+    fast = dataclasses.replace(slice_.device, host_link_bytes_per_s=1e12)  # a copy takes less than a turn
+    predicted, without = (
+        planned(policy, scans=True, cluster=dataclasses.replace(slice_, device=fast), **LARGE)[2].predicted
+        for policy in (NAMED, KEPT)
+    )
+    added_s = predicted.step_time_s - without.step_time_s
+    assert predicted.host_time_s > 0.02 * without.step_time_s
+    assert added_s == pytest.approx(predicted.host_time_s if waits else 0, abs=0.01 * without.step_time_s)
+
+
 # Numbers
 
 RECIPES = {
