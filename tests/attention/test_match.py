@@ -98,6 +98,21 @@ def distance(q, k, v, batch):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def divided_behind(q, k, v, batch):
+    """As MaxText writes it: grouped queries, a softmax over joined heads, divided behind the product with the values."""
+    heads = k.shape[2]
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, L, heads, H // heads, D), k)
+    segments = jnp.arange(L) < batch["length"][:, None]
+    seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((L, L), bool))
+    seen = jnp.where(seen[:, None, None], 0.0, -1e30) > -1e29
+    scores = jnp.where(seen, scores, -1e30).reshape(B, H, L, L)
+    largest = scores.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(scores - largest)
+    total = exponentials.sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+    weighed = jnp.einsum("bkgts,bskd->btkgd", exponentials.reshape(B, heads, H // heads, L, L), v)
+    return weighed.reshape(B, L, H, D) / total
+
+
 def long_chain(q, k, v, batch):
     penalty = (jnp.arange(L)[:, None] - jnp.arange(L)[None, :]).astype(jnp.float32)
     for _ in range(400):
@@ -149,6 +164,8 @@ def numbers(heads=H):
         (stock, 1),
         (recomputed, H),
         (of_a_library, H),
+        (divided_behind, H),
+        (divided_behind, 1),
     ],
 )
 def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
