@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.attention.form import ELEMENTWISE, Expression
+from autopar.attention.form import COMPARISONS, ELEMENTWISE, Expression
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, Value
 
@@ -342,7 +342,8 @@ class ArrayReader:
         positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
         if op is None or op.kind is not OpKind.EQUATION or depth >= LONGEST:
             return self.array(atom, labels)
-        if positions < 2 and large and not self.is_steady(atom):
+        is_condition = op.primitive in COMPARISONS and any(self.number(a) is not None for a in op.inputs)
+        if positions < 2 and large and not is_condition and not self.is_steady(atom):
             return self.array(atom, labels)
         found = self.expanded(op, labels, depth + 1)
         return found if found is not None else self.array(atom, labels)

@@ -109,7 +109,8 @@ class Reader(ArrayReader):
                 if found is not None and len(found.sum or ()) == 1:
                     self.known[op.outputs[0]] = found
                 return
-            if found is None and self.first_unknown is None:
+            was_known = any(read is not None and (read.sum is not None or read.tree is not None) for read in reads)
+            if found is None and was_known and self.first_unknown is None:
                 self.first_unknown = op
             for v in op.outputs:
                 self.known[v] = found or self.unknown(v)
@@ -644,7 +645,9 @@ class PassWriter:
     def kept(self, found: _Found, value: int, labels: Labels) -> Labels:
         """The labels of an array without those of dimensions of size one that a reshape took from the scores."""
         shape, scores = self.fresh.values[value].shape, set(self.reader.flat(self.reader.weights[found.tree][0]))
-        own = [x for x, n in zip(labels, shape, strict=True) if n != 1 and not scores.intersection(self.reader.parts(x))]
+        own = [
+            x for x, n in zip(labels, shape, strict=True) if n != 1 and not scores.intersection(self.reader.parts(x))
+        ]
         lost = [n == 1 and bool(own) and self.reader.of(x) not in scores for x, n in zip(labels, shape, strict=True)]
         return tuple(x for x, is_lost in zip(labels, lost, strict=True) if not is_lost)
 
