@@ -121,7 +121,8 @@ class Reader(ArrayReader):
     def product(self, op: Op, reads: Sequence[Read | None]) -> None:
         factors = [self.factor(a, read) for a, read in zip(op.inputs, reads, strict=True)]
         left, right = (f or r for f, r in zip(factors, reads, strict=True))
-        assert left is not None and right is not None, "what is not known is a factor"
+        assert left is not None, "what is not known is a factor"
+        assert right is not None, "what is not known is a factor"
         if factors == [None, None]:
             self.known[op.outputs[0]] = self.unknown(op.outputs[0])
             return

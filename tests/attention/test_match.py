@@ -99,7 +99,7 @@ def distance(q, k, v, batch):
 
 
 def divided_behind(q, k, v, batch):
-    """As MaxText writes it: grouped queries, a softmax over joined heads, divided behind the product with the values."""
+    """As MaxText: grouped queries, a softmax over joined heads, divided behind the product with the values."""
     heads = k.shape[2]
     scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, L, heads, H // heads, D), k)
     segments = jnp.arange(L) < batch["length"][:, None]
