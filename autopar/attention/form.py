@@ -157,8 +157,8 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
         return None
     if segments and not np.all(evaluated(_with_segments(form.score, same=False), at, 2.0) <= HIDDEN):
         return None
-    unseen = [evaluated(_with_segments(form.score, same=True, shown=False), at, x) for x in (0.0, 2.0)]
-    if conditions and not (np.all(unseen[0] <= HIDDEN) and np.ptp(unseen) == 0.0):
+    unseen = np.stack([evaluated(_with_segments(form.score, same=True, shown=False), at, x) for x in (0.0, 2.0)])
+    if conditions and not (-np.inf < unseen[0, 0] <= HIDDEN and np.all(unseen == unseen[0, 0])):
         return None
     return DistanceMask(scale=float(one[0]), causal=causal, segments=segments, shown=next(iter(conditions), None))
 

@@ -6,6 +6,10 @@ and D the sum of P G over a row, the matrix that multiplies the values must be P
 keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no
 gradient passes through the maximum.
 
+The weights may be divided by their sum behind the product with the values: the quotient is then the result, and G and D
+have the sum as a factor. D may also be the sum of the result times its gradient. Reshapes may join dimensions of scores
+and take them apart again.
+
 Attention of other forms stays as it is, and a ring refuses it: dropout on the weights, weights that are returned, a
 gradient of a bias. Plans say which kernel runs attention, what that gains, and what stands in the way of it.
 """
@@ -475,7 +479,8 @@ class PassWriter:
         """The results of a use of weights, with labels: its own, or where weights are not divided by their sums yet,
         each quotient.
         """
-        result, known = {((("result", use.op.id), 1),): 1.0}, self.reader.known
+        result: Sum = {((("result", use.op.id), 1),): 1.0}
+        known = self.reader.known
         for v in self.of_results.get(use.op.id, ()):
             maker = self.block.ops[self.made_at[v]]
             before = (known[a].sum for a in maker.inputs if isinstance(a, int) and a in known)
@@ -645,12 +650,10 @@ class PassWriter:
 
     def kept(self, found: _Found, value: int, labels: Labels) -> Labels:
         """The labels of an array without those of dimensions of size one that a reshape took from the scores."""
-        shape, scores = self.fresh.values[value].shape, set(self.reader.flat(self.reader.weights[found.tree][0]))
-        own = [
-            x for x, n in zip(labels, shape, strict=True) if n != 1 and not scores.intersection(self.reader.parts(x))
-        ]
-        lost = [n == 1 and bool(own) and self.reader.of(x) not in scores for x, n in zip(labels, shape, strict=True)]
-        return tuple(x for x, is_lost in zip(labels, lost, strict=True) if not is_lost)
+        scores = set(self.reader.flat(self.reader.weights[found.tree][0]))
+        sized = [*zip(labels, self.fresh.values[value].shape, strict=True)]
+        has_own = any(n != 1 and not scores.intersection(self.reader.parts(x)) for x, n in sized)
+        return tuple(x for x, n in sized if n != 1 or not has_own or self.reader.of(x) in scores)
 
     def apart(self, found: _Found, value: int, labels: Labels, like: Op) -> int:
         """An array with a dimension for each of the labels of it that are kept."""

@@ -97,6 +97,7 @@ PADDED = packed((*AND_CAUSAL, ("and", (), SHOWN, ("eq", (), *SAME))))
         (PADDED, DistanceMask(scale=0.25, causal=True, segments=(0, 1), shown=SHOWN)),
         # Rows that see nothing have equal weights only where all their scores are one number.
         (dataclasses.replace(PADDED, score=("add", (), packed(PADDED.score[2], -1e5).score, SCALED)), None),
+        (packed(PADDED.score[2], -np.inf), None),  # nor has a row that sees nothing any
         (packed((*AND_CAUSAL, ("or", (), SHOWN, ("eq", (), *SAME)))), None),
         (packed((*AND_CAUSAL, ("ne", (), *SAME))), None),  # a query does not see itself
         (packed(("or", *AND_CAUSAL[1:], ("eq", (), *SAME))), None),  # what lies before is seen in other segments too
