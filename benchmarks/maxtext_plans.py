@@ -2,21 +2,14 @@
 
     python -m benchmarks.maxtext_plans              the rows that the table does not have yet    (extra: maxtext)
     python -m benchmarks.maxtext_plans --again gpt-oss-20b
-    python -m benchmarks.maxtext_plans --compiled   and programs of four of them by the TPU's compiler (extra: tpu)
 
 Sequences of 2,048 tokens, one on each of 64 chips of TPU v5p; `effort="quick"`. Nothing is run. Some models have fewer
 layers than their authors gave them, which the table says. Rows are kept at once in
 results/maxtext_plans.json, the table beside it.
-
-`--compiled`: the plan's program, and the same step in MaxText's own shardings (all chips on its axis `fsdp`, its flash
-attention), both compiled for the slice, and both predicted: the latter by `autopar.lint`, attention as it is written.
 """
 
 import argparse
-import dataclasses
-import functools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +17,6 @@ import jax
 
 import autopar
 from autopar.benching import problem_of
-from autopar.command_line.maxtext_steps import maxtext_step
 from autopar.command_line.step_files import shapes_only
 from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError
@@ -32,20 +24,15 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.plan.render import in_short
 from autopar.step_views import on_cluster
-from autopar.verification import lower_for_target
-from autopar.xla import aot
-from benchmarks.compiled_elsewhere import compiled_by_xla
 from benchmarks.machine import description, planning_processor_s, without_folders
 from benchmarks.row_processes import Page, Rows, is_done
 
 RESULTS = Path(__file__).parent / "results" / "maxtext_plans.json"
 COLUMNS = (
     "model", "parameters", "layers", "equations", "attention", "mixture", "plan", "predicted", "MFU", "peak",
-    "planning, processor", "made", "sent, compiled: ours / MaxText's", "peak, compiled", "predicted",
+    "planning, processor", "made",
 )  # fmt: skip
-CLUSTER, TARGET = "tpu-v5p:4x4x4", "tpu:v5p:4x4x4"
-WHOSE = ("ours", "MaxText's")
-COMPILED = ("qwen3-4b-thinking-2507", "qwen3-vl-2b", "gpt-oss-20b", "qwen3-480b-a35b")
+CLUSTER = "tpu-v5p:4x4x4"
 GIVEN = ("per_device_batch_size=1", "max_target_length=2048", "override_model_config=true")
 
 
@@ -110,41 +97,6 @@ def row_of(name: str) -> dict[str, Any]:
     }
 
 
-def with_compiled(name: str, row: dict[str, Any], whose: str) -> dict[str, Any]:
-    """A row with the figures of one more program: of the plan ("ours"), or of MaxText's own shardings ("MaxText's")."""
-    if whose in row.get("compiled", {}):
-        return row
-    settings, hardware = MODELS[name], Cluster.parse(CLUSTER)
-    given = [f"model_name={name}", *GIVEN, *settings]
-
-    def in_own_shardings(attention: str) -> tuple[Any, Any, Any]:
-        own, devices = [*given, f"attention={attention}"], aot.target_devices(TARGET)
-        return maxtext_step("maxtext:base.yml", own, hardware.num_devices, sharded=True, devices=devices)
-
-    if whose == "ours":
-        aot.target_devices(TARGET)
-        step, *args = maxtext_step("maxtext:base.yml", given, hardware.num_devices)
-        search = autopar.Search(effort="quick")
-        parallel = on_cluster(autopar.parallelize(step, cache_dir=None, search=search), hardware)
-        program, plan = lower_for_target(parallel, TARGET, *args), parallel.plan(*args)
-    else:
-        step, *args = in_own_shardings("flash")
-        program = step.lower(*args)
-        plan = autopar.lint(*in_own_shardings("dot_product"), cluster=hardware, search=False).plan
-    made = dataclasses.asdict(compiled_by_xla(program)) | {"step_time_s": plan.predicted.step_time_s}
-    return row | {"compiled": row.get("compiled", {}) | {whose: made}}
-
-
-def _compiled_cells(row: Mapping[str, Any]) -> list[str]:
-    made = [row["compiled"][whose] for whose in WHOSE if whose in row.get("compiled", {})]
-    figures = [
-        [f"{sum(program['sent_bytes'].values()) / 1e9:.1f} GB" for program in made],
-        [f"{program['peak_bytes'] / 1e9:.1f} GB" for program in made],
-        [f"{program['step_time_s']:.3g} s" for program in made],
-    ]
-    return [" / ".join(of_programs) for of_programs in figures]
-
-
 def cells(name: str, rows: Rows) -> list[str]:
     row = rows[name]
     layers = next((s.partition("=")[2] for s in row["settings"] if "num_decoder_layers" in s), "all")
@@ -162,7 +114,6 @@ def cells(name: str, rows: Rows) -> list[str]:
         f"{row['peak_bytes'] / 1e9:.1f} GB",
         f"{row['planned_s']:.0f} s",
         row["on"].rstrip(".")[-10:],
-        *_compiled_cells(row),
     ]
 
 
@@ -177,14 +128,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only these models")
     parser.add_argument("--again", action="store_true", help="also rows that are kept already")
-    parser.add_argument("--compiled", action="store_true", help="programs of kept rows, by the TPU's compiler")
     arguments = parser.parse_args()
     page = Page(path=RESULTS, head=HEAD, columns=COLUMNS, order=list(MODELS), cells=cells)
-    if arguments.compiled:
-        for whose in WHOSE:
-            made = functools.partial(lambda name, whose: with_compiled(name, page.rows()[name], whose), whose=whose)
-            page.make(arguments.names or COMPILED, made, again=True)
-        return 0
     page.make(arguments.names or list(MODELS), row_of, arguments.again)
     return 0
 
