@@ -124,20 +124,23 @@ COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
 class DistanceMask:
     """Scores are `scale` times the product of query and key, but for hidden ones. `causal`: a query sees its own
     position and those before it, else all. `segments`: of these a query sees those of its own segment, by the numbers
-    of the arrays that have the segments of queries and of keys.
+    of the arrays that have the segments of queries and of keys. `shown`: a condition on the number of a segment; the
+    rows of others see nothing, so that their weights are equal.
     """
 
     scale: float
     causal: bool
     segments: tuple[int, int] | None = None
+    shown: Expression | None = None
 
 
 @functools.cache
 def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     """The mask of attention over so many positions; None where scores are computed in another way."""
     segments = _segments(form) if form.arrays else None
+    conditions = _conditions(form.score)
     score = _with_segments(form.score, same=True)
-    if (form.arrays and segments is None) or not _by_distance(score, form.position):
+    if (form.arrays and segments is None) or len(conditions) > 1 or not _by_distance(score, form.position):
         return None
     distance = np.arange(-positions + 1, positions)
     query = np.maximum(distance, 0)
@@ -154,7 +157,10 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
         return None
     if segments and not np.all(evaluated(_with_segments(form.score, same=False), at, 2.0) <= HIDDEN):
         return None
-    return DistanceMask(scale=float(one[0]), causal=causal, segments=segments)
+    unseen = np.stack([evaluated(_with_segments(form.score, same=True, shown=False), at, x) for x in (0.0, 2.0)])
+    if conditions and not (-np.inf < unseen[0, 0] <= HIDDEN and np.all(unseen == unseen[0, 0])):
+        return None
+    return DistanceMask(scale=float(one[0]), causal=causal, segments=segments, shown=next(iter(conditions), None))
 
 
 def _segments(form: AttentionForm) -> tuple[int, int] | None:
@@ -170,14 +176,38 @@ def _segments(form: AttentionForm) -> tuple[int, int] | None:
     return (i, j) if form.arrays[i].replace(form.position, KEY) == form.arrays[j] else None
 
 
-def _with_segments(node: Expression, *, same: bool) -> Expression:
-    """An expression with each comparison of two arrays as it is inside of a segment, or between two."""
+def _with_segments(node: Expression, *, same: bool, shown: bool = True) -> Expression:
+    """An expression with each comparison of two arrays as it is inside of a segment, or between two, and the condition
+    on a segment as it is.
+    """
     match node:
         case ("eq" | "ne" as name, (), ("array", _), ("array", _)):
             return ("const", same if name == "eq" else not same, "bool")
         case ("score",) | ("iota", _, _) | ("array", _) | ("const", _, _):
             return node
-    return (*node[:2], *(_with_segments(operand, same=same) for operand in node[2:]))
+    if _is_condition(node):
+        return ("const", shown, "bool")
+    return (*node[:2], *(_with_segments(operand, same=same, shown=shown) for operand in node[2:]))
+
+
+def _conditions(node: Expression) -> set[Expression]:
+    """The comparisons of an expression of a segment's number with another number."""
+    if node[0] in ("score", "iota", "array", "const"):
+        return set()
+    if _is_condition(node):
+        return {node}
+    return set().union(*map(_conditions, node[2:]))
+
+
+def _is_condition(node: Expression) -> bool:
+    return node[0] in COMPARISONS and sorted(operand[0] for operand in node[2:]) == ["array", "const"]
+
+
+def holds(condition: Expression, segments: Any) -> Any:
+    """Whether a condition on a segment's number holds, for each of these."""
+    (_, number, dtype), *_ = (operand for operand in condition[2:] if operand[0] == "const")
+    number = jnp.asarray(number, dtype)
+    return computed(condition[0], [number if node[0] == "const" else segments for node in condition[2:]], jnp)
 
 
 def evaluated(node: Expression, at: dict[str, np.ndarray], score: float) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.attention.form import KEY, NONE, AttentionForm, DistanceMask, Gradients, distance_mask
+from autopar.attention.form import KEY, NONE, AttentionForm, DistanceMask, Gradients, distance_mask, holds
 from autopar.attention.ring_order import ring_order
 from autopar.common import jax_local
 from autopar.hardware.kinds import DeviceKind, Platform
@@ -92,6 +92,8 @@ def _obstacle(
         return "a mask or a bias that is not causal" + (", or of segments" if library.takes_segments else "")
     if mask.segments is not None and (found := _obstacle_of_segments(form, mask.segments, dtypes[3:], library)):
         return found
+    if mask.shown is not None and ring > 1:
+        return "segments of which queries see nothing, in a ring"
     if width != of_values:
         return f"values of another width ({of_values}) than keys ({width})"
     if mask.causal and keys != positions:
@@ -204,6 +206,13 @@ class CanonicalShape:
         of_query, of_key = mask.segments
         return self._of_examples(arrays, of_query, self.form.position), self._of_examples(arrays, of_key, KEY)
 
+    def seeing(self, mask: DistanceMask, arrays: Sequence[Any]) -> Any:
+        """(examples, 1, positions, 1): the queries of segments that see anything; None where all do."""
+        if mask.shown is None or mask.segments is None:
+            return None
+        of_query = self._of_examples(arrays, mask.segments[0], self.form.position)
+        return holds(mask.shown, of_query)[:, None, :, None]
+
     def _of_examples(self, arrays: Sequence[Any], number: int, position: str) -> Any:
         array, names = arrays[number], self.form.arrays[number]
         array = array.reshape([n for n, x in zip(array.shape, names, strict=True) if x != NONE])
@@ -251,7 +260,12 @@ def forward(
     shape, mask = CanonicalShape(form, query), _mask(form, query)
     run, _ = KERNEL_CALLS[kernel]
     options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
-    out, largest, total = run(*shape.operands(query, key, value), **options)
+    q, k, v = shape.operands(query, key, value)
+    out, largest, total = run(q, k, v, **options)
+    if (seeing := shape.seeing(mask, arrays)) is not None:
+        groups = q.shape[1] // v.shape[1]
+        mean = jnp.repeat(jnp.mean(v, axis=2, keepdims=True, dtype=jnp.float32), groups, axis=1)
+        out = jnp.where(seeing, out, mean.astype(out.dtype))
     rows = [shape.back(a, form.rows, form.position) for a in (largest, total)]
     return shape.back(out, form.out, form.position), rows[0], rows[1]
 
@@ -273,11 +287,17 @@ def backward(
     change = shape.into(change, gradients.out, form.position)
     _, run = KERNEL_CALLS[kernel]
     options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
-    made = run(q, k, v, (out, largest, total), change, **options)
+    seeing = shape.seeing(mask, arrays)
+    seen = change if seeing is None else jnp.where(seeing, change, 0)
+    q_change, k_change, v_change = run(q, k, v, (out, largest, total), seen, **options)
+    if seeing is not None:
+        unseen = jnp.sum(jnp.where(seeing, 0, change), axis=2, keepdims=True, dtype=jnp.float32) / v.shape[2]
+        unseen = jnp.sum(unseen.reshape((*v.shape[:2], -1, 1, v.shape[3])), axis=2)
+        v_change = (v_change + unseen).astype(v_change.dtype)
     return (
-        shape.back(made[0], gradients.query, form.position),
-        shape.back(made[1], gradients.key, KEY),
-        shape.back(made[2], gradients.value, KEY),
+        shape.back(q_change, gradients.query, form.position),
+        shape.back(k_change, gradients.key, KEY),
+        shape.back(v_change, gradients.value, KEY),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.attention.form import ELEMENTWISE, Expression
+from autopar.attention.form import COMPARISONS, ELEMENTWISE, Expression
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, Value
 
@@ -92,12 +92,28 @@ class Read:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Factor:
+    """An array as a factor of a product of matrices: `value` times the sums of rows in `scale`.
+
+    `at`: the labels of the array's dimensions; `labels`: those of the product's operand, which may be moved.
+    """
+
+    value: Atom
+    at: Labels
+    labels: Labels
+    scale: Sum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """Two arrays multiplied: the operation, and the labels of its operands' dimensions."""
+    """Two arrays multiplied: the operation, the number of its atom, and the arrays with the labels of their
+    dimensions.
+    """
 
     op: Op
-    left: Labels
-    right: Labels
+    number: int
+    left: Factor
+    right: Factor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +204,8 @@ class ArrayReader:
             self.first_here.setdefault(self.equals.number(v), v)
         self._labels = DisjointSet()
         self._representative: list[Label] = []  # of the set that a root leads: the oldest of its labels
+        self._parts: dict[Label, tuple[tuple[Label, int], ...]] = {}  # of dimensions that are others joined: with sizes
+        self._of_parts: dict[Labels, Label] = {}
         self._steady: dict[int, bool] = {}
 
     # Labels
@@ -199,17 +217,73 @@ class ArrayReader:
         return label
 
     def of(self, label: Label) -> Label:
-        return self._representative[self._labels[label]]
+        found = self._representative[self._labels[label]]
+        if (parts := self._parts.get(found)) is None:
+            return found
+        return self._of_parts.setdefault(tuple(self.of(x) for x, _ in parts), found)
 
     def all(self, labels: Labels) -> Labels:
         return tuple(map(self.of, labels))
 
+    def flat(self, labels: Labels) -> Labels:
+        """The labels, of joined dimensions those of their parts."""
+        return tuple(itertools.chain.from_iterable(self.parts(x) for x in labels))
+
+    def parts(self, label: Label) -> Labels:
+        """The labels of a dimension's parts, or its own."""
+        parts = self._parts.get(self._representative[self._labels[label]])
+        return self.flat(tuple(x for x, _ in parts)) if parts else (self.of(label),)
+
     def join(self, one: Labels, other: Labels) -> Labels:
         for a, b in zip(one, other, strict=True):
-            oldest = min(self.of(a), self.of(b))
+            first, second = (self._representative[self._labels[x]] for x in (a, b))
+            parts, others = self._parts.get(first), self._parts.get(second)
             self._labels.merge(a, b)
-            self._representative[self._labels[a]] = oldest
+            self._representative[self._labels[a]] = min(first, second)
+            if parts and others and [n for _, n in parts] == [n for _, n in others]:
+                self.join(tuple(x for x, _ in parts), tuple(x for x, _ in others))
+            if parts or others:
+                self._parts[min(first, second)] = parts or others or ()
         return one
+
+    def regrouped(self, labels: Labels, shape: Sequence[int], out: Sequence[int], splits: bool) -> Labels | None:
+        """The labels behind a reshape, which joins neighbours or takes them apart again; None where it does another
+        thing. `splits`: whether it may take apart a dimension that nothing joined.
+        """
+        left = [pair for x, n in zip(labels, shape, strict=True) if n != 1 for pair in self._sized(x, n)][::-1]
+        made = []
+        for n in out:
+            group: list[tuple[Label, int]] = []
+            while math.prod(size for _, size in group) < n:
+                missing = n // math.prod(size for _, size in group)
+                if left and missing < left[-1][1] and left[-1][1] % missing == 0 and splits:
+                    x, size = left.pop()
+                    parts = (self.label(), missing), (self.label(), size // missing)
+                    self._parts[self._representative[self._labels[x]]] = parts
+                    left += parts[::-1]
+                if not left or missing % left[-1][1]:
+                    return None
+                group.append(left.pop())
+            made.append(self._joined(group) if group else self.label())
+        return None if left else tuple(made)
+
+    def sizes(self, label: Label, size: int) -> tuple[int, ...]:
+        """The sizes of the parts of a dimension, or its own."""
+        return (1,) if size == 1 else tuple(n for _, n in self._sized(label, size))
+
+    def _sized(self, label: Label, size: int) -> list[tuple[Label, int]]:
+        """The parts of a dimension of this size, with theirs."""
+        parts = self._parts.get(self._representative[self._labels[label]])
+        return [pair for x, n in parts for pair in self._sized(x, n)] if parts else [(self.of(label), size)]
+
+    def _joined(self, parts: list[tuple[Label, int]]) -> Label:
+        if len(parts) == 1:
+            return parts[0][0]
+        key = self.all(tuple(x for x, _ in parts))
+        if key not in self._of_parts:
+            self._of_parts[key] = self.label()
+            self._parts[self._of_parts[key]] = tuple(parts)
+        return self._of_parts[key]
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
         return self.values[atom].shape if isinstance(atom, int) else atom.shape
@@ -268,7 +342,8 @@ class ArrayReader:
         positions = sum(Dimension.SEQUENCE in names for names in value.dimensions)
         if op is None or op.kind is not OpKind.EQUATION or depth >= LONGEST:
             return self.array(atom, labels)
-        if positions < 2 and large and not self.is_steady(atom):
+        is_condition = op.primitive in COMPARISONS and any(self.number(a) is not None for a in op.inputs)
+        if positions < 2 and large and not is_condition and not self.is_steady(atom):
             return self.array(atom, labels)
         found = self.expanded(op, labels, depth + 1)
         return found if found is not None else self.array(atom, labels)

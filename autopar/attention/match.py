@@ -6,6 +6,10 @@ and D the sum of P G over a row, the matrix that multiplies the values must be P
 keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no
 gradient passes through the maximum.
 
+The weights may be divided by their sum behind the product with the values: the quotient is then the result, and G and D
+have the sum as a factor. D may also be the sum of the result times its gradient. Reshapes may join dimensions of scores
+and take them apart again.
+
 Attention of other forms stays as it is, and a ring refuses it: dropout on the weights, weights that are returned, a
 gradient of a bias. Plans say which kernel runs attention, what that gains, and what stands in the way of it.
 """
@@ -30,6 +34,7 @@ from autopar.attention.mask_terms import (
     ONE,
     Around,
     ArrayReader,
+    Factor,
     Label,
     Labels,
     Product,
@@ -81,7 +86,8 @@ class Reader(ArrayReader):
         self.block, self.wanted = block, sought.products
         self.known: dict[int, Read] = {}
         self.products: dict[int, Product] = {}
-        self.uses: list[Use] = []
+        self.pairs: dict[frozenset[object], int] = {}  # the atom's number of the product of two arrays
+        self.uses: dict[int, Use] = {}  # by operation
         self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
         self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
         self.first_unknown: Op | None = None  # the first equation on scores that is not understood
@@ -103,7 +109,12 @@ class Reader(ArrayReader):
             self.product(op, reads)
         elif any(read is not None for read in reads):
             found = self.followed(op, reads) if len(op.outputs) == 1 else None
-            if found is None and self.first_unknown is None:
+            if all(read is None or _of_result(read) for read in reads):
+                if found is not None and len(found.sum or ()) == 1:
+                    self.known[op.outputs[0]] = found
+                return
+            was_known = any(read is not None and (read.sum is not None or read.tree is not None) for read in reads)
+            if found is None and was_known and self.first_unknown is None:
                 self.first_unknown = op
             for v in op.outputs:
                 self.known[v] = found or self.unknown(v)
@@ -112,36 +123,73 @@ class Reader(ArrayReader):
         return Read(tuple(self.label() for _ in self.shape(value)), None)
 
     def product(self, op: Op, reads: Sequence[Read | None]) -> None:
-        (left, right) = op.inputs
-        (left_sum, right_sum), (left_kept, right_kept) = op.eqn.params["dimension_numbers"]
-        if all(read is not None for read in reads):
+        factors = [self.factor(a, read) for a, read in zip(op.inputs, reads, strict=True)]
+        left, right = (f or r for f, r in zip(factors, reads, strict=True))
+        assert left is not None, "what is not known is a factor"
+        assert right is not None, "what is not known is a factor"
+        if factors == [None, None]:
             self.known[op.outputs[0]] = self.unknown(op.outputs[0])
             return
-        if all(read is None for read in reads):
-            if op.id not in self.wanted:
-                return
-            first = tuple(self.label() for _ in self.shape(left))
-            second = [self.label() for _ in self.shape(right)]
-            for a, b in (*zip(left_sum, right_sum, strict=True), *zip(left_kept, right_kept, strict=True)):
-                second[b] = first[a]
-            out = self.result(first, tuple(second), op)
-            self.products[op.id] = Product(op, first, tuple(second))
-            self.known[op.outputs[0]] = Read(out, {((("product", op.id), 1),): 1.0}, ("score", op.id))
+        if None not in factors and op.id not in self.wanted:
             return
-        which = 0 if reads[0] is not None else 1
-        read, other = reads[which], op.inputs[1 - which]
-        assert read is not None, "one of the operands is known"
-        if not isinstance(other, int):
+        sums, kept = op.eqn.params["dimension_numbers"]
+        for lefts, rights in (sums, kept):
+            self.join(tuple(left.labels[d] for d in lefts), tuple(right.labels[d] for d in rights))
+        out = self.result(left.labels, right.labels, op)
+        match factors:
+            case [Factor() as one, Factor() as other]:
+                pair = self.pairs.setdefault(self.pair(one.value, other.value), op.id)
+                number = pair if pair < 0 else op.id
+                self.products[number] = Product(op, number, one, other)
+                scale = multiply(one.scale, other.scale)
+                tree: Expression | None = ("score", number) if scale == {ONE: 1.0} else None
+                self.known[op.outputs[0]] = Read(out, multiply({((("product", number), 1),): 1.0}, scale), tree)
+            case [Factor() as factor, None] | [None, Factor() as factor]:
+                read = reads[factors.index(None)]
+                assert read is not None, "it is no factor"
+                summed = tuple(read.labels[d] for d in sums[factors.index(None)])
+                self.use(op, read, factor, summed, out)
+
+    def factor(self, atom: Atom, read: Read | None) -> Factor | None:
+        """An operand of a product without scores: an array, alone or times sums of rows; None for others."""
+        if read is not None and (found := self.scaled(read)) is not None:
+            return found
+        if read is not None and not _of_result(read):
+            return None
+        labels = tuple(self.label() for _ in self.shape(atom))
+        return Factor(atom, labels, labels, {ONE: 1.0})
+
+    def scaled(self, read: Read) -> Factor | None:
+        """An array times sums of rows."""
+        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
+        arrays = [(atom[1], n) for atom, n in term if atom[0] == "other" and atom[1][0] == "array"]
+        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
+        if len(arrays) != 1 or arrays[0][1] != 1 or len(rest) + 1 != len(term):
+            return None
+        (_, value, at), _ = arrays[0]
+        return Factor(value, tuple(self.label() if x < 0 else x for x in at), read.labels, {term_of(rest): number})
+
+    def pair(self, one: Atom, other: Atom) -> frozenset[object]:
+        """Two arrays, whichever comes first."""
+        return frozenset(self.equals.number(a) if isinstance(a, int) else a.content for a in (one, other))
+
+    def use(self, op: Op, read: Read, factor: Factor, summed: Labels, out: Labels) -> None:
+        """Enters a product of an array and what is known, which is a result of attention where weights are summed over
+        the keys.
+        """
+        if not isinstance(factor.value, int):
             self.known[op.outputs[0]] = self.unknown(op.outputs[0])
             return
-        at = [self.label() for _ in self.shape(other)]
-        mine, theirs = ((left_sum, left_kept), (right_sum, right_kept))[:: 1 if which == 0 else -1]
-        for pairs in zip(mine, theirs, strict=True):
-            for a, b in zip(*pairs, strict=True):
-                at[b] = read.labels[a]
-        left_at, right_at = (read.labels, tuple(at))[:: 1 if which == 0 else -1]
-        summed = tuple(read.labels[d] for d in mine[0])
-        self.uses.append(Use(op, read, other, tuple(at), summed, self.result(left_at, right_at, op)))
+        if read.sum is not None:
+            read = dataclasses.replace(read, sum=multiply(read.sum, factor.scale))
+        self.uses[op.id] = Use(op, read, factor.value, factor.at, summed, out)
+        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
+        weights = [(atom[1], n) for atom, n in term if atom[0] == "weights"]
+        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
+        if len(weights) != 1 or weights[0][1] != 1 or len(rest) + 1 != len(term):
+            return
+        if self.all(summed) == (self.of(self.weights[weights[0][0]][1]),):
+            self.known[op.outputs[0]] = Read(out, {term_of([(("result", op.id), 1), *rest]): number})
 
     def result(self, left: Labels, right: Labels, op: Op) -> Labels:
         """The labels of a product's dimensions: what is kept apart, what the left has alone, what the right has."""
@@ -156,7 +204,7 @@ class Reader(ArrayReader):
         """What an equation makes of scores; None where that is not understood."""
         name, params, (first, *_) = op.primitive, op.eqn.params, reads
         if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"):
-            labels = self.moved(op, first.labels) if first is not None else None
+            labels = self.moved(op, first) if first is not None else None
             return dataclasses.replace(first, labels=labels) if first is not None and labels is not None else None
         if name in ("convert_element_type", "copy", "reduce_precision", "stop_gradient"):
             is_float = all(np.dtype(v.aval.dtype).kind in "fV" for v in (*op.eqn.invars, *op.eqn.outvars))
@@ -224,9 +272,9 @@ class Reader(ArrayReader):
                 return power(known[0], params["y"])
         return None
 
-    def moved(self, op: Op, labels: Labels) -> Labels | None:
-        """The labels behind an operation that moves dimensions; None where it splits or joins them."""
-        shape, out = self.shape(op.inputs[0]), self.shape(op.outputs[0])
+    def moved(self, op: Op, read: Read) -> Labels | None:
+        """The labels behind an operation that moves, joins or splits dimensions; None where that is not understood."""
+        shape, out, labels = self.shape(op.inputs[0]), self.shape(op.outputs[0]), read.labels
         if op.primitive == "transpose":
             return tuple(labels[d] for d in op.eqn.params["permutation"])
         if op.primitive == "broadcast_in_dim":
@@ -235,10 +283,7 @@ class Reader(ArrayReader):
                 if shape[d] == out[at]:
                     made[at] = labels[d]
             return tuple(made)
-        if [n for n in shape if n != 1] != [n for n in out if n != 1]:
-            return None
-        large = iter(x for x, n in zip(labels, shape, strict=True) if n != 1)
-        return tuple(next(large) if n != 1 else self.label() for n in out)
+        return self.regrouped(labels, shape, out, splits=not _of_result(read))
 
     def reduced(self, op: Op, read: Read) -> Read | None:
         axes = op.eqn.params["axes"]
@@ -256,7 +301,25 @@ class Reader(ArrayReader):
             return Read(left, None, largest_of=read.tree)
         if read.sum is None:
             return None
-        return self.row_sums(read, axes, left)
+        return self.along(read, axes, left) if _of_result(read) else self.row_sums(read, axes, left)
+
+    def along(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
+        """The sum of a result of attention times its gradient over the values' own dimensions: that of the weights
+        times the product of gradient and values over the keys.
+        """
+        ((term, number),) = (read.sum or {}).items()
+        results = [(atom[1], n) for atom, n in term if atom[0] == "result"]
+        factor = self.scaled(Read(read.labels, {term_of([part for part in term if part[0][0] != "result"]): number}))
+        if factor is None or [n for _, n in results] != [1]:
+            return None
+        use = self.uses[results[0][0]]
+        (tree,) = (atom[1] for term in use.read.sum or () for atom, _ in term if atom[0] == "weights")
+        large = tuple(x for x, n in zip(use.at, self.shape(use.other), strict=True) if n != 1)
+        own = set(self.flat(large)) - set(self.flat(self.weights[tree][0]))
+        if set(self.flat(tuple(read.labels[d] for d in axes))) != own:
+            return None
+        of_pair = self.pairs.setdefault(self.pair(factor.value, use.other), -1 - len(self.pairs))
+        return Read(left, multiply(factor.scale, {((("along", tree, of_pair), 1),): 1.0}))
 
     def row_sums(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
         """Sums over the keys: of the weights 1, of the weights times a product a number for each row."""
@@ -285,6 +348,11 @@ class Reader(ArrayReader):
 
     def same(self, one: Expression, other: Expression) -> bool:
         return self.settled(one) == self.settled(other)
+
+
+def _of_result(read: Read) -> bool:
+    """Whether a value is computed of a result of attention, or of one that is not divided by the sums of rows yet."""
+    return any(atom[0] == "result" for term in read.sum or () for atom, _ in term)
 
 
 # Replaces each pass of attention that a reader of a block has found (below) by one operation.
@@ -322,8 +390,13 @@ class PassWriter:
         self.forwards: dict[tuple[AttentionForm, tuple[Atom, ...]], Op] = {}
         self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
         self.replaced: dict[int, int] = {}  # values by those that are made in their place
+        self.of_results: dict[int, list[int]] = {}  # what is a result of attention, by its product with the values
+        for v, read in reader.known.items():
+            match [*(read.sum or {}).items()]:
+                case [(((("result", int(number)), 1),), 1.0)]:
+                    self.of_results.setdefault(number, []).append(v)
         self.uses: dict[Expression, list[Use]] = {}  # by the softmax whose weights are in them
-        for use in reader.uses:
+        for use in reader.uses.values():
             atoms = {atom for term in use.read.sum or () for atom, _ in term}
             for atom in atoms:
                 if atom[0] == "weights":
@@ -338,7 +411,8 @@ class PassWriter:
         reader = self.reader
         for tree, (labels, key) in reader.weights.items():
             numbers = {node[1] for node in nodes_of(tree) if node[0] == "score"}
-            if len(numbers) != 1 or len(set(reader.all(labels))) != len(labels):
+            flat = reader.flat(labels)
+            if len(numbers) != 1 or len(set(flat)) != len(flat):
                 continue
             product = reader.products[numbers.pop()]
             sides = self.sides(product, reader.of(key))
@@ -352,8 +426,7 @@ class PassWriter:
 
     def sides(self, product: Product, key: Label) -> tuple[tuple[int, Labels], tuple[int, Labels]] | None:
         """The operand of a product that has the keys' positions, and the other."""
-        operands = zip(product.op.inputs, (product.left, product.right), strict=True)
-        sides = [(a, at) for a, at in operands if isinstance(a, int)]
+        sides = [(f.value, f.at) for f in (product.left, product.right) if isinstance(f.value, int)]
         sides.sort(key=lambda side: key not in self.reader.all(side[1]))
         has_key = [key in self.reader.all(at) for _, at in sides]
         return (sides[0], sides[1]) if has_key == [True, False] else None
@@ -361,9 +434,10 @@ class PassWriter:
     def sort(self, found: _Found, use: Use) -> None:
         """Enters a use of a softmax's weights, or of the gradient of its product, where it belongs."""
         assert use.read.sum is not None, "it has weights"
-        key = self.reader.of(self.reader.weights[found.tree][1])
-        if equal(use.read.sum, {((("weights", found.tree), 1),): 1.0}):
-            over_keys = self.reader.all(use.summed) == (key,)
+        key, weights = self.reader.of(self.reader.weights[found.tree][1]), (("weights", found.tree), 1)
+        over_keys = self.reader.all(use.summed) == (key,)
+        undivided: Sum = {term_of([weights, (("total", found.tree), 1)]): 1.0}
+        if equal(use.read.sum, {(weights,): 1.0}) or (over_keys and equal(use.read.sum, undivided)):
             (found.values if over_keys else found.of_values).append(use)
             return
         for number in {atom[1] for term in use.read.sum for atom, _ in term if atom[0] == "product"}:
@@ -372,7 +446,7 @@ class PassWriter:
 
     def gradient(self, found: _Found, number: int) -> Sum:
         """What the gradient of the scores' product is: the slope times (P G - D P)."""
-        own = ("product", found.product.op.id)
+        own = ("product", found.product.number)
         slope: Sum = {}
         for term, n in self.reader.slopes[found.tree].items():
             if (own, 1) in term:
@@ -388,16 +462,30 @@ class PassWriter:
         forward: dict[int, tuple[Op, AttentionForm]] = {}  # by the values that are weighed
         same = self.reader.equals.number
         for use in found.values:
-            if same(use.other) not in forward:
-                made = self.forward(found, use.other, use.at, use.out, use.op)
-                if made is None:
-                    return
-                forward[same(use.other)] = made
-            op, form = forward[same(use.other)]
-            if self.letters(found, use.out, use.at) == form.out:
-                self.replaced[use.op.outputs[0]] = op.outputs[0]
+            for result, out in self.results(use):
+                out = self.kept(found, result, out)
+                if same(use.other) not in forward:
+                    made = self.forward(found, use.other, use.at, out, use.op)
+                    if made is None:
+                        return
+                    forward[same(use.other)] = made
+                op, form = forward[same(use.other)]
+                if self.letters(found, out, use.at) == form.out:
+                    self.replaced[result] = self.shaped(op.outputs[0], result, use.op)
         for number in dict.fromkeys(number for _, number in found.of_products):
             self.backward(found, number, forward)
+
+    def results(self, use: Use) -> Iterator[tuple[int, Labels]]:
+        """The results of a use of weights, with labels: its own, or where weights are not divided by their sums yet,
+        each quotient.
+        """
+        result: Sum = {((("result", use.op.id), 1),): 1.0}
+        known = self.reader.known
+        for v in self.of_results.get(use.op.id, ()):
+            maker = self.block.ops[self.made_at[v]]
+            before = (known[a].sum for a in maker.inputs if isinstance(a, int) and a in known)
+            if all(sums is None or not equal(sums, result) for sums in before):
+                yield v, known[v].labels
 
     def backward(self, found: _Found, number: int, forward: dict[int, tuple[Op, AttentionForm]]) -> None:
         """One operation for the gradients that go back from one gradient of a result (`change`)."""
@@ -409,7 +497,8 @@ class PassWriter:
         same = self.reader.equals.number
         if same(value) not in forward:
             # The scores are computed again: the result, which nobody asks for, is laid out as its gradient.
-            made = self.forward(found, value, value_at, change_at, product.op)
+            out_at = self.kept(found, change, change_at)
+            made = self.forward(found, value, value_at, out_at, product.op)
             if made is None:
                 return
             forward[same(value)] = made
@@ -423,8 +512,9 @@ class PassWriter:
             "key": (form.key, found.query_at, [u for u in of_product if same(u.other) == same(found.query)]),
             "value": (form.value, change_at, of_value),
         }
-        out = self.letters(found, change_at, value_at)
-        if out is None or sorted(out) != sorted(form.out) or self.letters(found, value_at, value_at) != form.value:
+        out = self.letters(found, self.kept(found, change, change_at), value_at)
+        weighed = self.letters(found, self.kept(found, value, value_at), value_at)
+        if out is None or sorted(out) != sorted(form.out) or weighed != form.value:
             return
         dims: dict[str, str] = {}
         replaced: dict[int, str] = {}
@@ -442,16 +532,20 @@ class PassWriter:
             return
         like = min((use.op for use in uses), key=lambda o: self.position[o.id])
         read = [[use.other for use in groups["key"][2]], [use.other for use in groups["query"][2]], [value]]
-        arrays = [self.as_read(atom, others) for atom, others in zip(op.inputs, read, strict=False)]
+        arrays = [self.as_read(atom, others, like) for atom, others in zip(op.inputs, read, strict=False)]
+        change = self.apart(found, change, change_at, like)
         operands = (*arrays, *op.outputs, change, *op.inputs[3:])
         eqn = self.equation(form, gradients, operands, like)
         results = dict(zip(order, self.operation(eqn, operands, like).outputs, strict=True))
-        self.replaced.update({v: results[name] for v, name in replaced.items()})
+        self.replaced.update({v: self.shaped(results[name], v, like) for v, name in replaced.items()})
 
-    def as_read(self, forward: Atom, backward: Sequence[int]) -> Atom:
+    def as_read(self, forward: Atom, backward: Sequence[int], like: Op) -> Atom:
         """An array of the forward pass, or what the backward pass computes again for it rather than keep it."""
         again = backward[0] if backward else forward
-        return forward if self.root(again) == self.root(forward) else again
+        if self.root(again) == self.root(forward) or not isinstance(again, int):
+            return forward
+        assert isinstance(forward, int), "a value, as what is computed again"
+        return self.reshaped(again, self.fresh.values[forward].shape, like)
 
     def root(self, atom: Atom) -> Atom:
         """The value in front of the barriers that one passed."""
@@ -459,10 +553,10 @@ class PassWriter:
 
     def as_known(self, found: _Found, use: Use, at: Labels) -> Labels:
         """The labels of a use's result, those of its own dimensions by the labels that the array is known to have."""
-        scores = set(self.reader.all(self.reader.weights[found.tree][0]))
+        scores = set(self.reader.flat(self.reader.weights[found.tree][0]))
         pairs = zip(self.reader.all(use.at), self.reader.all(at), strict=True)
         known = {a: b for a, b in pairs if a not in scores and b not in scores}
-        return tuple(known.get(x, x) for x in self.reader.all(use.out))
+        return tuple(known.get(x, x) for x in self.reader.flat(self.kept(found, use.op.outputs[0], use.out)))
 
     # Letters
 
@@ -470,13 +564,13 @@ class PassWriter:
         """A letter for each label: those of scores, of what queries and keys are summed over, of values' own."""
         reader = self.reader
         scores, key = reader.weights[found.tree]
-        order = [*reader.all(scores), *reader.all(found.query_at), *reader.all(value_at)]
+        order = reader.flat((*scores, *found.query_at, *value_at))
         alphabet = (chr(c) for c in range(ord("a"), ord("z") + 1) if chr(c) != KEY)
         return {x: KEY if x == reader.of(key) else next(alphabet) for x in dict.fromkeys(order)}
 
     def letters(self, found: _Found, labels: Labels, value_at: Labels) -> str | None:
         names = self.names(found, value_at)
-        found_letters = [names.get(self.reader.of(x)) for x in labels]
+        found_letters = [names.get(x) for x in self.reader.flat(labels)]
         return "".join(x for x in found_letters if x) if all(found_letters) else None
 
     def forward(
@@ -484,15 +578,18 @@ class PassWriter:
     ) -> tuple[Op, AttentionForm] | None:
         """The operation of a forward pass; None where its dimensions are not those of one."""
         scores, _ = self.reader.weights[found.tree]
-        parts = [self.letters(found, at, value_at) for at in (found.query_at, found.key_at, value_at, out_at, scores)]
+        whole = (found.query, found.query_at), (found.key, found.key_at), (value, value_at)
+        kept = [self.kept(found, v, at) for v, at in whole]
+        parts = [self.letters(found, at, value_at) for at in (*kept, out_at, scores)]
+        query_value, key_value, value = (self.apart(found, v, at, like) for v, at in whole)
         if any(p is None or len(set(p)) != len(p) for p in parts):
             return None
         query, key, weighed, out, scored = (p for p in parts if p is not None)
         rows = scored.replace(KEY, "")
         if set(out) != (set(weighed) - {KEY}) | set(rows):
             return None
-        at = self.fresh.values[found.query]
-        keys = self.fresh.values[found.key].shape[key.index(KEY)]
+        at = self.fresh.values[query_value]
+        keys = self.fresh.values[key_value].shape[key.index(KEY)]
         of_queries = {
             letter: n
             for letter, n, names in zip(query, at.shape, at.dimensions, strict=True)
@@ -500,14 +597,14 @@ class PassWriter:
         }
         positions = [letter for letter, n in of_queries.items() if n == keys] or [*of_queries]
         arrays: dict[tuple[int, str], int] = {}
-        score = self.written(found, value_at, found.tree, arrays)
+        score = self.written(found, value_at, found.tree, arrays, like)
         if len(positions) != 1 or score is None or any(set(a) - set(scored) - {NONE} for _, a in arrays):
             return None
         form = AttentionForm(
             query=query, key=key, value=weighed, out=out, rows=rows, position=positions[0], score=score,
             arrays=tuple(letters for _, letters in arrays), sources=_sources([v for v, _ in arrays]),
         )  # fmt: skip
-        operands = (found.query, found.key, value, *(v for v, _ in arrays))
+        operands = (query_value, key_value, value, *(v for v, _ in arrays))
         # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
         same = form, tuple(self.behind.get(v, v) for v in operands)
         if same not in self.forwards:
@@ -520,7 +617,7 @@ class PassWriter:
         return self.forwards[same], form
 
     def written(
-        self, found: _Found, value_at: Labels, tree: Expression, arrays: dict[tuple[int, str], int]
+        self, found: _Found, value_at: Labels, tree: Expression, arrays: dict[tuple[int, str], int], like: Op
     ) -> Expression | None:
         """An expression in letters, its arrays numbered."""
         names = self.names(found, value_at)
@@ -533,13 +630,14 @@ class PassWriter:
                 letter = names.get(self.reader.of(label))
                 return ("iota", letter, dtype) if letter else None
             case ("array", value, labels):
-                shape = self.fresh.values[value].shape
-                at = [NONE if n == 1 else names.get(self.reader.of(x)) for x, n in zip(labels, shape, strict=True)]
+                sized = zip(labels, self.fresh.values[value].shape, strict=True)
+                at = [NONE if n == 1 else self.letters(found, (x,), value_at) for x, n in sized]
                 if not all(at):
                     return None
+                value = self.apart(found, value, labels, like)
                 return ("array", arrays.setdefault((value, "".join(x for x in at if x)), len(arrays)))
             case (name, params, *operands):
-                inner = [self.written(found, value_at, o, arrays) for o in operands]
+                inner = [self.written(found, value_at, o, arrays, like) for o in operands]
                 return None if any(o is None for o in inner) else (name, params, *inner)
         raise AssertionError(f"no expression: {tree}")
 
@@ -550,12 +648,53 @@ class PassWriter:
         avals = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
         return jax_compat.at_line_of(like.eqn, ring.equation(form, gradients, avals))
 
+    def kept(self, found: _Found, value: int, labels: Labels) -> Labels:
+        """The labels of an array without those of dimensions of size one that a reshape took from the scores."""
+        scores = set(self.reader.flat(self.reader.weights[found.tree][0]))
+        sized = [*zip(labels, self.fresh.values[value].shape, strict=True)]
+        has_own = any(n != 1 and not scores.intersection(self.reader.parts(x)) for x, n in sized)
+        return tuple(x for x, n in sized if n != 1 or not has_own or self.reader.of(x) in scores)
+
+    def apart(self, found: _Found, value: int, labels: Labels, like: Op) -> int:
+        """An array with a dimension for each of the labels of it that are kept."""
+        own = self.fresh.values[value]
+        sized = dict(zip(labels, own.shape, strict=True))
+        sizes = [self.reader.sizes(x, sized[x]) for x in self.kept(found, value, labels)]
+        shape = tuple(n for parts in sizes for n in parts)
+        if shape == own.shape:
+            return value
+        named = dict(zip(labels, own.dimensions, strict=False))
+        kept = zip(self.kept(found, value, labels), sizes, strict=True)
+        made = self.reshaped(value, shape, like)
+        dimensions = tuple(named.get(x, frozenset()) for x, parts in kept for _ in parts)
+        self.fresh.values[made] = replace(self.fresh.values[made], dimensions=dimensions)
+        self.behind[made] = self.behind.get(value, value)
+        return made
+
+    def shaped(self, made: int, result: int, like: Op) -> int:
+        """A value with the shape and the type of the one in whose place it stands."""
+        made, own = self.reshaped(made, self.fresh.values[result].shape, like), self.fresh.values[result]
+        if self.fresh.values[made].dtype == own.dtype:
+            return made
+        return self.one_equation(lambda a: jax.lax.convert_element_type(a, own.dtype), made, like)
+
+    def reshaped(self, value: int, shape: tuple[int, ...], like: Op) -> int:
+        is_same = self.fresh.values[value].shape == shape
+        return value if is_same else self.one_equation(lambda a: a.reshape(shape), value, like)
+
+    def one_equation(self, function: Callable[[Any], Any], value: int, like: Op) -> int:
+        own = self.fresh.values[value]
+        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(own.shape, own.dtype))
+        (eqn,) = jax_compat.open_jaxpr(closed).eqns
+        return self.operation(jax_compat.at_line_of(like.eqn, eqn), (value,), like).outputs[0]
+
     def operation(self, eqn: Any, operands: Sequence[Atom], like: Op) -> Op:
         made = [v.aval for v in eqn.outvars]
         outputs = tuple(self.fresh.value(a.shape, str(a.dtype), jax_compat.itemsize(a)) for a in made)
+        rule = ring.rule_of(eqn) if eqn.primitive in (ring.FORWARD, ring.BACKWARD) else None
         op = replace(
             like, id=self.fresh.op_id(), primitive=eqn.primitive.name, eqn=eqn, inputs=tuple(operands),
-            outputs=outputs, rule=ring.rule_of(eqn), key=equation_key(eqn),
+            outputs=outputs, rule=rule, key=equation_key(eqn),
         )  # fmt: skip
         self.added.append(op)
         self.like[op.id] = like.id

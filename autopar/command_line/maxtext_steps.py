@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,5 +166,9 @@ def _told(name: str, given: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _mesh_set(mesh: Any) -> Iterator[None]:
     """The mesh as MaxText's layers look for it, also while a step is traced, where `jax.set_mesh` is not allowed."""
-    with mesh, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with contextlib.ExitStack() as contexts:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:`, by which MaxText's layers find it
+            contexts.enter_context(mesh)
+        contexts.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         yield

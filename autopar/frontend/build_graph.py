@@ -76,6 +76,7 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
         graph = with_load(graph, traced.expert_load)
     if traced.attention_kernel:
         graph = blockwise(graph, Kernel[traced.attention_kernel])
+        graph = dataclasses.replace(graph, block=with_rules(graph.block, rules))
     return graph
 
 

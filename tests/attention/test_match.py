@@ -98,6 +98,23 @@ def distance(q, k, v, batch):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def divided_behind(q, k, v, batch):
+    """As MaxText: grouped queries, a softmax over joined heads, divided behind the product with the values."""
+    heads = k.shape[2]
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, L, heads, H // heads, D), k)
+    segments = jnp.arange(L) < batch["length"][:, None]
+    segments = segments * jnp.arange(1, 1 + B)[:, None] - 1
+    seen = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] >= 0)
+    seen = seen & jnp.tril(jnp.ones((L, L), bool))
+    seen = jnp.where(seen[:, None, None], 0.0, -1e30) > -1e29
+    scores = jnp.where(seen, scores, -1e30).reshape(B, H, L, L)
+    largest = scores.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(scores - largest)
+    total = exponentials.sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+    weighed = jnp.einsum("bkgts,bskd->btkgd", exponentials.reshape(B, heads, H // heads, L, L), v)
+    return weighed.reshape(B, L, H, D) / total
+
+
 def long_chain(q, k, v, batch):
     penalty = (jnp.arange(L)[:, None] - jnp.arange(L)[None, :]).astype(jnp.float32)
     for _ in range(400):
@@ -149,6 +166,8 @@ def numbers(heads=H):
         (stock, 1),
         (recomputed, H),
         (of_a_library, H),
+        (divided_behind, H),
+        (divided_behind, 1),
     ],
 )
 def test_attention_becomes_an_operation_a_pass_and_computes_the_same(attention, heads):
@@ -263,20 +282,37 @@ def turned(x):
     return checkpoint_name(x * jnp.cos(angle) + jnp.roll(x, 1, axis=-1) * jnp.sin(angle), "turned")
 
 
+def rotated(q, k, v, batch):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", turned(q), turned(k))
+    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -1e30))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def in_16_bits(q, k, v, batch):
+    """As MaxText by default: the exponentials' sum alone is taken in 32 bits."""
+    q, k, v = (a.astype(jnp.bfloat16) for a in (turned(q), turned(k), v))
+    return divided_behind(q, k, v, batch).astype(jnp.float32)
+
+
 @pytest.mark.parametrize("is_scanned", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_attention_is_found_under_every_policy_of_checkpoint(policy, is_scanned):
+@pytest.mark.parametrize(
+    ("attention", "policy"),
+    [
+        *((rotated, policy) for policy in POLICIES),
+        (divided_behind, "everything"),
+        (divided_behind, "products of weights"),
+        (in_16_bits, "default"),
+    ],
+)
+def test_attention_is_found_under_every_policy_of_checkpoint(attention, policy, is_scanned):
     saved, passes = POLICIES[policy]
 
-    @functools.partial(jax.checkpoint, policy=saved)
-    def layer(x, weights):
-        q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
-        q, k = turned(q), turned(k)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -1e30))
-        return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-
     def step(state, batch):
+        @functools.partial(jax.checkpoint, policy=saved)
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, w) for w in weights)
+            return x + attention(q, k, v, batch).reshape(x.shape)
+
         def loss(state):
             x = batch["x"]
             if is_scanned:
@@ -296,12 +332,13 @@ def test_attention_is_found_under_every_policy_of_checkpoint(policy, is_scanned)
     found = [primitive for primitive, _ in operations(graph)]
     assert found.count("attention") == passes * layers
     assert found.count("attention_backward") == layers
-    is_scores = ((B, H, L, L), "float32")
-    assert not any((v.shape, v.dtype) == is_scores for op in graph.ops() for v in made(graph, op))
+    is_scores = [((B, H, L, L), dtype) for dtype in ("float32", "bfloat16")]
+    assert not any((v.shape, v.dtype) in is_scores for op in graph.ops() for v in made(graph, op))
     env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
     run_ops(graph.block.ops, env, graph)
+    error = 2e-6 if attention is not in_16_bits else 4 * float(jnp.finfo(jnp.bfloat16).eps)
     for a, b in zip(step(state, batch), (read(env, atom) for atom in graph.block.outputs), strict=True):
-        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+        np.testing.assert_allclose(b, a, atol=error * float(abs(a).max()))
 
 
 def test_the_mask_is_computed_of_positions():
