@@ -173,7 +173,7 @@ WHOLE_UP_TO = 64
 # work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
 LOST = 0.1
 # Step time of one stage under ZeRO, over the least of any plan, from which on it bounds no search over stages.
-FAR_FROM_BOUND = 1.5
+FAR_FROM_BOUND = 1.1
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -284,9 +284,12 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
 
 
 def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate]:
-    """One stage under ZeRO-3, beside data parallelism and the other stages of ZeRO in the same micro-batches by their
-    estimates, of which the fastest is built where it is faster.
+    """One stage under ZeRO-3; where the search ends with it, beside data parallelism and the other stages of ZeRO in the
+    same micro-batches by their estimates, of which the fastest is built where it is faster.
     """
+    if context.after([zero]).may_gain_by_stages:
+        yield dataclasses.replace(zero, weighed=(zero.trial,))
+        return
     best: PipelineEstimate | PipelineCandidate = zero
     weighed, fastest = [zero.trial], None
     first, _ = estimated_in_time(context, zero.hoist_casts)
