@@ -284,8 +284,8 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
 
 
 def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate]:
-    """One stage under ZeRO-3; where the search ends with it, beside data parallelism and the other stages of ZeRO in the
-    same micro-batches by their estimates, of which the fastest is built where it is faster.
+    """One stage under ZeRO-3; where the search ends with it, beside data parallelism and other stages of ZeRO in as
+    many micro-batches by their estimates, of which the fastest is built where it is faster.
     """
     if context.after([zero]).may_gain_by_stages:
         yield dataclasses.replace(zero, weighed=(zero.trial,))

@@ -95,7 +95,7 @@ def advantage(record: PlanRecord) -> str:
     if summary.num_devices(record) == 1:  # nothing can be shared out
         return under.rstrip()
     others = [r for r in weighed if r.name != own]
-    if not weighed or (record.recipe and not others):  # the plan itself may be a standard one
+    if not (weighed or own) or (record.recipe and not others):  # the plan itself may be a standard one
         none = "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
         return f"{under}{none}"
     parts = [f"The fastest found is a standard plan: {own}"] if own and not record.recipe else []
