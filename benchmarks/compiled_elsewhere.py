@@ -1,6 +1,6 @@
 """Our predictions beside the programs that XLA's GPU and TPU compilers make, for hardware that is not here.
 
-    python -m benchmarks.compiled_elsewhere                             35 rows; no GPU, no TPU needed
+    python -m benchmarks.compiled_elsewhere                             all rows; no GPU, no TPU needed
     python -m benchmarks.compiled_elsewhere gpu:h100:8 'gpt 4x2048'     rows whose names have all these parts
     python -m benchmarks.compiled_elsewhere --again                     predicts anew what is kept already
 
@@ -326,13 +326,15 @@ def exchanges() -> str:
         both = row.get("sent_bytes", {}), row.get("compiled", {}).get("sent_bytes", {})
         predicted, compiled = (sum(of[kind] for kind in of if kind.endswith("all-to-all")) for of in both)
         if predicted or compiled:
-            ratios.append(predicted / compiled if compiled else float("inf"))
-    return (
-        f"All-to-alls alone, dense and ragged ones: {len(ratios)} rows, predicted {min(ratios):.3f} to "
-        f"{max(ratios):.3f} of what is compiled."
-        if ratios
-        else ""
+            ratios.append(predicted / max(compiled, 1))
+    if not ratios:
+        return ""
+    found = (
+        "equal to the compiled bytes"
+        if {f"{ratio:.3f}" for ratio in ratios} == {"1.000"}
+        else (f"{min(ratios):.3f} to {max(ratios):.3f} of the compiled bytes")
     )
+    return f"All-to-alls alone, dense and ragged ones: {len(ratios)} rows, predicted bytes {found}."
 
 
 def page() -> row_processes.Page:

@@ -155,7 +155,8 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     causal = bool(np.array_equal(hidden, distance < 0))
     if not causal and hidden.any():
         return None
-    if segments and not np.all(evaluated(_with_segments(form.score, same=False), at, 2.0) <= HIDDEN):
+    between = [_with_segments(form.score, same=False, shown=shown) for shown in (True, False)] if segments else []
+    if not all(np.all(evaluated(score, at, 2.0) <= HIDDEN) for score in between):
         return None
     unseen = np.stack([evaluated(_with_segments(form.score, same=True, shown=False), at, x) for x in (0.0, 2.0)])
     if conditions and not (-np.inf < unseen[0, 0] <= HIDDEN and np.all(unseen == unseen[0, 0])):

@@ -172,7 +172,8 @@ WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
 # work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
 LOST = 0.1
-# Step time of one stage under ZeRO, over the least of any plan, from which on it bounds no search over stages.
+# Step time of one stage under ZeRO, over the least of any plan, from which on it bounds no search over stages: what
+# several stages send and wait for is less than that as a rule.
 FAR_FROM_BOUND = 1.1
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
@@ -244,20 +245,19 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     request, traced = context.request, context.traced
     has_scans = any(op.blocks for op in context.graph.block.ops)
     is_shared = context.cluster.num_devices > 1
-    is_of_use = has_scans or is_shared or traced.stacked_over > 0 or request.effort is Effort.QUICK
+    is_asked = has_scans or traced.stacked_over > 0 or request.effort is Effort.QUICK
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
-    if not is_of_use or not is_free or not is_even or context.fastest_s < math.inf:
+    if not (is_asked or is_shared) or not is_free or not is_even or context.fastest_s < math.inf:
         return context
     alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
-    what = "fewest micro-batches", alike, context.limit_bytes, context.cluster
-    return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context))))
+    longest_s = math.inf if is_asked else FAR_FROM_BOUND * context.least_s
+    what = "fewest micro-batches", alike, context.limit_bytes, context.keep_tolerance, context.cluster
+    return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context, longest_s))))
 
 
-def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejection]:
+def _one_stage_that_fits(context: PlanningContext, longest_s: float) -> Iterator[Candidate | Rejection]:
     num_devices, source = context.cluster.num_devices, "one stage in the fewest micro-batches"
-    is_wanted = context.request.effort is Effort.QUICK or any(op.blocks for op in context.graph.block.ops)
-    longest_s = math.inf if is_wanted else FAR_FROM_BOUND * context.least_s
     try:
         examples = num_examples(context.traced)
         binding = with_groups(Binding(axes=(data_axis(3),), sizes=(None,)), context.views.annotated, num_devices)
@@ -268,7 +268,9 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
             request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
             asked = _for_stages(dataclasses.replace(context, request=request))
             found: PipelineEstimate | PipelineCandidate | None = estimated_one_stage(asked, keeps=True)
-            if found is not None and found.step_time_s > longest_s:
+            if found is not None and found.fits(context.limit_bytes) and found.step_time_s > longest_s:
+                why = f"not built: it would take {text_of_s(found.step_time_s)}, which bounds no search over stages"
+                yield Rejection(source=source, why=why)
                 return
             if found is None or found.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes:
                 (found,) = requested_pipelines(asked)
@@ -291,7 +293,7 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
         yield dataclasses.replace(zero, weighed=(zero.trial,))
         return
     best: PipelineEstimate | PipelineCandidate = zero
-    weighed, fastest = [zero.trial], None
+    weighed, fastest = [best], None
     first, _ = estimated_in_time(context, zero.hoist_casts)
     for name, plain in baseline_bindings(context.cluster):
         binding = with_groups(plain, context.views.annotated, context.cluster.num_devices)
@@ -305,10 +307,10 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
         if found is None:
             continue
         found = dataclasses.replace(found, name=name)
-        weighed.append(found.trial)
+        weighed.append(found)
         if found.rank(context.limit_bytes) < best.rank(context.limit_bytes):
             best, fastest = found, dataclasses.replace(asked, to_beat_s=math.inf)
-    yield dataclasses.replace(zero, weighed=tuple(weighed))
+    yield dataclasses.replace(zero, weighed=tuple(c.trial for c in weighed if c is zero or c is not best))
     if fastest is not None:
         (built,) = requested_pipelines(fastest)
         built = dataclasses.replace(built, source=zero.source, name=best.name)

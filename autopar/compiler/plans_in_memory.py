@@ -38,8 +38,8 @@ def plans_in_memory(
     Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
     search = _Search(request, plans_with, num_devices)
-    first, *others = ways
-    search.waiting += [first, *others]
+    search.waiting += ways
+    first = search.waiting[0]
     if in_stages:
         most_s = (1 + WORTHWHILE) * min(way.least_s for way in search.waiting)
         # Of ways that compute for nearly as long, the leanest takes larger micro-batches.

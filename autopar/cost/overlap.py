@@ -237,7 +237,7 @@ class _Writer:
         elif isinstance(instruction, HostCopy):
             behind = self.read(instruction.behind, made)
             # Nothing waits for the copy of the next turn's slice; that of the first turn is left out.
-            is_ahead = self.model.overlap.slices_ahead and instruction.trips > 1 and not instruction.to_host
+            is_ahead = self.overlap.slices_ahead and instruction.trips > 1 and not instruction.to_host
             way = "to" if instruction.to_host else "from"
             works.append(
                 StreamWork(

@@ -60,6 +60,7 @@ from autopar.passes.remat_cheap import copies_state
 from autopar.passes.split_scan import SplitStep, divisors, finest_parts
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort, PlanRequest
+from autopar.runtime.schedule import V_SHAPED
 from autopar.solver import Schedule, StageOption, StagePlan, StageProblem, best_stages
 
 # What every pipeline of a step holds through its micro-batches, and whether the devices of a cluster can.
@@ -155,9 +156,9 @@ def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
 OVERSTATED = 2.0
-# Schedules in a V of a step with a backward pass, and the share of the step that must be lost to anything but computing
-# for the best pipeline to be built under them too: two more programs of all stages are made.
-TRAINED_IN_A_V, LEAST_LOST_TO_A_V = ("zb-v", "dualpipev"), 0.05
+# Schedules in a V of a step with a backward pass, and the share of a step beyond its computing from which on the best
+# pipeline is built under them too: two more pipelines take seconds, and a V gained 6 % at most where it gained.
+TRAINED_IN_A_V, LOST_BEFORE_A_V = tuple(name for name in V_SHAPED if name != "inference-v"), 0.05
 _NOTHING = Tried(step_time_s=math.inf)
 
 
@@ -451,27 +452,26 @@ class _Search:
                 yield posed.of(microbatched, sizes_between=sizes)
 
     def in_a_v(self, cuts: dict[int, MicrobatchedStep], builder: PipelineEvaluator) -> None:
-        """Builds the best pipeline also in a V, where it has several alike groups of devices and is far from the bound:
-        two stages of about equal arithmetic on each group, under each such schedule that a step with a backward pass
-        has.
+        """Builds the best pipeline also in a V, where it has several equal groups of devices and is far from the bound:
+        two stages of about equal arithmetic on each group, under each such schedule of a step with a backward pass.
         """
         builder.settle()
         best, request = builder.best_built, self.context.request
         if best is None or request.schedule is not None or request.chunks is not None:
             return
         groups, m = best.choice.group_meshes, best.num_microbatches
-        layers, graph = cuts[m].layers, cuts[m].graph
-        has_room = 4 <= 2 * len(groups) <= min(len(layers), m)
+        layers, graph, parts = cuts[m].layers, cuts[m].graph, cuts[m].step.parts
+        has_room = 4 <= 2 * len(groups) <= min(len(layers), m) and (parts == 1 or parts % (2 * len(groups)) == 0)
         has_backward = any(op.section is Section.BACKWARD for op in graph.block.ops)
-        is_far = self.context.least_s < (1 - LEAST_LOST_TO_A_V) * best.step_time_s
+        is_far = self.context.least_s < (1 - LOST_BEFORE_A_V) * best.step_time_s
         if len(set(groups)) > 1 or not has_room or not has_backward or not is_far:
             return
         first_layers = balanced(layers, 2 * len(groups), more_layers(graph))
+        # Stages of a scan have one policy, which the choice that was built has for each stage.
+        policies = best.choice.policies if parts == 1 else best.choice.policies[:1] * len(layers)
+        plain = dataclasses.replace(best.choice, policies=policies, first_layers=first_layers, terms=(), over_limit=())
         for name in TRAINED_IN_A_V:
-            choice = dataclasses.replace(
-                best.choice, schedule=name, chunks=2, first_layers=first_layers, terms=(), over_limit=()
-            )
-            builder.refined(m, choice, "")
+            builder.refined(m, dataclasses.replace(plain, schedule=name, chunks=2), "")
 
     @property
     def number_that_fits(self) -> int | None:

@@ -13,7 +13,7 @@ from autopar.ir.traced_step import ExpertLoad
 from autopar.lowering.lower import SolverReport
 from autopar.sharding.strategies import Strategy
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.

@@ -85,6 +85,12 @@ def packed(condition, hidden=-1e30, arrays=("bq", "bk"), sources=(0, 0)):
 
 PACKED = packed((*AND_CAUSAL, ("eq", (), *SAME)))
 SHOWN = ("ge", (), ("array", 1), ("const", 1, "int32"))  # segments are counted from one, zero is padding
+SHOWN_OR_OTHER = (
+    "or",
+    (),
+    ("and", (), SHOWN, ("eq", (), *SAME)),
+    ("and", (), ("not", (), SHOWN), ("not", (), ("eq", (), *SAME))),
+)
 PADDED = packed((*AND_CAUSAL, ("and", (), SHOWN, ("eq", (), *SAME))))
 
 
@@ -102,6 +108,7 @@ PADDED = packed((*AND_CAUSAL, ("and", (), SHOWN, ("eq", (), *SAME))))
         (packed((*AND_CAUSAL, ("ne", (), *SAME))), None),  # a query does not see itself
         (packed(("or", *AND_CAUSAL[1:], ("eq", (), *SAME))), None),  # what lies before is seen in other segments too
         (packed((*AND_CAUSAL, ("ge", (), *SAME))), None),  # earlier segments are seen
+        (packed(SHOWN_OR_OTHER, arrays=PADDED.arrays), None),  # padding sees other segments
         (packed((*AND_CAUSAL, ("eq", (), *SAME)), -10.0), None),  # nothing is hidden
         (packed((*AND_CAUSAL, ("eq", (), *SAME)), sources=(0, 1)), None),  # a row may see nothing
         (packed((*AND_CAUSAL, ("eq", (), *SAME)), arrays=("bq", "bhk")), None),

@@ -67,10 +67,24 @@ def test_stages_meet_where_links_are_slow():
 def test_the_best_stages_are_built_in_a_v_too():
     found = plan(cluster(), *arguments())
     in_a_v = [t for t in found.record.weighed if "zb-v" in t.text or "dualpipev" in t.text]
-    assert {t.text.split(", ")[1:][0] for t in in_a_v} == {"4 stages on meshes 2"}
+    assert {t.text.split(", ")[1] for t in in_a_v} == {"4 stages on meshes 2"}
     assert len(in_a_v) == 2
     asked = plan(cluster(), *arguments(), plan=autopar.recipes.combine(tp=2, pp=2, schedule="zb-v", num_microbatches=8))
     assert found.predicted.step_time_s <= asked.predicted.step_time_s
+
+
+def test_stages_of_a_scan_are_built_in_a_v_too():
+    def step(params, batch):
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    params, batch = arguments()
+    stacked = jax.ShapeDtypeStruct((len(params), *params[0].shape), jnp.float32)
+    found = autopar.parallelize(step, cluster=cluster(), cache_dir=None).plan(stacked, batch).record
+    assert {t.text.split(", ")[1] for t in found.weighed if "zb-v" in t.text} == {"4 stages on meshes 2"}
 
 
 def test_several_stages_are_tried_in_numbers_between_those_of_the_tables():
