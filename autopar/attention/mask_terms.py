@@ -247,9 +247,12 @@ class ArrayReader:
         return one
 
     def regrouped(self, labels: Labels, shape: Sequence[int], out: Sequence[int], splits: bool) -> Labels | None:
-        """The labels behind a reshape, which joins neighbours or takes them apart again; None where it does another
-        thing. `splits`: whether it may take apart a dimension that nothing joined.
+        """The labels of a reshape's result, which joins neighbours or takes them apart again; None where it does
+        another thing, and of arrays without elements. `splits`: whether it may take apart a dimension that nothing
+        joined.
         """
+        if 0 in (*shape, *out):
+            return None
         left = [pair for x, n in zip(labels, shape, strict=True) if n != 1 for pair in self._sized(x, n)][::-1]
         made = []
         for n in out:

@@ -6,7 +6,7 @@ and D the sum of P G over a row, the matrix that multiplies the values must be P
 keys must be s (P G - D P), s being the derivative of the scores by the product. The sum of P over a row is 1: no
 gradient passes through the maximum.
 
-The weights may be divided by their sum behind the product with the values: the quotient is then the result, and G and D
+The weights may be divided by their sum after the product with the values: the quotient is then the result, and G and D
 have the sum as a factor. D may also be the sum of the result times its gradient. Reshapes may join dimensions of scores
 and take them apart again.
 

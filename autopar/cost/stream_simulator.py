@@ -225,7 +225,8 @@ def overlap_of(platform: Platform, largest_axis: int = 1, *, hides_host_copies: 
     backward pass become one that starts at its end. Here they are combined up to as many bytes of their operands, over
     the largest axis. TPU reductions hold up computing, however they are combined. Copies between the memories of a
     device and its host are a start and a `done` in programs for both, with computing in between where the device
-    `hides_host_copies`. In a scan for TPU (v6e, libtpu 0.0.42.1) a turn starts that of the next turn's slice.
+    `hides_host_copies`. In a scan for TPU a turn starts that of the next turn's slice (seen for v6e,
+    libtpu 0.0.42.1, and taken for the TPUs before it).
     """
     if platform is Platform.GPU:
         combined_bytes = 30 << 20

@@ -745,7 +745,8 @@ def with_load(graph: OpGraph, load: ExpertLoad) -> OpGraph:
                 else f"the path of a module with a mixture, or its end: {modules}" if mixtures
                 else "a step with a mixture of sorted rows (jax.lax.ragged_dot) whose experts devices can share",
                 got=f"counts of {len(layers[0])} experts",
-                hint="give one count for each expert, or a list of such lists, one for each layer",
+                hint="name one of these modules, or the end of its path; '**' names all" if mixtures and not named
+                else "give one count for each expert, or a list of such lists, one for each layer",
             )  # fmt: skip
         number |= {op.id: number.get(op.id, i) for op, n in named if n == len(layers[0])}
     busiest = [functools.cache(functools.partial(busiest_share, layers)) for _, layers in load]
