@@ -74,8 +74,7 @@ ABOUT_SEARCH = (
     "`python -m benchmarks.ledger ROW --search`: the step of a row with all its layers, on its cluster and in its "
     "memory, by the same model of costs. Above 1 the search is faster than the published plan, whose time "
     "is the row's at that time (of rows marked (short) a line through two models, whose memory is not told). Runs of "
-    "one configuration under other releases have the same search. 8B on 128 v6e is the one below 1: on more than 64 "
-    "devices the search goes over stages alone, where one program, as on fewer, takes 4.56 s and is found in 7 s. For "
+    "one configuration under other releases have the same search. For "
     "70B on 64 GB200 the search takes more than nine minutes of processor time. Rows without a search are not in the "
     "table."
 )

@@ -31,7 +31,7 @@ from autopar.inter_op.requested import estimated_in_time, estimated_one_stage, o
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.inter_op.truncated_model import ESTIMATE_ERROR
-from autopar.intra_op.baselines import baseline_bindings
+from autopar.intra_op.baselines import baseline_bindings, baseline_candidates
 from autopar.intra_op.memory_refusals import check_state_fits
 from autopar.intra_op.mesh_searches import mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
@@ -166,8 +166,8 @@ def faster_split(
 
 # The sources of candidates in order, and the requests and steps to which each applies.
 
-# Steps on more devices than this run as pipelines only (of one stage too): a single program over all of them cuts no
-# batch, so that it needs more memory, and its search costs more.
+# Of programs on more devices than this only the baselines are tried: a program over all of them cuts no batch, so that
+# it needs more memory, and its search over meshes takes minutes (GPT-3 on 1,024).
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
 # work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
@@ -197,7 +197,9 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
     if in_one_program:
         context = _with_one_program(context)
         refuse_large_state(context)
-    if in_one_program or context.traced.stacked_over:
+    elif request.admits_one_program:
+        context = context.after(baseline_candidates(context))
+    if in_one_program or context.traced.stacked_over or request.admits_one_program:
         context = _in_fewest_microbatches(context)
     if in_one_program and request.defer_stages and not context.program_fits:
         return context
@@ -245,7 +247,8 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     request, traced = context.request, context.traced
     has_scans = any(op.blocks for op in context.graph.block.ops)
     is_shared = context.cluster.num_devices > 1
-    is_asked = has_scans or traced.stacked_over > 0 or request.effort is Effort.QUICK
+    is_compared = has_scans and admits_one_program(traced, context.cluster, request)
+    is_asked = is_compared or traced.stacked_over > 0 or request.effort is Effort.QUICK
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not (is_asked or is_shared) or not is_free or not is_even or context.fastest_s < math.inf:
@@ -318,7 +321,7 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:
-    """Whether the step may run as one program over all devices."""
+    """Whether the step is searched for as one program over all devices."""
     few = cluster.num_devices <= WHOLE_UP_TO
     return request.admits_one_program and (not request.leaves_layouts_free or few or any_callbacks(traced.jaxpr))
 
@@ -363,14 +366,15 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
         return []  # micro-batches and stages hold equal parts
     if request.admits_one_program and not request.leaves_layouts_free:
         return []  # stages would not have the layouts that were asked for
-    is_known = context.fastest_s < math.inf and admits_one_program(context.traced, context.cluster, request)
+    is_known = context.fastest_s < math.inf
     if is_known and not context.may_gain_by_stages:
         return [Rejection(source=PIPELINES, why=f"not searched: {context.why_no_gain}")]
     if is_known and request.effort is Effort.QUICK:
         why = "not searched: Search(effort='quick') takes one program or one stage where one fits"
         return [Rejection(source=PIPELINES, why=why)]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
-    if request.admits_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
+    in_one_program = admits_one_program(context.traced, context.cluster, request)
+    if in_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]
     if best is not None and context.deadline.passed:
         why = f"no pipeline was searched for: {context.deadline.text}"
