@@ -530,8 +530,8 @@ class Watch:
         return self._stop.is_set() or jax_distributed.shared_store() is None  # after `jax.distributed.shutdown`
 
     def _is_over_soon(self) -> bool:
-        """The same, some time after all have left jax's barrier, where this process ends."""
-        if self._state != _ALIVE:
+        """The same, some time after all have left jax's barrier, where this process ends or shuts jax down."""
+        if self._state != _ALIVE or jax_distributed.is_shutting_down():
             self._stop.wait(GRACE_S)
         return self._is_over()
 
@@ -599,7 +599,7 @@ class Watch:
         self._hear(f"0 {link.lost}")
 
     def _service_went(self, why: str) -> None:
-        if self._state == _ALIVE and not self._is_over():
+        if not self._is_over_soon():
             self._hear(f"0 {why}")
 
     def _hear(self, verdict: str) -> None:

@@ -7,6 +7,7 @@ no weights, no accelerators.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import warnings
@@ -75,11 +76,13 @@ def maxtext_step(
         (state, batch), _, shardings, _, graph = modules.train_compile.get_shaped_inputs(mesh, config)
     of_parameters, shardings = modules.sharding.maybe_update_params_sharding_with_opt(config, shardings)
     of_state = modules.sharding.build_zero1_input_state_mesh_shardings(config, shardings, of_parameters)
-    step = functools.partial(modules.train.train_step, graph, config, of_state, of_parameters)
+    of_examples = functools.partial(_config_of_examples, config, len(batch["inputs"]))
+    step = functools.partial(modules.train.train_step, graph)
 
     def train_step(state: Any, batch: Any) -> Any:
+        own = of_examples(len(batch["inputs"]))
         with _mesh_set(mesh), modules.spmd.logical_axis_rules(config.logical_axis_rules):
-            return step(state, batch)
+            return step(own, of_state, of_parameters, state, batch)
 
     if sharded:
         of_batch = modules.sharding.get_input_data_sharding(config, mesh)
@@ -148,6 +151,16 @@ def _config(modules: SimpleNamespace, name: str, given: Sequence[str], num_devic
     own = [f"{key}={value}" for key, value in (DEFAULTS | counted).items()]
     with _told(name, given):
         return modules.pyconfig.initialize(["", file, *own, *given])
+
+
+def _config_of_examples(config: Any, loaded: int, examples: int) -> Any:
+    """The configuration as another `per_device_batch_size` has it: MaxText's step leaves out the examples beyond those
+    that it is made for. Their share of the examples that are loaded stays.
+    """
+    own = copy.copy(config)
+    for key in ("micro_batch_size_to_train_on", "global_batch_size_to_train_on"):
+        object.__setattr__(own, key, getattr(config, key) * examples // loaded)  # it is read-only otherwise
+    return own
 
 
 @contextlib.contextmanager

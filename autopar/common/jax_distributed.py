@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +135,13 @@ def shared_store() -> SharedStore | None:
     """What the processes of this program share; None where `jax.distributed` is not in use."""
     client = distributed.global_state.client
     return None if client is None else SharedStore(client)
+
+
+def is_shutting_down() -> bool:
+    """Whether a thread of this process is in `jax.distributed.shutdown`: its client knows that all come to an end."""
+    shutdown = distributed.State.shutdown.__code__
+    frames = sys._current_frames().values()
+    return any(frame.f_code is shutdown for top in frames for frame, _ in traceback.walk_stack(top))
 
 
 def await_arrays() -> None:

@@ -33,7 +33,7 @@ from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS
-from autopar.kernels.operation import is_kernel
+from autopar.kernels.operation import is_kernel, masked_rows
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,
@@ -362,6 +362,7 @@ class _MemoryWriter:
                 steps.append(MemoryStep(inputs=(images,), outputs=(copy,), kind="pad", fusible=True, key=padding))
                 inputs[0] = copy
             self.nbytes[outputs[0]] = int(self.nbytes[outputs[0]] * padding.result_share)
+        self.mask_rows(compute, inputs, steps)
         order = self.model.order_cost(op)
         if order.rewritten_operand is not None:
             del inputs[order.rewritten_operand]
@@ -388,6 +389,17 @@ class _MemoryWriter:
             if order.copied_itemsize:
                 env[key] = self.new(size * order.copied_itemsize)
                 steps.append(MemoryStep(inputs=(made,), outputs=(env[key],), kind="order_copy", fusible=False))
+
+    def mask_rows(self, compute: Compute, inputs: list[int], steps: list[MemoryStep]) -> None:
+        """Puts masked copies in place of the rows that a ragged product reads."""
+        eqn, platform = compute.op.eqn, self.model.device.platform.value
+        copies = masked_rows(eqn, platform)
+        for i, v in enumerate(eqn.invars if copies else ()):
+            if v in copies:
+                copy = self.new(self.nbytes[inputs[i]] * copies[v])
+                key = "masked", compute.op.key, i
+                steps.append(MemoryStep(inputs=(inputs[i],), outputs=(copy,), kind="select_n", fusible=False, key=key))
+                inputs[i] = copy
 
     def rows_of_experts(self, compute: Compute) -> int:
         """Bytes of the sorted rows of a pass of a mixture of experts, with room for those that other devices send."""

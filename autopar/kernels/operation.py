@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import pickle
 import re
@@ -269,26 +270,84 @@ _WRITTEN = frozenset(
 _WRITTEN_AFRESH = frozenset({"gather", "scatter-add", "cumsum"})
 
 
-def held_bytes(closed: Any) -> float:
+def held_bytes(closed: Any, platform: str) -> float:
     """The most bytes that a program holds at once between its operands and its results.
 
-    What is computed element by element is held where a product, a sort or a collective reads it.
+    Element-by-element results take memory from their first reading by a product, a sort or a collective on. Until then
+    their operands do. Of rows of a ragged product their masked copies (`masked_rows`) take the place.
     """
-    eqns = [e for e in jax_compat.equations_in(jax_compat.open_jaxpr(closed)) if not list(jax_compat.jaxprs_in(e))]
-    last = {v: i for i, e in enumerate(eqns) for v in e.invars if not isinstance(v, jax_compat.Literal)}
-    read = {v for e in eqns if e.primitive.name in _WRITTEN for v in e.invars if not isinstance(v, jax_compat.Literal)}
-    ends: dict[int, float] = {}
-    held, most = 0.0, 0.0
+    jaxpr = jax_compat.open_jaxpr(closed)
+    eqns = [e for e in jax_compat.equations_in(jaxpr) if not list(jax_compat.jaxprs_in(e))]
+    if platform == "gpu":
+        eqns = _gradients_last(eqns)
+    first: dict[Any, int] = {}  # where a value that an operation computes element by element is written
+    last: dict[Any, int] = {}
+    for i, eqn in reversed([*enumerate(eqns)]):
+        is_written = eqn.primitive.name in _WRITTEN | _WRITTEN_AFRESH
+        at = i if is_written else max((first.get(v, last.get(v, i)) for v in eqn.outvars), default=i)
+        for v in _variables(eqn):
+            last[v] = max(last.get(v, i), at)
+            if eqn.primitive.name in _WRITTEN:
+                first[v] = i
+    copies = {v: groups for e in eqns for v, groups in masked_rows(e, platform).items()}
+    grouped = {v for e in eqns for v in masked_rows(e, platform) if _sums_groups(e)}
+    changes = [0.0] * (len(eqns) + 1)
+
+    def hold(v: Any, begin: int, end: int) -> None:
+        nbytes = float(v.aval.size * jax_compat.itemsize(v.aval)) * copies.get(v, 1)
+        changes[begin] += nbytes
+        changes[end + 1] -= nbytes
+
+    for v in copies.keys() & set(jaxpr.invars):
+        hold(v, first[v], last[v])
     for i, eqn in enumerate(eqns):
         is_written = eqn.primitive.name in _WRITTEN | _WRITTEN_AFRESH
         for v in eqn.outvars:
-            if v in last and (is_written or v in read):
-                nbytes = float(v.aval.size * jax_compat.itemsize(v.aval))
-                held += nbytes
-                ends[last[v]] = ends.get(last[v], 0.0) + nbytes
-        most = max(most, held)
-        held -= ends.pop(i, 0.0)
-    return most
+            if v in last and (is_written or v in first):
+                hold(v, i if is_written else first[v], last[v])
+        for v, groups in masked_rows(eqn, platform).items():
+            if v in grouped and groups > 1 and not _sums_groups(eqn):
+                hold(v, i, i)  # in the other order
+    return max(itertools.accumulate(changes), default=0.0)
+
+
+def _gradients_last(eqns: Sequence[Any]) -> list[Any]:
+    """Ragged products that only make results behind the last collective, where XLA's scheduler for GPUs puts them."""
+    if not any(e.primitive.name == "ragged_all_to_all" for e in eqns):
+        return [*eqns]
+    read: set[Any] = set()  # by what is written, or by what that is computed of
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in _WRITTEN | _WRITTEN_AFRESH or not read.isdisjoint(eqn.outvars):
+            read.update(_variables(eqn))
+    made: set[Any] = set()
+    for eqn in eqns:
+        is_gradient = eqn.primitive.name == RAGGED_PRODUCT and read.isdisjoint(eqn.outvars)
+        if is_gradient or not made.isdisjoint(_variables(eqn)):
+            made.update(eqn.outvars)
+    return sorted(eqns, key=lambda e: not made.isdisjoint(e.outvars))
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not isinstance(v, jax_compat.Literal)]
+
+
+def masked_rows(eqn: Any, platform: str) -> dict[Any, int]:
+    """The rows that a ragged product masks, and how many copies of them: one for each group, zero in other groups.
+
+    XLA's compiler for GPUs makes them (jaxlib and jax-cuda13-pjrt 0.10.2, for H100): of rows (m, k) in the order (m,
+    groups, k), which one product multiplies with all matrices; for the gradient of the matrices, of both operands in
+    the order (groups, m, k). That for TPUs (libtpu 0.0.42.1, v5p) makes none: it calls a kernel that multiplies each
+    row once, and masks within the product for the gradient of the matrices.
+    """
+    if platform != "gpu" or eqn.primitive.name != RAGGED_PRODUCT:
+        return {}
+    groups = eqn.invars[2].aval.shape[-1]
+    return dict.fromkeys(eqn.invars[: 2 if _sums_groups(eqn) else 1], groups)
+
+
+def _sums_groups(eqn: Any) -> bool:
+    """Whether a ragged product makes one matrix for each group."""
+    return not eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
 
 
 def _estimate(eqn: Any) -> Any | None:
@@ -373,7 +432,7 @@ class LocalFunction:
         key = ("held", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
         if key not in self._programs:
             program = self.exchanging_program(avals, count, platform) if count > 1 else self.program(avals)
-            self._programs[key] = held_bytes(jax_compat.lowered_jaxpr(program))
+            self._programs[key] = held_bytes(jax_compat.lowered_jaxpr(program), platform)
         held: float = self._programs[key]
         return held
 

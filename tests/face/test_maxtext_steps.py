@@ -51,6 +51,16 @@ def test_a_step_is_what_maxtext_runs(settings):
     assert_close(*(numbers_of(run(state, batch)) for run in (parallel, jax.jit(step))))
 
 
+@pytest.mark.parametrize("settings", [(), ("per_device_batch_size=0.5", "gradient_accumulation_steps=2")])
+def test_a_batch_of_another_size_has_the_step_of_another_configuration(settings):
+    """MaxText's step is made for one number of examples, and leaves out the others."""
+    pytest.importorskip("maxtext")
+    made = [shapes_only("maxtext:base.yml", [*TINY, *settings], num_devices=number) for number in (4, 8)]
+    (_, (state, few)), (_, (_, many)) = made
+    assert 2 * len(few["inputs"]) == len(many["inputs"])
+    assert len({jax.jit(step).lower(state, many).as_text() for step, _ in made}) == 1
+
+
 def test_shapes_are_those_of_the_arrays_and_errors_of_maxtext_are_told():
     pytest.importorskip("maxtext")
     _, shapes = shapes_only("maxtext:base.yml", TINY, num_devices=4)

@@ -19,7 +19,7 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
-from autopar.kernels.operation import is_kernel
+from autopar.kernels.operation import held_bytes, is_kernel
 from autopar.kernels.ragged_experts import EXPERT_FACTOR, work_of
 from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
@@ -479,6 +479,51 @@ def test_matrices_are_not_among_the_rows_that_a_pass_moves():
     arrays = jnp.zeros((64, 8)), jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32)
     work = work_of(jax.make_jaxpr(jax.lax.ragged_dot)(*arrays))
     assert (work.flops, work.nbytes, work.between_bytes) == (2 * 64 * 8 * 16, None, 4 * (64 * 8 + 64 * 16 + 4))
+
+
+def held_by(function, platform, *shapes):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    program = jax.make_jaxpr(function, axis_env=[("x", 2)])(*arrays, sizes)
+    return held_bytes(jax_compat.lowered_jaxpr(program), platform)
+
+
+@pytest.mark.parametrize(("platform", "copies"), [("gpu", 4), ("tpu", 0)])
+def test_a_ragged_product_masks_its_rows_for_each_group_on_gpus(platform, copies):
+    rows, made, matrices = (64, 8), (64, 16), (4, 8, 16)
+    product = jax.lax.ragged_dot
+
+    def of_rows(x, w, cotangent, sizes):
+        return jax.linear_transpose(lambda x: product(x, w, sizes), x)(cotangent)
+
+    def of_matrices(x, w, cotangent, sizes):
+        return jax.linear_transpose(lambda w: product(x, w, sizes), w)(cotangent)
+
+    assert held_by(product, platform, rows, matrices) == 4 * copies * 64 * 8
+    assert held_by(of_rows, platform, rows, matrices, made) == 4 * copies * 64 * 16
+    assert held_by(of_matrices, platform, rows, matrices, made) == 4 * copies * (64 * 8 + 64 * 16)
+
+
+def test_what_an_element_by_element_result_is_computed_of_is_held_until_it_is_written():
+    def program(x, y, w, sizes):
+        cut = jnp.tanh(x @ w)  # written where the product behind the sort reads it
+        return cut @ jax.lax.sort(y)
+
+    assert held_by(program, "tpu", (8, 32), (16, 16), (32, 16)) == 4 * (8 * 16 + 8 * 16 + 16 * 16)
+
+
+def test_gradients_of_matrices_wait_on_gpus_until_rows_are_sent():
+    def program(x, w, sizes):
+        rows, cotangent = jax.lax.sort(x), jax.lax.sort(x)
+        (gradient,) = jax.linear_transpose(lambda w: jax.lax.ragged_dot(rows, w, sizes), w)(cotangent)
+        numbers = sizes[:2]
+        sent = jax.lax.ragged_all_to_all(jax.lax.sort(x), jnp.zeros((64, 8)), *[numbers] * 4, axis_name="x")
+        return gradient, sent
+
+    array = 4 * 64 * 8
+    # The third sorted array is sent into zeros. The others are free by then, or masked for each of four groups.
+    assert held_by(program, "tpu", (64, 8), (4, 8, 8)) // array == 2
+    assert held_by(program, "gpu", (64, 8), (4, 8, 8)) // array == 4 + 4 + 2
 
 
 @pytest.mark.parametrize(

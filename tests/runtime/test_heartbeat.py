@@ -60,6 +60,36 @@ def test_the_watch_waits_for_nothing_that_is_not_there(monkeypatch):
         watch._stop.set()
 
 
+def test_process_0_may_go_before_this_one_has_come_out_of_the_shutdown_that_all_wait_in(monkeypatch):
+    """The service of process 0 goes as soon as it has left jax's barrier; the shutdown is the user's own."""
+
+    class Client:
+        def shutdown(self):
+            thread.start()
+            time.sleep(0.1)
+
+    store, state = Store(), jax_distributed.distributed.State()
+    state.client = Client()
+    store.set("autopar/lost", "")
+    monkeypatch.setattr(heartbeat, "GRACE_S", 0.5)
+    monkeypatch.setattr(heartbeat, "when_service_goes", lambda address, call: None)
+    monkeypatch.setattr(jax_distributed, "shared_store", lambda: state.client and store)
+    watch = Watch(store, 1)
+    thread = threading.Thread(target=watch._service_went, args=["takes no connections any more"])
+    try:
+        state.shutdown()
+        thread.join()
+        assert watch.lost is None
+        state.client, watch._is_told = Client(), True
+        begun = time.monotonic()
+        watch._service_went("takes no connections any more")
+        assert "process 0 takes no connections any more" in str(watch.lost)
+        assert time.monotonic() < begun + heartbeat.GRACE_S
+    finally:
+        atexit.unregister(watch._end)
+        watch._stop.set()
+
+
 LIMIT_S = 40.0
 WAITS = Sign(steps=5, joint=5, ended=4, last_ended_s=41.0, longest_s=1.0, still_s=41.0, where="train.py:9 in main")
 DONE = Sign(steps=4, joint=4, ended=4, last_ended_s=41.0, longest_s=1.0, still_s=41.0, where="data.py:3 in load")
