@@ -170,11 +170,9 @@ def faster_split(
 # it needs more memory, and its search over meshes takes minutes (GPT-3 on 1,024).
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
+# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`). One stage under ZeRO that
+# loses more bounds no search over stages.
 LOST = 0.1
-# Step time of one stage under ZeRO, over the least of any plan, from which on it bounds no search over stages: what
-# several stages send and wait for is less than that as a rule.
-FAR_FROM_BOUND = 1.1
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"
 )
@@ -254,7 +252,7 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     if not (is_asked or is_shared) or not is_free or not is_even or context.fastest_s < math.inf:
         return context
     alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
-    longest_s = math.inf if is_asked else FAR_FROM_BOUND * context.least_s
+    longest_s = math.inf if is_asked else context.least_s / (1 - LOST)
     what = "fewest micro-batches", alike, context.limit_bytes, context.keep_tolerance, context.cluster
     return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context, longest_s))))
 

@@ -156,9 +156,7 @@ def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) 
 # The largest estimated memory of one stage, over the limit, that is built: the tables count values that layers share
 # once for each layer.
 OVERSTATED = 2.0
-# Schedules in a V of a step with a backward pass, and the share of a step beyond its computing from which on the best
-# pipeline is built under them too: two more pipelines take seconds, and a V gained 6 % at most where it gained.
-TRAINED_IN_A_V, LOST_BEFORE_A_V = tuple(name for name in V_SHAPED if name != "inference-v"), 0.05
+TRAINED_IN_A_V = tuple(name for name in V_SHAPED if name != "inference-v")
 _NOTHING = Tried(step_time_s=math.inf)
 
 
@@ -463,8 +461,12 @@ class _Search:
         layers, graph, parts = cuts[m].layers, cuts[m].graph, cuts[m].step.parts
         has_room = 4 <= 2 * len(groups) <= min(len(layers), m) and (parts == 1 or parts % (2 * len(groups)) == 0)
         has_backward = any(op.section is Section.BACKWARD for op in graph.block.ops)
-        is_far = self.context.least_s < (1 - LOST_BEFORE_A_V) * best.step_time_s
-        if len(set(groups)) > 1 or not has_room or not has_backward or not is_far:
+        if (
+            len(set(groups)) > 1
+            or not has_room
+            or not has_backward
+            or not self.context.stages_may_beat(best.step_time_s)
+        ):
             return
         first_layers = balanced(layers, 2 * len(groups), more_layers(graph))
         # Stages of a scan have one policy, which the choice that was built has for each stage.

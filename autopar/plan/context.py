@@ -165,13 +165,17 @@ class PlanningContext:
 
     @property
     def may_gain_by_stages(self) -> bool:
-        """Whether stages and micro-batches may be faster than the best so far by as much as their search is worth: by
-        1 % on up to eight devices, by 3 % on 64 and more, where it takes minutes.
+        """Whether stages and micro-batches may be faster than the best so far by as much as their search is worth."""
+        return self.keep_tolerance > 1 or self.stages_may_beat(self.fastest_s)
+
+    def stages_may_beat(self, step_time_s: float) -> bool:
+        """Whether stages and micro-batches may be faster than a plan by as much as their search is worth: by 1 % on up
+        to eight devices, by 3 % on 64 and more, where it takes minutes, and in between by the logarithm.
         """
         worth = self.request.effort.least_gain
         if self.request.effort is not Effort.THOROUGH:
             worth = max(worth, WORTHWHILE * min(max(math.log2(self.cluster.num_devices) * 2 / 3 - 1, 1), 3))
-        return self.keep_tolerance > 1 or self.least_s < self.fastest_s * (1 - worth)
+        return self.least_s < step_time_s * (1 - worth)
 
     @property
     def why_no_gain(self) -> str:

@@ -84,11 +84,9 @@ def test_stages_are_searched_for_where_they_may_gain_more_than_that_is_worth(num
         found = types.SimpleNamespace(
             request=PlanRequest(effort=effort),
             cluster=types.SimpleNamespace(num_devices=num_devices),
-            keep_tolerance=1.0,
             least_s=1 - gap,
-            fastest_s=1.0,
         )
-        return PlanningContext.may_gain_by_stages.fget(found)
+        return PlanningContext.stages_may_beat(found, 1.0)
 
     assert not may_gain(0.999 * worth)
     assert may_gain(1.001 * worth)
