@@ -243,7 +243,12 @@ def _patterns(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _load(counts: object) -> ExpertLoad:
-    """Counts of all mixtures, or of those that patterns name. Raises: InvalidArgumentError."""
+    """Counts of all mixtures, or of those that patterns name, also as this function returns them.
+
+    Raises: InvalidArgumentError.
+    """
+    if isinstance(counts, tuple) and all(isinstance(of, tuple) and of and isinstance(of[0], str) for of in counts):
+        counts = dict(counts)
     if not isinstance(counts, Mapping):
         return (("**", _layers(counts)),)
     if not counts or not all(isinstance(pattern, str) and pattern.strip("/") for pattern in counts):
