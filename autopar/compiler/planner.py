@@ -197,7 +197,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
         refuse_large_state(context)
     elif request.admits_one_program:
         context = context.after(baseline_candidates(context))
-    if in_one_program or context.traced.stacked_over or request.admits_one_program:
+    if request.admits_one_program or context.traced.stacked_over:
         context = _in_fewest_microbatches(context)
     if in_one_program and request.defer_stages and not context.program_fits:
         return context
@@ -245,8 +245,8 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     request, traced = context.request, context.traced
     has_scans = any(op.blocks for op in context.graph.block.ops)
     is_shared = context.cluster.num_devices > 1
-    is_compared = has_scans and admits_one_program(traced, context.cluster, request)
-    is_asked = is_compared or traced.stacked_over > 0 or request.effort is Effort.QUICK
+    is_compared = (has_scans or request.effort is Effort.QUICK) and admits_one_program(traced, context.cluster, request)
+    is_asked = is_compared or traced.stacked_over > 0
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not (is_asked or is_shared) or not is_free or not is_even or context.fastest_s < math.inf:
@@ -367,11 +367,12 @@ def _pipelines_that_may_pay(context: PlanningContext, best: SpmdCandidate | None
     is_known = context.fastest_s < math.inf
     if is_known and not context.may_gain_by_stages:
         return [Rejection(source=PIPELINES, why=f"not searched: {context.why_no_gain}")]
-    if is_known and request.effort is Effort.QUICK:
+    in_one_program = admits_one_program(context.traced, context.cluster, request)
+    # On more devices what is known are baselines, which may be many times slower than stages.
+    if is_known and in_one_program and request.effort is Effort.QUICK:
         why = "not searched: Search(effort='quick') takes one program or one stage where one fits"
         return [Rejection(source=PIPELINES, why=why)]
     thorough = request.effort is Effort.THOROUGH and context.cluster.num_devices > 1
-    in_one_program = admits_one_program(context.traced, context.cluster, request)
     if in_one_program and not thorough and not pipeline_may_pay(best, context.cluster):
         return [NOT_WORTH_SEARCHING]
     if best is not None and context.deadline.passed:
