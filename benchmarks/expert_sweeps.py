@@ -6,7 +6,8 @@
 A sweep is one model on one cluster; experts are shared by 1, 2, 4, ... devices (`recipes.combine(ep=..., zero=3)`), or
 within as many by their inner width (`tp`). Models have `--layers` layers in place of all: equal layers add equal times.
 Published are model flops by the devices' peak (MFU), of a step with the same tokens; where a sweep has none, only
-predictions are told, as where the same model runs over another transport.
+predictions are told, as where the same model runs over another transport. Experts' products run in a kernel of grouped
+products, as in these runs.
 """
 
 import argparse
@@ -70,7 +71,9 @@ SWEEPS = {
 
 def planned(sweep: Sweep, layers: int, recipe: autopar.recipes.Recipe) -> autopar.Plan | str:
     """The plan, or the beginning of the error that refuses it."""
-    case = moe(**sweep.sizes, layers=layers, vocabulary=32_000, dtype=jnp.bfloat16, optimizer=optax.adamw(1e-4))
+    case = moe(
+        **sweep.sizes, by="gmm", layers=layers, vocabulary=32_000, dtype=jnp.bfloat16, optimizer=optax.adamw(1e-4)
+    )
     search = autopar.Search(attention="blockwise")
     try:
         return autopar.plan(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -18,8 +19,11 @@ from autopar.inter_op.staged import PlannedStage
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by
 from autopar.ir.layout import Layout, local_bytes, replicated
+from autopar.ir.primitives import RAGGED_PRODUCT
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import is_island, island_of
+from autopar.kernels.local import dense_work_of
+from autopar.kernels.operation import NAME as KERNEL
 from autopar.lowering.instructions import LoweredBlock, host_copies_in
 from autopar.lowering.lower import ShardingPlan
 from autopar.microbatch.example_axis import loops_over_first
@@ -323,3 +327,19 @@ def _given_up(bound: Bound) -> Iterator[_Note]:
                 "activations are gathered and cut anew, since what makes them and what reads them are split differently"
             )
             yield " and ".join(names), why, makers[v], f" {list(values[v].shape)}"
+
+
+def dense_note(graph: OpGraph, platform: Platform) -> tuple[str, ...]:
+    """A note on ragged products that XLA multiplies with the matrices of all groups, where there are any."""
+    works = [
+        (op.count, dense_work_of(op.eqn, platform.value))
+        for op in graph.ops()
+        if op.primitive in (RAGGED_PRODUCT, KERNEL)
+    ]
+    flops, own_flops = math.fsum(n * w.flops for n, w in works), math.fsum(n * w.own_flops for n, w in works)
+    if not flops:
+        return ()
+    return (
+        f"{RAGGED_PRODUCT}: XLA for {platform.value.upper()}s multiplies rows with the matrices of all groups, "
+        f"{flops / own_flops:.3g} times the arithmetic of their own (predicted so)",
+    )

@@ -16,6 +16,7 @@ from autopar.compiler.notes import (
     batch_notes,
     bound_stages,
     bound_step,
+    dense_note,
     island_notes,
     offload_notes,
     recipe_notes,
@@ -632,9 +633,10 @@ def _score_part(graph: OpGraph, best: SpmdCandidate) -> float:
 def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0.0) -> tuple[str, ...]:
     """Notes that apply to a step whatever its plan. `score_part`: as of `_score_part`."""
     traced, graph = context.traced, context.graph
-    unlike = unlike_assumed(context.request.compiler_options, context.cluster.device.platform, largest_axis)
+    platform = context.cluster.device.platform
+    unlike = unlike_assumed(context.request.compiler_options, platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = list(replicated_notes(graph, context.cluster.num_devices))
+    notes = [*replicated_notes(graph, context.cluster.num_devices), *dense_note(graph, platform)]
     if untied:
         paths = ", ".join(traced.in_paths[i] for i in untied[:3])
         notes.append(

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
-from autopar.cost.inner_collectives import island_collectives, ring_permutes
+from autopar.cost.inner_collectives import island_collectives, parts_of_operands, ring_permutes
 from autopar.cost.kernel_traffic import NO_TRAFFIC, Traffic, is_in_kernels, kernel_traffic
 from autopar.cost.roofline import (
     OrderCopy,
@@ -26,6 +26,7 @@ from autopar.cost.roofline import (
     kernel_under,
     launches_of,
     local_s,
+    moved_times,
     multiplied_share,
     product_rate,
     rounding,
@@ -257,13 +258,14 @@ class NodeCosts:
             rate = product_rate(op.eqn, self.model.device.platform)
         order = self.model.order_cost(op)
         kernel_bytes, small_kernels = self._kernels(op)
+        moved = moved_times(op, self.model.device)
         return Work(
             # Elementwise arithmetic is no product's: kernels hide it behind what they read and write.
             flops=0.0
             if op.kernel_bytes is None and kernel_bytes is not None
             else flops_of(op) * rounding(op) * rate.passes * multiplied_share(op, rate.dtype, self.model.device),
             dtype=rate.dtype,
-            operand_bytes=tuple(self._nbytes(a) for a in op.inputs),
+            operand_bytes=tuple(self._nbytes(a) * n for a, n in zip(op.inputs, moved, strict=True)),
             result_bytes=tuple(self._nbytes(v) * (2 if self._adds_up(op) else 1) for v in op.outputs),
             fusible=is_fusible(op.primitive),
             multiplies=op.primitive in MATRIX_PRODUCTS,
@@ -372,8 +374,12 @@ class NodeCosts:
         return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns, exchanges=exchanges)
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
-        count = self.model.links.mesh.size(strategy.ring)
-        return local_s(op, strategy, moved_bytes, self.model.device, busiest_of(op.eqn, count))
+        mesh, device, between_bytes = self.model.links.mesh, self.model.device, None
+        count = mesh.size(strategy.ring)
+        if count > 1 and is_kernel(op.eqn):
+            function, avals = op.eqn.params["function"], parts_of_operands(op, strategy, mesh)
+            between_bytes = function.between_bytes(avals, count, device.platform.value)
+        return local_s(op, strategy, moved_bytes, device, busiest_of(op.eqn, count), between_bytes)
 
     def _with_own_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
         mesh, links = self.model.links.mesh, self.model.links

@@ -153,6 +153,14 @@ def island_collectives(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: 
     return tuple(found)
 
 
+def parts_of_operands(op: Op, strategy: Strategy, mesh: LogicalMesh) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of one device's parts."""
+    return [
+        jax.ShapeDtypeStruct(at.part(v.aval.shape, mesh), v.aval.dtype)
+        for v, at in zip(op.eqn.invars, strategy.operands, strict=True)
+    ]
+
+
 def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> tuple[IslandCollective, ...]:
     """Those by which a kernel sends rows to the devices that share another factor, which get equal numbers of rows
     but for the busiest one.
@@ -160,11 +168,7 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
     function, axes = op.eqn.params["function"], strategy.ring
     if not axes:
         return ()
-    avals = [
-        jax.ShapeDtypeStruct(at.part(v.aval.shape, mesh), v.aval.dtype)
-        for v, at in zip(op.eqn.invars, strategy.operands, strict=True)
-    ]
-    found = []
+    avals, found = parts_of_operands(op, strategy, mesh), []
     program, busiest = function.exchanging_program(avals, mesh.size(axes), platform), function.busiest(mesh.size(axes))
     for eqn, count in _sending(jax_compat.open_jaxpr(program), 1.0):
         for aval in sent_arrays(eqn):

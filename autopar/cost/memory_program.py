@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from autopar.attention import ring
 from autopar.attention.form import KEY, sizes_of
 from autopar.attention.kernels import LANES
@@ -25,6 +23,7 @@ from autopar.attention.work import (
 )
 from autopar.cost import peak_memory
 from autopar.cost.cost_model import CostModel
+from autopar.cost.inner_collectives import parts_of_operands
 from autopar.cost.roofline import kernel_under
 from autopar.cost.usage import results_of, rounded_copies
 from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
@@ -403,11 +402,8 @@ class _MemoryWriter:
 
     def rows_of_experts(self, compute: Compute) -> int:
         """Bytes of the sorted rows of a pass of a mixture of experts, with room for those that other devices send."""
-        invars, strategy, mesh = compute.op.eqn.invars, compute.strategy, self.model.links.mesh
-        shapes = [tuple(v.aval.shape) for v in invars]
-        if strategy is not None:
-            shapes = [at.part(shape, mesh) for at, shape in zip(strategy.operands, shapes, strict=True)]
-        avals = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, invars, strict=True)]
+        op, strategy, mesh = compute.op, compute.strategy, self.model.links.mesh
+        avals = [v.aval for v in op.eqn.invars] if strategy is None else parts_of_operands(op, strategy, mesh)
         count = 1 if strategy is None else mesh.size(strategy.ring)
         held = compute.op.eqn.params["function"].held_bytes(avals, count, self.model.device.platform.value)
         return int(held)

@@ -33,9 +33,10 @@ from autopar.attention.work import (
 from autopar.attention.work import flops as attention_flops
 from autopar.hardware.kinds import FULL_FLOAT32, DeviceKind, Platform
 from autopar.ir.graph import FactorKind, Op, OpGraph
-from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, is_inexact, multiplications
+from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels import cudnn
-from autopar.kernels.local import local_work, runs_locally
+from autopar.kernels.local import dense_work_of, local_work, runs_locally
+from autopar.kernels.operation import masked_rows
 from autopar.kernels.scaled import is_scaled_product, scaled_type
 from autopar.sharding.strategies import Strategy
 
@@ -240,7 +241,7 @@ class Work:
 
     flops: float
     dtype: str
-    operand_bytes: tuple[int, ...]
+    operand_bytes: tuple[float, ...]
     result_bytes: tuple[int, ...]
     fusible: bool
     multiplies: bool = False
@@ -275,9 +276,14 @@ _WINOGRAD_SHARE = 16 / 36
 
 
 def multiplied_share(op: Op, dtype: str, device: DeviceKind) -> float:
-    """What libraries for GPUs multiply of a convolution's `flops_of`, whose operands are of a type of `DeviceKind`: of
-    one in whole float32, which no matrix unit takes, with a window or a gradient of 3 x 3 and no strides, less.
+    """What devices multiply as a multiple of `flops_of`, of operands of a type of `DeviceKind`.
+
+    Libraries for GPUs multiply less of a convolution in whole float32, which no matrix unit takes, with a window or a
+    gradient of 3 x 3 and no strides. Of a ragged product XLA multiplies each row with the matrices of other groups too.
     """
+    if op.primitive == RAGGED_PRODUCT:
+        dense = dense_work_of(op.eqn, device.platform.value)
+        return dense.flops / dense.own_flops if dense.own_flops else 1.0
     is_whole = dtype == FULL_FLOAT32 or (dtype == "float32" and FULL_FLOAT32 not in dict(device.peak_flops))
     if op.primitive != "conv_general_dilated" or device.platform is not Platform.GPU or not is_whole:
         return 1.0
@@ -295,6 +301,12 @@ def rounding(op: Op) -> float:
     return math.prod(f.split_size / f.size for f in op.rule.factors if f.rounded) if op.rule is not None else 1.0
 
 
+def moved_times(op: Op, device: DeviceKind) -> list[float]:
+    """How often each operand is moved: once, and where a ragged product masks it, each copy is written and read."""
+    copies = masked_rows(op.eqn, device.platform.value) if op.primitive == RAGGED_PRODUCT else {}
+    return [1.0 + 2.0 * copies.get(v, 0) for v in op.eqn.invars] if copies else [1.0] * len(op.inputs)
+
+
 def launches_of(op: Op) -> float:
     """Kernels of a decomposition that follow one another, over all matrices; 0 of anything else."""
     if op.primitive not in DECOMPOSITIONS:
@@ -308,17 +320,28 @@ def _columns(eqn: Any) -> int:
     return min(eqn.invars[0].aval.shape[-2:])
 
 
-def local_s(op: Op, strategy: Strategy, moved_bytes: float, device: DeviceKind, busiest: float = 1.0) -> float:
+def local_s(
+    op: Op,
+    strategy: Strategy,
+    moved_bytes: float,
+    device: DeviceKind,
+    busiest: float = 1.0,
+    between_bytes: float | None = None,
+) -> float:
     """Seconds of one run on one device of what runs on each device's part by itself, and reads and writes so many bytes
     of operands and results: its arithmetic, or the memory traffic that it says it has, whichever is longer. The busiest
-    device has so many times its share of what lies between operands and results.
+    device has so many times its share of grouped products, but for dense ones. `between_bytes`: what it moves between
+    products, where that is not its share of all.
     """
-    work = local_work(op.eqn)
+    work, dense = local_work(op.eqn), dense_work_of(op.eqn, device.platform.value)
     dtype = next((str(v.aval.dtype) for v in op.eqn.invars if is_inexact(v.aval.dtype)), "float32")
     traffic = moved_bytes if work.nbytes is None else work.nbytes / strategy.split
-    traffic += work.between_bytes * busiest / strategy.split
-    arithmetic_s = work.flops * busiest / strategy.split / device.flops_per_s(dtype) + device.fill_s(dtype)
-    return max(arithmetic_s, device.memory_s(traffic)) + device.launch_overhead_s
+    traffic += work.product_bytes * (1.0 if dense.nbytes else busiest) / strategy.split
+    traffic += work.between_bytes / strategy.split if between_bytes is None else between_bytes
+    multiplied = ((work.flops - dense.own_flops) * busiest + dense.flops) / strategy.split
+    arithmetic_s = multiplied / device.flops_per_s(dtype) + device.fill_s(dtype)
+    masking_s = device.memory_s(dense.nbytes / strategy.split)
+    return max(arithmetic_s, device.memory_s(traffic)) + masking_s + device.launch_overhead_s
 
 
 def times_s(

@@ -13,7 +13,7 @@ from autopar.kernels.cudnn import cudnn_rule, cudnn_work, is_cudnn_attention
 from autopar.kernels.grouped import GroupedAdmits, grouped_admits, grouped_rule, is_grouped_product
 from autopar.kernels.islands import IslandAdmits, is_island, island_of, island_rule
 from autopar.kernels.known import is_opaque, opaque_rule, opaque_work
-from autopar.kernels.operation import Admits, KernelWork, flops_in, is_kernel, rule_of
+from autopar.kernels.operation import Admits, DenseWork, KernelWork, dense_work, flops_in, is_kernel, rule_of
 from autopar.kernels.scaled import is_scaled_product, scaled_rule
 from autopar.sharding.rules import replicated_rule
 
@@ -150,3 +150,11 @@ def local_work(eqn: Any) -> KernelWork:
     if is_cudnn_attention(eqn):
         return cudnn_work(eqn)
     return opaque_work(eqn)
+
+
+def dense_work_of(eqn: Any, platform: str) -> DenseWork:
+    """Of whole arrays, what `local_work` has of its ragged products once and devices do with each group's matrix."""
+    if is_kernel(eqn):
+        work: DenseWork = eqn.params["function"].dense_work([v.aval for v in eqn.invars], platform)
+        return work
+    return dense_work((eqn,), platform)

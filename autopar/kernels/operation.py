@@ -28,6 +28,7 @@ from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
+from autopar.kernels.grouped import grouped_places, is_grouped_product
 from autopar.kernels.row_exchange import Devices
 
 # The rule
@@ -191,17 +192,19 @@ def _error(where: str, expected: str, got: str, hint: str) -> InvalidArgumentErr
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWork:
     """`flops`: arithmetic operations; `nbytes`: of memory traffic, None: operands and results, once each;
-    `between_bytes`: those of arrays between them, which come beside.
+    `product_bytes`: beside them, of the rows of grouped products between them; `between_bytes`: of other arrays there.
     """
 
     flops: float
     nbytes: float | None = None
+    product_bytes: float = 0.0
     between_bytes: float = 0.0
 
     def times(self, count: float) -> KernelWork:
         """The work of so many."""
         nbytes = None if self.nbytes is None else self.nbytes * count
-        return KernelWork(flops=self.flops * count, nbytes=nbytes, between_bytes=self.between_bytes * count)
+        times = {"product_bytes": self.product_bytes * count, "between_bytes": self.between_bytes * count}
+        return KernelWork(flops=self.flops * count, nbytes=nbytes, **times)
 
 
 def amount_of(function: Callable[..., Any], arguments: Sequence[Any], where: str) -> float:
@@ -237,6 +240,22 @@ def call_work(eqn: Any) -> KernelWork:
     """The work of the call of an unknown kernel."""
     estimate = _estimate(eqn)
     return KernelWork(flops=_flops(eqn), nbytes=float(estimate.bytes_accessed) if estimate is not None else None)
+
+
+def ragged_work(program: Any) -> KernelWork:
+    """Arithmetic, and the rows that products, gathers and scatters move; what is computed of single rows is part of
+    these. Matrices are operands and results, of which each device moves those that it has.
+    """
+    product_bytes = between_bytes = 0.0
+    for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
+        arrays = [*eqn.invars, *eqn.outvars]
+        if is_grouped_product(eqn):
+            _, (matrices, _) = grouped_places(eqn)
+            del arrays[matrices]
+            product_bytes += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
+        elif eqn.primitive.name in ("gather", "scatter-add", "sort"):
+            between_bytes += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
+    return KernelWork(flops=flops_in(program), product_bytes=product_bytes, between_bytes=between_bytes)
 
 
 def flops_in(jaxpr: Any) -> float:
@@ -345,6 +364,31 @@ def masked_rows(eqn: Any, platform: str) -> dict[Any, int]:
     return dict.fromkeys(eqn.invars[: 2 if _sums_groups(eqn) else 1], groups)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DenseWork:
+    """What ragged products do that multiply rows with the matrices of all groups. `flops`: with all of them;
+    `own_flops`: with those of the rows' own groups; `nbytes`: traffic of masked rows, which are written and read.
+    """
+
+    flops: float = 0.0
+    own_flops: float = 0.0
+    nbytes: float = 0.0
+
+
+def dense_work(eqns: Iterable[Any], platform: str) -> DenseWork:
+    """That of XLA's compilers: all ragged products on GPUs (`masked_rows`), the gradient of the matrices on TPUs. It is
+    as much however the rows are spread over groups, and as much in all on devices that share rows or groups.
+    """
+    flops = own_flops = nbytes = 0.0
+    for eqn in eqns:
+        if eqn.primitive.name == RAGGED_PRODUCT and (platform == "gpu" or (platform == "tpu" and _sums_groups(eqn))):
+            own = 2.0 * (multiplications(eqn) or 0.0)
+            flops, own_flops = flops + own * eqn.invars[2].aval.shape[-1], own_flops + own
+            copies = masked_rows(eqn, platform).items()
+            nbytes += sum(2.0 * n * v.aval.size * jax_compat.itemsize(v.aval) for v, n in copies)
+    return DenseWork(flops, own_flops, nbytes)
+
+
 def _sums_groups(eqn: Any) -> bool:
     """Whether a ragged product makes one matrix for each group."""
     return not eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
@@ -427,6 +471,16 @@ class LocalFunction:
             self._programs[key] = jax.make_jaxpr(run, axis_env=[(EXCHANGED, count)])(*avals)
         return self._programs[key]
 
+    def between_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
+        """Those of `ragged_work` on one device's parts, of `count` devices that share the exchanged factor: there is
+        room for all their rows on each, and it is moved whole.
+        """
+        key = ("between", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
+        if key not in self._programs:
+            self._programs[key] = ragged_work(self.exchanging_program(avals, count, platform)).between_bytes
+        moved: float = self._programs[key]
+        return moved
+
     def held_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
         """What one device holds beside operands and results, of `count` devices that share the exchanged factor."""
         key = ("held", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
@@ -435,6 +489,15 @@ class LocalFunction:
             self._programs[key] = held_bytes(jax_compat.lowered_jaxpr(program), platform)
         held: float = self._programs[key]
         return held
+
+    def dense_work(self, avals: Sequence[Any], platform: str) -> DenseWork:
+        """`dense_work` of a program of XLA's operations on these whole arrays; none of another kernel."""
+        key = ("dense", tuple((tuple(a.shape), str(a.dtype)) for a in avals), platform)
+        if key not in self._programs:
+            eqns = jax_compat.equations_in(jax_compat.open_jaxpr(self.program(avals))) if self.is_program else ()
+            self._programs[key] = dense_work(eqns, platform)
+        work: DenseWork = self._programs[key]
+        return work
 
     def work(self, avals: Sequence[Any]) -> KernelWork:
         return self.work_on(avals) if self.work_on is not None else self.counted(avals)

@@ -35,7 +35,7 @@ from autopar.ir.traced_step import ExpertLoad
 from autopar.kernels import operation
 from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
 from autopar.kernels.index_functions import Known, compressed
-from autopar.kernels.operation import KernelRule, KernelWork, LocalFunction, flops_in
+from autopar.kernels.operation import KernelRule, LocalFunction, ragged_work
 from autopar.kernels.ragged_regions import (
     Entry,
     Exit,
@@ -695,22 +695,6 @@ class _Run:
         return jnp.where(is_row, array, jnp.zeros_like(array))
 
 
-def work_of(program: Any) -> KernelWork:
-    """Arithmetic, and the rows that products, gathers and scatters move; what is computed of single rows is part of
-    these. Matrices are operands and results, of which each device moves those that it has.
-    """
-    moved = 0.0
-    for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
-        arrays = [*eqn.invars, *eqn.outvars]
-        if is_grouped_product(eqn):
-            _, (matrices, _) = grouped_places(eqn)
-            del arrays[matrices]
-        elif eqn.primitive.name not in ("gather", "scatter-add", "sort"):
-            continue
-        moved += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
-    return KernelWork(flops=flops_in(program), between_bytes=moved)
-
-
 # In a graph
 
 
@@ -845,7 +829,7 @@ class _Writer:
         )  # fmt: skip
         values = [self.fresh.values[v] for v in operands]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        work = functools.cache(lambda key: work_of(function.program([jax.ShapeDtypeStruct(*a) for a in key])))
+        work = functools.cache(lambda key: ragged_work(function.program([jax.ShapeDtypeStruct(*a) for a in key])))
         function = dataclasses.replace(function, work_on=lambda of: work(tuple((tuple(a.shape), a.dtype) for a in of)))
         eqn = _equation(lambda *args: operation.bind(function, args), avals, like)
         key = f"{equation_key(eqn)}#{hashlib.sha256(str(function.program(avals)).encode()).hexdigest()}"

@@ -5,9 +5,12 @@ D. Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation a
 section 2.2. Left out: the random dispatch of the second expert.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.typing import DTypeLike
 
 from benchmarks.zoo.case import Case, PyTree
@@ -55,15 +58,20 @@ def experts_layer(x: jax.Array, params: PyTree, *, top_k: int, capacity: int) ->
     return jnp.einsum("gtes,egsw->gtw", combine, outputs), balance
 
 
-def ragged_experts_layer(x: jax.Array, params: PyTree, *, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """(group, token, width) to the same and the balancing loss, by products of sorted rows; experts are gated."""
+def ragged_experts_layer(x: jax.Array, params: PyTree, *, top_k: int, by: str) -> tuple[jax.Array, jax.Array]:
+    """(group, token, width) to the same and the balancing loss, by products of sorted rows; experts are gated. `by`:
+    "ragged_dot", or "gmm", a kernel that multiplies each row with the matrix of its own expert alone.
+    """
+    product = jax.lax.ragged_dot
+    if by == "gmm":
+        product = functools.partial(gmm, preferred_element_type=x.dtype)
     rows, experts = x.reshape(-1, x.shape[-1]), params["router"].shape[-1]
     gates = jax.nn.softmax((rows @ params["router"]).astype(jnp.float32))
     weights, chosen = jax.lax.top_k(gates, top_k)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=experts)
-    gate, up = jnp.split(jax.lax.ragged_dot(rows[order // top_k], params["expert_in"], sizes), 2, axis=-1)
-    outputs = jax.lax.ragged_dot(jax.nn.silu(gate) * up, params["expert_out"], sizes)
+    gate, up = jnp.split(product(rows[order // top_k], params["expert_in"], sizes), 2, axis=-1)
+    outputs = product(jax.nn.silu(gate) * up, params["expert_out"], sizes)
     back = outputs[jnp.argsort(order)].reshape(-1, top_k, x.shape[-1])
     part = jnp.mean(jax.nn.one_hot(chosen, experts), axis=(0, 1))
     balance = experts * jnp.sum(part * jnp.mean(gates, axis=0))
@@ -81,6 +89,7 @@ def moe(
     capacity_factor: float = 1.25,
     feed_forward_ratio: int = 4,
     ragged: int = 0,
+    by: str = "ragged_dot",
     vocabulary: int = 64,
     length: int = 16,
     batch: int = 8,
@@ -91,7 +100,8 @@ def moe(
     """Layers of attention and `experts` feed-forward networks, of which each token visits `top_k`.
 
     Only one in `every` layers has experts, the last of them; the others have one feed-forward network. `ragged`: the
-    inner width of experts whose rows are sorted; 0: experts have a capacity, and the others' width. Parameters are
+    inner width of experts whose rows are sorted, and multiplied `by` a product (`ragged_experts_layer`); 0: experts
+    have a capacity, and the others' width. Parameters are
     float32 whatever `dtype` is, and so is the routing; gradients and their sums over micro-batches are of `dtype`, as
     Alpa's are.
     """
@@ -135,7 +145,7 @@ def moe(
                 continue
             h = rms_norm(x, layer["experts_scale"])
             if ragged:
-                y, layer_balance = ragged_experts_layer(h, layer, top_k=top_k)
+                y, layer_balance = ragged_experts_layer(h, layer, top_k=top_k, by=by)
             else:
                 y, layer_balance = experts_layer(h, layer, top_k=top_k, capacity=capacity)
             x, balance = x + y, balance + layer_balance

@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import recipes
 from autopar.common import jax_compat
+from autopar.cost.inner_collectives import parts_of_operands
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
-from autopar.kernels.operation import held_bytes, is_kernel
-from autopar.kernels.ragged_experts import EXPERT_FACTOR, work_of
+from autopar.kernels.operation import DenseWork, dense_work, held_bytes, is_kernel, ragged_work
+from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
@@ -477,8 +478,9 @@ def test_rows_sent_on_tpus_are_those_predicted():
 
 def test_matrices_are_not_among_the_rows_that_a_pass_moves():
     arrays = jnp.zeros((64, 8)), jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32)
-    work = work_of(jax.make_jaxpr(jax.lax.ragged_dot)(*arrays))
-    assert (work.flops, work.nbytes, work.between_bytes) == (2 * 64 * 8 * 16, None, 4 * (64 * 8 + 64 * 16 + 4))
+    work = ragged_work(jax.make_jaxpr(jax.lax.ragged_dot)(*arrays))
+    assert (work.flops, work.nbytes, work.product_bytes) == (2 * 64 * 8 * 16, None, 4 * (64 * 8 + 64 * 16 + 4))
+    assert work.between_bytes == 0
 
 
 def held_by(function, platform, *shapes):
@@ -502,6 +504,37 @@ def test_a_ragged_product_masks_its_rows_for_each_group_on_gpus(platform, copies
     assert held_by(product, platform, rows, matrices) == 4 * copies * 64 * 8
     assert held_by(of_rows, platform, rows, matrices, made) == 4 * copies * 64 * 16
     assert held_by(of_matrices, platform, rows, matrices, made) == 4 * copies * (64 * 8 + 64 * 16)
+
+
+@pytest.mark.parametrize(
+    ("platform", "forward", "of_matrices", "masked_bytes"),
+    [("gpu", 4, 4, 2 * 4 * 4 * 64 * 8), ("tpu", 0, 4, 0), ("cpu", 0, 0, 0)],
+)
+def test_rows_are_multiplied_with_the_matrices_of_all_groups(platform, forward, of_matrices, masked_bytes):
+    """`forward`, `of_matrices`: how many times its own arithmetic a product takes; 0: none that is dense."""
+    x, w, sizes = jnp.zeros((64, 8)), jnp.zeros((4, 8, 16)), jnp.zeros(4, jnp.int32)
+    own = 2 * 64 * 8 * 16
+
+    def gradient(x, w, sizes):
+        made = jnp.zeros((64, 16))
+        return jax.linear_transpose(lambda w: jax.lax.ragged_dot(x, w, sizes), w)(made)
+
+    def dense(function):
+        return dense_work(jax.make_jaxpr(function)(x, w, sizes).eqns, platform)
+
+    assert dense(jax.lax.ragged_dot) == DenseWork(forward * own, own if forward else 0, masked_bytes)
+    assert (dense(gradient).flops, dense(gradient).own_flops) == (of_matrices * own, own if of_matrices else 0)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_room_for_the_rows_of_all_devices_is_moved_whole(devices):
+    forward, _ = passes(graph_of(step(scattered)))
+    mesh = LogicalMesh(axis_sizes=(devices,))
+    strategy = next(s for s in enumerate_strategies(signature_of(forward), mesh) if s.ring)
+    function, parts = forward.eqn.params["function"], parts_of_operands(forward, strategy, mesh)
+    own_bytes = ragged_work(function.program([v.aval for v in forward.eqn.invars])).between_bytes / devices
+    # Of about 4 gathers and scatters at the tokens 2 more are at the experts, each of all devices' rows.
+    assert function.between_bytes(parts, devices, "gpu") > (1 + devices / 2) * own_bytes
 
 
 def test_what_an_element_by_element_result_is_computed_of_is_held_until_it_is_written():
@@ -540,7 +573,8 @@ def test_the_share_of_the_busiest_device(load, devices, share):
     assert busiest_share(load, devices) == share
 
 
-def planned(recipe, cluster="dgx-h100", **search):
+def planned(recipe, **search):
+    cluster = autopar.Cluster.preset("tpu-v5p", topology="2x2x2")  # whose kernel takes the time of the rows there are
     shapes = jax.eval_shape(lambda: (state(1, jnp.bfloat16), jnp.tile(batch().astype(jnp.bfloat16), (16, 16, 1))))
     search = autopar.Search(**search)
     return autopar.plan(step(scattered), *shapes, plan=recipe, cluster=cluster, cache_dir=None, search=search).record
