@@ -1,5 +1,6 @@
 """Before jax and autopar are imported: 8 virtual CPU devices, and a cache of this run's own."""
 
+import collections
 import gc
 import os
 import shutil
@@ -49,6 +50,21 @@ os.environ.setdefault("AUTOPAR_PLANNING_PROCESSES", "1")
 # The same examples in every run: what a run shows is the change's doing. Sweeps with other examples are made by hand.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with `@pytest.mark.cases(n)` so many of its cases, evenly spaced, run by default; others are slow."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of in cases.values():
+        n = of[0].get_closest_marker("cases").args[0]
+        kept = {round(i * (len(of) - 1) / max(n - 1, 1)) for i in range(n)}
+        for i, item in enumerate(of):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
