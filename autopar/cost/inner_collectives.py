@@ -23,7 +23,7 @@ from autopar.ir.layout import local_bytes
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
-from autopar.kernels.operation import is_kernel
+from autopar.kernels.operation import equations_of_first_turn, is_kernel
 from autopar.kernels.row_exchange import sent_arrays
 from autopar.sharding.resharding import MeshLinks
 from autopar.sharding.strategies import Strategy
@@ -170,12 +170,13 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
         return ()
     avals, found = parts_of_operands(op, strategy, mesh), []
     program, busiest = function.exchanging_program(avals, mesh.size(axes), platform), function.busiest(mesh.size(axes))
-    for eqn, count in _sending(jax_compat.open_jaxpr(program), 1.0):
+    sending = (e for e in equations_of_first_turn(jax_compat.open_jaxpr(program)) if e.primitive.name in _KINDS)
+    for eqn in sending:
         for aval in sent_arrays(eqn):
             kind = _KINDS[eqn.primitive.name]
             found.append(
                 IslandCollective(
-                    kind=kind, axes=axes, dtype=str(aval.dtype), count=count,
+                    kind=kind, axes=axes, dtype=str(aval.dtype), count=1.0,
                     result_bytes=_in_rows_of_tiles(aval, eqn.primitive.name, platform),
                     busiest=busiest if kind is CollectiveKind.RAGGED_ALL_TO_ALL else 1.0,
                 )

@@ -17,7 +17,7 @@ import itertools
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -242,12 +242,21 @@ def call_work(eqn: Any) -> KernelWork:
     return KernelWork(flops=_flops(eqn), nbytes=float(estimate.bytes_accessed) if estimate is not None else None)
 
 
+def equations_of_first_turn(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program and of the programs in it, without loops of as many turns as values say: most take none."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "while":
+            yield eqn
+            for inner in jax_compat.jaxprs_in(eqn):
+                yield from equations_of_first_turn(inner)
+
+
 def ragged_work(program: Any) -> KernelWork:
     """Arithmetic, and the rows that products, gathers and scatters move; what is computed of single rows is part of
     these. Matrices are operands and results, of which each device moves those that it has.
     """
     product_bytes = between_bytes = 0.0
-    for eqn in jax_compat.equations_in(jax_compat.open_jaxpr(program)):
+    for eqn in equations_of_first_turn(jax_compat.open_jaxpr(program)):
         arrays = [*eqn.invars, *eqn.outvars]
         if is_grouped_product(eqn):
             _, (matrices, _) = grouped_places(eqn)
@@ -296,7 +305,7 @@ def held_bytes(closed: Any, platform: str) -> float:
     their operands do. Of rows of a ragged product their masked copies (`masked_rows`) take the place.
     """
     jaxpr = jax_compat.open_jaxpr(closed)
-    eqns = [e for e in jax_compat.equations_in(jaxpr) if not list(jax_compat.jaxprs_in(e))]
+    eqns = [e for e in equations_of_first_turn(jaxpr) if not list(jax_compat.jaxprs_in(e))]
     if platform == "gpu":
         eqns = _gradients_last(eqns)
     first: dict[Any, int] = {}  # where a value that an operation computes element by element is written

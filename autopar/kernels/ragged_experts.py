@@ -46,7 +46,7 @@ from autopar.kernels.ragged_regions import (
     passes_of,
     slice_of,
 )
-from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
+from autopar.kernels.row_exchange import LATER_TURNS, Devices, RowExchange, busiest_share, quota
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
@@ -497,24 +497,32 @@ class Pass:
     def __call__(self, *arrays: Any, devices: Devices | None = None) -> tuple[Any, ...]:
         if self.again:  # what the forward pass computed is computed again, rather than being kept until now
             arrays = lax.optimization_barrier(arrays)
-        return _Run(self, arrays, devices).results()
+        first = _Run(self, arrays, devices)
+        made = first.results()
+        if not first.takes_turns:
+            return made
+
+        def another(carried: tuple[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+            turn, sums = carried
+            more = _Run(self, arrays, devices, turn).results()
+            return turn + 1, tuple(a + b for a, b in zip(sums, more, strict=True))
+
+        num_turns = first.exchange.num_turns
+        with jax.named_scope(LATER_TURNS):
+            _, made = lax.while_loop(lambda carried: carried[0] < num_turns, another, (jnp.ones_like(num_turns), made))
+        return made
 
 
 class _Run:
     """One run of a pass on arrays of any number of tokens. `devices`: those that share the experts.
 
     Rows are on the devices of their tokens (`here`), or on those of their experts (`there`), or on both. They are sent
-    where an operation needs them.
+    where an operation needs them. Each turn of sending makes the part of the results that its rows are in: they add up.
     """
 
-    def __init__(self, made: Pass, arrays: Sequence[Any], devices: Devices | None) -> None:
-        self.made, self.region, self.reader, self.dims, self.devices = (
-            made,
-            made.region,
-            made.reader,
-            made.dims,
-            devices,
-        )
+    def __init__(self, made: Pass, arrays: Sequence[Any], devices: Devices | None, turn: Any = 0) -> None:
+        self.made, self.region, self.reader, self.dims = made, made.region, made.reader, made.dims
+        self.devices, self.turn, self.is_first = devices, turn, isinstance(turn, int)
         self.here: dict[int, Any] = {}
         self.there: dict[int, Any] = {}
         self.outer: dict[tuple[int, bool], Any] = {}
@@ -543,7 +551,15 @@ class _Run:
     @functools.cached_property
     def exchange(self) -> RowExchange:
         assert self.devices is not None, "rows are sent where devices share experts"
-        return RowExchange(self.devices, self.experts[self.order], self.group_sizes)
+        return RowExchange(self.devices, self.experts[self.order], self.group_sizes, self.turn)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether rows may be left after the first turn."""
+        if self.devices is None or not any(is_grouped_product(op.eqn) for op in self.made.ops):
+            return False
+        num_rows = self.experts.shape[0]
+        return quota(num_rows, self.devices.count) < num_rows
 
     def results(self) -> tuple[Any, ...]:
         for op in self.made.ops:
@@ -653,12 +669,13 @@ class _Run:
         return any(v in self.there for v in rows) and not is_for_tokens
 
     def brought_back(self, role: Exit) -> Any:
-        rows = self.rows_here(self.reader.front(role.rows))
+        rows = self.of_turn(self.rows_here(self.reader.front(role.rows)), 0, False)
+        outer = None if role.base is None or not self.is_first else self.outer[role.base, True]
         if role.per_token == 1:
             back = rows.at[self.inverse].get(mode="promise_in_bounds", unique_indices=True)
-            return back if role.base is None else back + self.outer[role.base, True]
+            return back if outer is None else back + outer
         shape = (rows.shape[0] // role.per_token, *rows.shape[1:])
-        base = jnp.zeros(shape, rows.dtype) if role.base is None else self.outer[role.base, True]
+        base = jnp.zeros(shape, rows.dtype) if outer is None else outer
         return base.at[self.token_of(self.order, role.per_token)].add(rows, mode="promise_in_bounds")
 
     def product(self, op: Op) -> list[Any]:
@@ -671,9 +688,9 @@ class _Run:
         """An equation on the rows that there are. Sums over them leave out the filling after those of experts."""
         operands = [self.share_of(op, i, self.read(a, there)) for i, a in enumerate(op.inputs)]
         role = self.region.roles[op.id]
-        if there and isinstance(role, Exit):
+        if isinstance(role, Exit):
             operands = [
-                a if (rows := self.reader.rows_of(atom)) is None else self.without_filling(a, rows.dim)
+                a if (rows := self.reader.rows_of(atom)) is None else self.of_turn(a, rows.dim, there)
                 for a, atom in zip(operands, op.inputs, strict=True)
             ]
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
@@ -690,8 +707,12 @@ class _Run:
         share = math.prod(self.sizes[x] / self.made.whole_sizes[x] for x in names if x in self.sizes)
         return array if share == 1 else array * jnp.asarray(share, array.dtype)
 
-    def without_filling(self, array: Any, dim: int) -> Any:
-        is_row = self.exchange.is_row().reshape([-1 if d == dim else 1 for d in range(array.ndim)])
+    def of_turn(self, array: Any, dim: int, there: bool) -> Any:
+        """The rows that are sent in this turn, without the filling where experts are; zeros in place of others."""
+        if not there and not self.takes_turns:
+            return array
+        is_row = self.exchange.is_row() if there else self.exchange.in_turn()
+        is_row = is_row.reshape([-1 if d == dim else 1 for d in range(array.ndim)])
         return jnp.where(is_row, array, jnp.zeros_like(array))
 
 

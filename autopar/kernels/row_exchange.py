@@ -1,9 +1,10 @@
 """Rows sent to the devices of their experts, and back: an all-to-all of rows that are sorted by their expert.
 
 Each device has rows of its own tokens, and some of the experts, neighbouring ones. What a device sends to another is
-known when it runs only. `jax.lax.ragged_all_to_all` sends just that; where the platform has none (CPUs), each pair of
-devices exchanges as many rows as a device has, most of which are filling. In both cases there is room for all rows of
-all devices on each of them, so that none is dropped however the router chooses.
+known when it runs only, and none is dropped however the router chooses. So rows are sent in turns: in each as many from
+one device to another as there is room for (`quota`), twice an equal share. Of a router that is near balance all are
+sent in the first turn. `jax.lax.ragged_all_to_all` sends just them; where the platform has none (CPUs), each pair of
+devices exchanges as many rows as there is room for, some of which are filling.
 """
 
 from __future__ import annotations
@@ -52,27 +53,58 @@ def busiest_share(load: Load, count: int) -> float:
     return math.fsum(of_layers) / len(load)
 
 
-class RowExchange:
-    """The exchange of the rows of one order. `experts`: of each sorted row, of `groups` on all devices."""
+# The scope, in the names of a program's operations, of what sends the rows that the first turn left.
+LATER_TURNS = "later turns of experts"
+# Rows from one device to another for which there is room in a turn, as a multiple of an equal share: what a router far
+# from balance needs more takes more turns, and room that is not needed is moved, and takes memory, in each.
+_ROOM = 2
 
-    def __init__(self, devices: Devices, experts: Any, sizes: Any) -> None:
+
+def quota(num_rows: int, count: int) -> int:
+    """For how many of a device's rows another one of `count` has room in a turn."""
+    return min(num_rows, -(-_ROOM * num_rows // count))
+
+
+class RowExchange:
+    """The exchange of the rows of one order in one turn. `experts`: of each sorted row, of `groups` on all devices."""
+
+    def __init__(self, devices: Devices, experts: Any, sizes: Any, turn: Any = 0) -> None:
         self.devices, self.num_rows = devices, experts.shape[0]
+        self.quota, self.me = quota(self.num_rows, devices.count), lax.axis_index(devices.axes)
         count, own = devices.count, sizes.shape[0] // devices.count
-        by_device = sizes.reshape(count, own)
+        before = jnp.asarray(turn * self.quota, sizes.dtype)  # rows to each device that earlier turns sent
+
+        def now(rows: Any) -> Any:
+            return jnp.clip(rows - before, 0, self.quota)
+
+        ends = jnp.cumsum(sizes.reshape(count, own), 1)
+        by_device = jnp.diff(now(ends), axis=1, prepend=0)
         # From each device, and of each of this one's experts: the rows that come.
         self.coming = lax.all_to_all(by_device, devices.axes, 0, 0, tiled=True)
-        self.sent, self.received = jnp.sum(by_device, 1), jnp.sum(self.coming, 1)
-        self.starts = jnp.cumsum(self.sent) - self.sent
+        self.received = jnp.sum(self.coming, 1)
+        self.whole = lax.all_gather(ends[:, -1], devices.axes)  # rows of each device to each, in all turns
+        self.all_sent = now(self.whole)
+        self.all_starts = jnp.cumsum(self.whole, 1) - self.whole + jnp.minimum(before, self.whole)
+        self.sent, self.starts = self.all_sent[self.me], self.all_starts[self.me]
         self.target = experts // own  # the device of each sorted row
+        self.place = jnp.arange(self.num_rows, dtype=sizes.dtype) - self.starts[self.target]
         self.sizes = jnp.sum(self.coming, 0)
         self.own, self.of_places = own, self.expert_of_places()
         self.order = jnp.argsort(self.of_places, stable=True)
-        self.all_sent: Any = lax.all_gather(self.sent, devices.axes) if devices.is_ragged else None
+
+    @property
+    def num_turns(self) -> Any:
+        """In how many turns all rows of these devices are sent."""
+        return -(-jnp.max(self.whole) // self.quota)
+
+    def in_turn(self) -> Any:
+        """Of each sorted row whether it is sent in this turn."""
+        return (self.place >= 0) & (self.place < self.sent[self.target])
 
     @property
     def num_places(self) -> int:
         """The rows that there is room for."""
-        return self.devices.count * self.num_rows
+        return self.devices.count * self.quota
 
     def expert_of_places(self) -> Any:
         """Of each place in which rows arrive, which of this device's experts it is; one more where there is no row."""
@@ -83,7 +115,7 @@ class RowExchange:
             source = jnp.minimum(source, self.devices.count - 1)
             within = places - (ends - self.received)[source]
             return jnp.sum(within[:, None] >= jnp.cumsum(self.coming, 1)[source], 1)
-        within = jnp.arange(self.num_rows, dtype=self.received.dtype)
+        within = jnp.arange(self.quota, dtype=self.received.dtype)
         ends = jnp.cumsum(self.coming, 1)
         return jnp.sum(within[None, :, None] >= ends[:, None, :], -1).reshape(-1)
 
@@ -99,12 +131,11 @@ class RowExchange:
     def to_experts(self, rows: Any) -> Any:
         """Rows in sorted order, sorted by expert on the devices of the experts; filling comes after them."""
         if self.devices.is_ragged:
-            places = jnp.zeros((self.num_places, *rows.shape[1:]), rows.dtype)
-            me = lax.axis_index(self.devices.axes)
-            before = (jnp.cumsum(self.all_sent, 0) - self.all_sent)[me]
+            places = self.zeros(self.num_places, rows)
+            before = (jnp.cumsum(self.all_sent, 0) - self.all_sent)[self.me]
             arrived = self._sent(rows, places, self.starts, self.sent, before, self.received)
         else:
-            index = jnp.minimum(self.starts[:, None] + jnp.arange(self.num_rows), self.num_rows - 1)
+            index = jnp.minimum(self.starts[:, None] + jnp.arange(self.quota), self.num_rows - 1)
             arrived = lax.all_to_all(rows[index], self.devices.axes, 0, 0, tiled=True)
             arrived = arrived.reshape(self.num_places, *rows.shape[1:])
         return arrived.at[self.order].get(mode="promise_in_bounds", unique_indices=True)
@@ -113,14 +144,20 @@ class RowExchange:
         """Rows on the devices of their experts, back in sorted order on those of their tokens."""
         arrived = rows.at[jnp.argsort(self.order)].get(mode="promise_in_bounds", unique_indices=True)
         if self.devices.is_ragged:
-            places = jnp.zeros((self.num_rows, *rows.shape[1:]), rows.dtype)
-            me = lax.axis_index(self.devices.axes)
-            before = (jnp.cumsum(self.all_sent, 1) - self.all_sent)[:, me]
+            places = self.zeros(self.num_rows, rows)
+            before = self.all_starts[:, self.me]
             starts = jnp.cumsum(self.received) - self.received
             return self._sent(arrived, places, starts, self.received, before, self.sent)
-        parts = arrived.reshape(self.devices.count, self.num_rows, *rows.shape[1:])
+        parts = arrived.reshape(self.devices.count, self.quota, *rows.shape[1:])
         back = lax.all_to_all(parts, self.devices.axes, 0, 0, tiled=True)
-        return back[self.target, jnp.arange(self.num_rows) - self.starts[self.target]]
+        return back[self.target, jnp.clip(self.place, 0, self.quota - 1)]
+
+    def zeros(self, num_rows: int, like: Any) -> Any:
+        """So many rows of zeros, which the numbers of received rows come before: XLA for GPUs fills all arrays of a
+        program that are filled by a constant in one kernel (jaxlib 0.10.2), and they would all be held from there on.
+        """
+        zero = jnp.minimum(self.received[0], 0)
+        return jnp.broadcast_to(zero.astype(like.dtype), (num_rows, *like.shape[1:]))
 
     def _sent(self, rows: Any, places: Any, starts: Any, sizes: Any, targets: Any, received: Any) -> Any:
         numbers = (x.astype(jnp.int32) for x in (starts, sizes, targets, received))

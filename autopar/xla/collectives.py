@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
+from autopar.kernels.row_exchange import LATER_TURNS
 from autopar.xla import parse
 
 # Trip counts of the `while` loops of a compiled XLA program.
@@ -279,6 +280,8 @@ class _Reader:
                 (body,), (condition,) = instruction.called("body"), instruction.called("condition")
                 turns = trip_count(self.module, instruction)
                 inside = self.computation(body) + self.computation(condition)
+                if turns is None:  # rows that go to their experts in a first turn, before it
+                    inside = tuple(c for c in inside if LATER_TURNS not in c.op_name)
                 return tuple(
                     dataclasses.replace(
                         c, count=c.count * (turns or 1), count_is_exact=c.count_is_exact and turns is not None

@@ -680,13 +680,17 @@ def test_rows_come_to_their_experts_and_back(platform, axes, monkeypatch):
     mesh, count = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), 2 ** len(axes)
 
     def local(experts, rows):
-        sizes = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32)
-        exchange = RowExchange(Devices(axes=axes, count=count, platform=platform), experts, sizes)
-        numbers = exchange.to_experts(experts)
-        first = jax.lax.axis_index(axes) * (EXPERTS // count)
-        here = jnp.repeat(jnp.arange(EXPERTS // count) + first, exchange.sizes, total_repeat_length=len(numbers))
-        right = jnp.where(exchange.is_row(), here == numbers, True).all()
-        return exchange.to_tokens(2 * exchange.to_experts(rows)), right[None]
+        sizes, right, back = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32), True, jnp.zeros_like(rows)
+        for turn in range(count):
+            exchange = RowExchange(Devices(axes=axes, count=count, platform=platform), experts, sizes, turn)
+            numbers = exchange.to_experts(experts)
+            first = jax.lax.axis_index(axes) * (EXPERTS // count)
+            here = jnp.repeat(jnp.arange(EXPERTS // count) + first, exchange.sizes, total_repeat_length=len(numbers))
+            right &= jnp.where(exchange.is_row(), here == numbers, True).all()
+            right &= (turn < exchange.num_turns) | ~exchange.is_row().any()
+            sent = exchange.to_tokens(2 * exchange.to_experts(rows))
+            back += jnp.where(exchange.in_turn()[:, None], sent, 0)
+        return back, right[None]
 
     chosen = np.random.default_rng(0).choice(EXPERTS, (4, 16), p=[0.6, 0.3, 0, 0, 0, 0.05, 0.05, 0])
     rows, spec = jax.random.normal(jax.random.key(0), (64, 3)), P(("a", "b"))
