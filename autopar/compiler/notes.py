@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -331,15 +330,12 @@ def _given_up(bound: Bound) -> Iterator[_Note]:
 
 def dense_note(graph: OpGraph, platform: Platform) -> tuple[str, ...]:
     """A note on ragged products that XLA multiplies with the matrices of all groups, where there are any."""
-    works = [
-        (op.count, dense_work_of(op.eqn, platform.value))
-        for op in graph.ops()
-        if op.primitive in (RAGGED_PRODUCT, KERNEL)
-    ]
-    flops, own_flops = math.fsum(n * w.flops for n, w in works), math.fsum(n * w.own_flops for n, w in works)
-    if not flops:
+    ops = (op for op in graph.ops() if op.primitive in (RAGGED_PRODUCT, KERNEL))
+    if not any(dense_work_of(op.eqn, platform.value).flops for op in ops):
         return ()
+    which = "each row" if platform is Platform.GPU else "each row, for the gradient of the matrices,"
+    xla = f"XLA for {platform.value.upper()}s"
     return (
-        f"{RAGGED_PRODUCT}: XLA for {platform.value.upper()}s multiplies rows with the matrices of all groups, "
-        f"{flops / own_flops:.3g} times the arithmetic of their own (predicted so)",
+        f"{RAGGED_PRODUCT}: {xla} multiplies {which} with the matrices of all groups that a device has, not its own "
+        "alone (predicted so)",
     )

@@ -374,12 +374,12 @@ class NodeCosts:
         return attention_s(op, strategy, moved_bytes, self.model.device, kernel, turns, exchanges=exchanges)
 
     def _local_s(self, op: Op, strategy: Strategy, moved_bytes: float) -> float:
-        mesh, device, between_bytes = self.model.links.mesh, self.model.device, None
+        mesh, device, in_turn = self.model.links.mesh, self.model.device, None
         count = mesh.size(strategy.ring)
         if count > 1 and is_kernel(op.eqn):
             function, avals = op.eqn.params["function"], parts_of_operands(op, strategy, mesh)
-            between_bytes = function.between_bytes(avals, count, device.platform.value)
-        return local_s(op, strategy, moved_bytes, device, busiest_of(op.eqn, count), between_bytes)
+            in_turn = function.work_in_turn(avals, count, device.platform.value)
+        return local_s(op, strategy, moved_bytes, device, busiest_of(op.eqn, count), in_turn)
 
     def _with_own_sends_s(self, op: Op, strategy: Strategy, seconds: float) -> float:
         mesh, links = self.model.links.mesh, self.model.links

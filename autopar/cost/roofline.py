@@ -36,7 +36,7 @@ from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels import cudnn
 from autopar.kernels.local import dense_work_of, local_work, runs_locally
-from autopar.kernels.operation import masked_rows
+from autopar.kernels.operation import DenseWork, masked_rows
 from autopar.kernels.scaled import is_scaled_product, scaled_type
 from autopar.sharding.strategies import Strategy
 
@@ -326,22 +326,24 @@ def local_s(
     moved_bytes: float,
     device: DeviceKind,
     busiest: float = 1.0,
-    between_bytes: float | None = None,
+    in_turn: tuple[float, DenseWork] | None = None,
 ) -> float:
     """Seconds of one run on one device of what runs on each device's part by itself, and reads and writes so many bytes
     of operands and results: its arithmetic, or the memory traffic that it says it has, whichever is longer. The busiest
-    device has so many times its share of grouped products, but for dense ones. `between_bytes`: what it moves between
-    products, where that is not its share of all.
+    device has so many times its share of grouped products, but for dense ones. `in_turn`: where devices exchange rows,
+    the bytes that one moves between products, and its dense products.
     """
-    work, dense = local_work(op.eqn), dense_work_of(op.eqn, device.platform.value)
+    work, split = local_work(op.eqn), strategy.split
+    dense = dense_work_of(op.eqn, device.platform.value)
+    between_bytes, dense_flops, masked_bytes = (n / split for n in (work.between_bytes, dense.flops, dense.nbytes))
+    if in_turn is not None:
+        between_bytes, dense_flops, masked_bytes = in_turn[0], in_turn[1].flops, in_turn[1].nbytes
     dtype = next((str(v.aval.dtype) for v in op.eqn.invars if is_inexact(v.aval.dtype)), "float32")
-    traffic = moved_bytes if work.nbytes is None else work.nbytes / strategy.split
-    traffic += work.product_bytes * (1.0 if dense.nbytes else busiest) / strategy.split
-    traffic += work.between_bytes / strategy.split if between_bytes is None else between_bytes
-    multiplied = ((work.flops - dense.own_flops) * busiest + dense.flops) / strategy.split
+    traffic = moved_bytes if work.nbytes is None else work.nbytes / split
+    traffic += work.product_bytes * (1.0 if masked_bytes else busiest) / split + between_bytes
+    multiplied = (work.flops - dense.own_flops) * busiest / split + dense_flops
     arithmetic_s = multiplied / device.flops_per_s(dtype) + device.fill_s(dtype)
-    masking_s = device.memory_s(dense.nbytes / strategy.split)
-    return max(arithmetic_s, device.memory_s(traffic)) + masking_s + device.launch_overhead_s
+    return max(arithmetic_s, device.memory_s(traffic)) + device.memory_s(masked_bytes) + device.launch_overhead_s
 
 
 def times_s(

@@ -386,7 +386,7 @@ class DenseWork:
 
 def dense_work(eqns: Iterable[Any], platform: str) -> DenseWork:
     """That of XLA's compilers: all ragged products on GPUs (`masked_rows`), the gradient of the matrices on TPUs. It is
-    as much however the rows are spread over groups, and as much in all on devices that share rows or groups.
+    as much however the rows are spread over groups.
     """
     flops = own_flops = nbytes = 0.0
     for eqn in eqns:
@@ -480,15 +480,17 @@ class LocalFunction:
             self._programs[key] = jax.make_jaxpr(run, axis_env=[(EXCHANGED, count)])(*avals)
         return self._programs[key]
 
-    def between_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
-        """Those of `ragged_work` on one device's parts, of `count` devices that share the exchanged factor: there is
-        room for all their rows on each, and it is moved whole.
+    def work_in_turn(self, avals: Sequence[Any], count: int, platform: str) -> tuple[float, DenseWork]:
+        """(bytes between products, dense products) on one device's parts, of `count` devices that share the exchanged
+        factor, in a first turn: all its room is moved and multiplied, whatever rows there are.
         """
-        key = ("between", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
+        key = ("in turn", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
         if key not in self._programs:
-            self._programs[key] = ragged_work(self.exchanging_program(avals, count, platform)).between_bytes
-        moved: float = self._programs[key]
-        return moved
+            program = jax_compat.open_jaxpr(self.exchanging_program(avals, count, platform))
+            dense = dense_work(equations_of_first_turn(program), platform)
+            self._programs[key] = ragged_work(program).between_bytes, dense
+        found: tuple[float, DenseWork] = self._programs[key]
+        return found
 
     def held_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
         """What one device holds beside operands and results, of `count` devices that share the exchanged factor."""

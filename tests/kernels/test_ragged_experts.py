@@ -20,7 +20,14 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.mesh import LogicalMesh
 from autopar.kernels.local import admits
-from autopar.kernels.operation import DenseWork, dense_work, held_bytes, is_kernel, ragged_work
+from autopar.kernels.operation import (
+    DenseWork,
+    dense_work,
+    equations_of_first_turn,
+    held_bytes,
+    is_kernel,
+    ragged_work,
+)
 from autopar.kernels.ragged_experts import EXPERT_FACTOR
 from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
 from autopar.lowering.emit import run_on_parts
@@ -526,15 +533,21 @@ def test_rows_are_multiplied_with_the_matrices_of_all_groups(platform, forward, 
     assert (dense(gradient).flops, dense(gradient).own_flops) == (of_matrices * own, own if of_matrices else 0)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_room_for_the_rows_of_all_devices_is_moved_whole(devices):
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_room_for_twice_an_equal_share_is_moved_and_multiplied_whole(devices):
     forward, _ = passes(graph_of(step(scattered)))
     mesh = LogicalMesh(axis_sizes=(devices,))
     strategy = next(s for s in enumerate_strategies(signature_of(forward), mesh) if s.ring)
     function, parts = forward.eqn.params["function"], parts_of_operands(forward, strategy, mesh)
-    own_bytes = ragged_work(function.program([v.aval for v in forward.eqn.invars])).between_bytes / devices
-    # Of about 4 gathers and scatters at the tokens 2 more are at the experts, each of all devices' rows.
-    assert function.between_bytes(parts, devices, "gpu") > (1 + devices / 2) * own_bytes
+    whole = function.program([v.aval for v in forward.eqn.invars])
+    between_bytes, dense = function.work_in_turn(parts, devices, "gpu")
+    assert between_bytes > 1.5 * ragged_work(whole).between_bytes / devices  # some is moved here, some there
+    # Each of the rows that there is room for is multiplied with the matrices of the experts that a device has.
+    assert (
+        dense.flops
+        == 2 * (EXPERTS / devices) * dense_work(equations_of_first_turn(whole.jaxpr), "gpu").own_flops / devices
+    )
+    assert function.work_in_turn(parts, devices, "cpu")[1] == DenseWork()
 
 
 def test_what_an_element_by_element_result_is_computed_of_is_held_until_it_is_written():
