@@ -278,10 +278,10 @@ class _Reader:
         match instruction.opcode:
             case "while":
                 (body,), (condition,) = instruction.called("body"), instruction.called("condition")
+                if LATER_TURNS in instruction.op_name:  # of rows that the first turn left: most often of none
+                    return ()
                 turns = trip_count(self.module, instruction)
                 inside = self.computation(body) + self.computation(condition)
-                if turns is None:  # rows that go to their experts in a first turn, before it
-                    inside = tuple(c for c in inside if LATER_TURNS not in c.op_name)
                 return tuple(
                     dataclasses.replace(
                         c, count=c.count * (turns or 1), count_is_exact=c.count_is_exact and turns is not None

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.hardware.collective_cost import CollectiveKind
+from autopar.kernels.row_exchange import LATER_TURNS
 from autopar.xla import collectives, parse
 from tests.xla.spanned_axes import spanned_axes
 
@@ -151,14 +152,18 @@ LOOP = """%body (b: (s32[], f32[4])) -> (s32[], f32[4]) {
 }"""
 
 
-def loop(start: str, bound: str, step: str, direction: str, config: str = "") -> collectives.Collective:
+def loop_text(start: str, bound: str, step: str, direction: str, config: str = "") -> str:
     computations = LOOP.replace("STEP", step).replace("BOUND", bound).replace("DIRECTION", direction)
     body = (
         f"  %zero = s32[] constant({start})\n  %copy = s32[] copy(%zero)\n"
         "  %init = (s32[], /*index=1*/f32[4]) tuple(%copy, /*index=1*/%p)\n"
         f"  %while = (s32[], f32[4]) while(%init), condition=%condition, body=%body{config}"
     )
-    return only(program(body, computations=computations))
+    return program(body, computations=computations)
+
+
+def loop(*text: str) -> collectives.Collective:
+    return only(loop_text(*text))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +185,11 @@ def test_a_loop_that_depends_on_data_counts_once_and_says_so():
     c = loop("0", "5", "0", "LT")
     assert (c.count, c.count_is_exact) == (1, False)
     assert not collectives.traffic((c,)).count_is_exact
+
+
+def test_turns_for_rows_that_the_first_one_left_count_for_nothing():
+    config = f', metadata={{op_name="jit(step)/shard_map/{LATER_TURNS}/while"}}'
+    assert not collectives.collectives(loop_text("0", "5", "0", "LT", config))
 
 
 def test_the_branch_that_sends_most_counts():
