@@ -290,7 +290,7 @@ def _spread(own: Planned, made: GivenPlan, state: Mapping[int, int]) -> Iterator
 
 
 def _shards(dims: Dims, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(axis, 1) for axes in dims for axis in axes or ())
+    return math.prod(sizes[axis] for axes in dims for axis in axes or ())
 
 
 def _with_axis(
@@ -302,7 +302,7 @@ def _with_axis(
     local = []
     for size, axes in zip(shape, dims, strict=True):
         for name in axes or ():
-            size //= sizes.get(name, 1)
+            size //= sizes[name]
         local.append(size)
     fitting = [d for d, size in enumerate(local) if size and size % n == 0 and dim in (None, d)]
     if not fitting:

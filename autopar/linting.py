@@ -193,7 +193,9 @@ def _given(problem: Problem, jit: JitShardings) -> GivenLayouts:
         )  # fmt: skip
 
     def pin(path: str, sharding: Any, rank: int) -> Pin:
-        return Pin(pattern=path, dims=dims_of(sharding.spec, rank) if sharding is not None else ((),) * rank)
+        dims = dims_of(sharding.spec, rank) if sharding is not None else ((),) * rank
+        # An axis of one device splits nothing.
+        return Pin(pattern=path, dims=tuple(d and tuple(axis for axis in d if sizes[axis] > 1) for d in dims))
 
     arguments = {
         i: pin(traced.in_paths[i], s, len(traced.in_avals[i].shape))
@@ -215,7 +217,7 @@ def _given(problem: Problem, jit: JitShardings) -> GivenLayouts:
 
 def _in_order(name: str, axes: Sequence[tuple[str, int]], pins: Sequence[Pin]) -> tuple[tuple[str, int], ...]:
     """The mesh axes, in their order or another, so that of two that split one dimension the major one comes first."""
-    several = [[a for a in of_dim if a in dict(axes)] for pin in pins for of_dim in pin.dims if of_dim]
+    several = [list(of_dim) for pin in pins for of_dim in pin.dims if of_dim]
     for order in itertools.permutations(axes):
         place = {axis: i for i, (axis, _) in enumerate(order)}
         if all([place[a] for a in of_dim] == sorted(place[a] for a in of_dim) for of_dim in several):

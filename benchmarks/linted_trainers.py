@@ -1,10 +1,14 @@
-"""Steps of published trainers in their own shardings, for `autopar lint`: of Tunix and of Keras, small decoders.
+"""Steps of published trainers in their own shardings, for `autopar lint`: of Tunix, Keras and Levanter, small decoders.
 
-autopar lint benchmarks/linted_trainers.py:tunix --cluster dgx-h100    (extra: tunix)
-autopar lint benchmarks/linted_trainers.py:keras --cluster dgx-h100    (extra: published)
+autopar lint benchmarks/linted_trainers.py:tunix --cluster dgx-h100       (extra: tunix)
+autopar lint benchmarks/linted_trainers.py:keras --cluster dgx-h100       (extra: published)
+autopar lint benchmarks/linted_trainers.py:levanter --cluster dgx-h100    (extra: levanter)
 """
 
+import contextlib
+import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -101,3 +105,66 @@ def keras() -> tuple[Any, ...]:
         at = placed.get_data_layout(TOKENS.shape).backend_layout
         data = jax.tree.map(lambda array: jax.device_put(array, at), (inputs, TOKENS))
     return steps[0], state, data
+
+
+def levanter() -> tuple[Any, ...]:
+    """`Trainer` on Llama 3, over "data" and "model", on which heads and the inner width of feed-forward layers lie."""
+    import equinox as eqx
+    import haliax as hax
+    from haliax.partitioning import infer_resource_partitions
+    from levanter.layers.attention import AttentionBackend
+    from levanter.models.llama import LlamaConfig
+    from levanter.models.lm_model import LmExample, compute_next_token_loss
+    from levanter.tracker.tracker import NoopConfig
+    from levanter.trainer import Trainer, TrainerConfig
+    from levanter.trainer_state import TrainerState
+
+    config = TrainerConfig(
+        id="lint",
+        tracker=NoopConfig(),
+        train_batch_size=len(TOKENS),
+        model_axis_size=2,
+        tensor_parallel_axes=["mlp", "kv_head", "heads"],
+    )
+    model = LlamaConfig(
+        seq_len=TOKENS.shape[1],
+        hidden_dim=WIDTH,
+        intermediate_dim=4 * WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        attn_backend=AttentionBackend.VANILLA,  # the others are for accelerators
+    )
+
+    def mean(losses: Any, where: Any, axis: Any) -> Any:
+        """Of Levanter's mask, whose floats jax refuses by now."""
+        return hax.mean(losses, where=where != 0, axis=axis)
+
+    loss = functools.partial(compute_next_token_loss, reduction=mean)
+    trainer = Trainer(config, optax.adamw(1e-3), loss, add_default_hooks=False)
+    places = trainer.parameter_axis_mapping
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        """What `Trainer.__enter__` enters, where `jax.set_mesh` is not allowed."""
+        mesh = trainer.device_mesh
+        with mesh, jax.sharding.use_abstract_mesh(mesh.abstract_mesh), hax.axis_mapping(places):
+            yield
+
+    def create(key: jax.Array) -> Any:
+        built = model.build(hax.Axis("vocab", VOCABULARY), key=key)
+        return TrainerState.init(trainer.optimizer, built, key=key, mp=trainer.mp)
+
+    names = (config.batch_axis, model.Pos.name)
+    batch = LmExample(tokens=hax.named(TOKENS, names), loss_mask=hax.named(np.ones_like(TOKENS, np.float32), names))
+    with entered():
+        state = eqx.filter_eval_shape(create, jax.random.key(0))
+        arrays, rest = eqx.partition(state, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        shardings = tuple(infer_resource_partitions(tree, places) for tree in (arrays, batch))
+
+    def step(arrays: Any, batch: Any) -> Any:
+        with entered():
+            result = trainer._train_step(eqx.combine(arrays, rest), (batch,), {}, _no_hooks=True)
+        return eqx.filter(result.new_state, eqx.is_array), result.loss
+
+    return jax.jit(step, in_shardings=shardings, donate_argnums=0), arrays, batch

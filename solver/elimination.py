@@ -7,6 +7,7 @@ seconds where this takes milliseconds.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -94,11 +95,15 @@ def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
         return sizes[node] * math.prod(sizes[neighbour] for neighbour in near[node])
 
     weight = {node: table(node) for node in range(len(sizes))}
+    least = [(size, node) for node, size in weight.items()]  # a heap, which keeps a node's earlier weights
+    heapq.heapify(least)
     order: list[int] = []
     total = 0
     while weight:
-        node = min(weight, key=lambda candidate: (weight[candidate], candidate))
-        total += weight[node]
+        size, node = heapq.heappop(least)
+        if weight.get(node) != size:
+            continue
+        total += size
         if total > MOST_WORK:
             return None
         order.append(node)
@@ -108,6 +113,7 @@ def _order(problem: Problem, sizes: list[int]) -> list[int] | None:
             near[neighbour].discard(node)
         for neighbour in near[node]:
             weight[neighbour] = table(neighbour)
+            heapq.heappush(least, (weight[neighbour], neighbour))
     return order
 
 

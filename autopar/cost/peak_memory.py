@@ -533,10 +533,12 @@ def _in_vector_memory(
             waiting.append((_bytes(r, program.nbytes) * (r.stop - r.start), r))
     chosen: dict[int, list[LiveRange]] = {}
     taken: dict[int, list[tuple[int, int]]] = {}  # (address, bytes) by position
+    begun: dict[int, list[tuple[int, int]]] = {}  # of these those that begin there
     for _, r in sorted(waiting, key=lambda found: found[0]):
         size = _bytes(r, program.nbytes)
-        beside = {place for position in range(r.start, r.stop) for place in taken.get(position, ())}
-        if (address := _free_address(beside, size, room)) is not None:
+        others = (place for position in range(r.start + 1, r.stop) for place in begun.get(position, ()))
+        if (address := _free_address([*taken.get(r.start, ()), *others], size, room)) is not None:
+            begun.setdefault(r.start, []).append((address, size))
             for position in range(r.start, r.stop):
                 taken.setdefault(position, []).append((address, size))
                 chosen.setdefault(position, []).append(r)

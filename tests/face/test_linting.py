@@ -228,6 +228,14 @@ def test_axes_may_split_a_dimension_in_either_order():
         linted(jax.jit(momentum_step, in_shardings=(columns, rows), donate_argnums=0), STATE, BATCH)
 
 
+def test_an_axis_of_one_device_splits_nothing():
+    on = Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("replica", "data", "model"))
+    rows = at(("replica", "data"), on=on)
+    found = linted(jax.jit(momentum_step, in_shardings=(at(on=on), rows), donate_argnums=0), STATE, BATCH)
+    assert found.axes == (("data", 4), ("model", 2))
+    assert change(found, "the batch over model").specs == (("batch", 'P(("data", "model"), None)'),)
+
+
 def test_shardings_over_two_meshes_are_refused():
     with pytest.raises(UnsupportedError, match="shardings over one mesh"):
         linted(jax.jit(momentum_step, in_shardings=(at(), at("data", on=mesh(4, 2)))), STATE, BATCH)
