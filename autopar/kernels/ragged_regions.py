@@ -278,6 +278,8 @@ class RegionReader:
 
     def total(self, op: Op) -> None:
         """Enters the sum of the sizes of groups: as many as there are choices."""
+        if np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "iu":  # sums of gradients, which come of the whole model
+            return
         for region in self.regions.values():
             if counts_choices(self, op.inputs[0], region.order):
                 number = np.asarray(region.order.num_rows, op.eqn.outvars[0].aval.dtype)
