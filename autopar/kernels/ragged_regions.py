@@ -278,6 +278,8 @@ class RegionReader:
 
     def total(self, op: Op) -> None:
         """Enters the sum of the sizes of groups: as many as there are choices."""
+        if np.dtype(op.eqn.outvars[0].aval.dtype).kind not in "iu":  # sums of gradients, which come of the whole model
+            return
         for region in self.regions.values():
             if counts_choices(self, op.inputs[0], region.order):
                 number = np.asarray(region.order.num_rows, op.eqn.outvars[0].aval.dtype)
@@ -653,15 +655,30 @@ class _Counts:
     def of(self, atom: Atom) -> Known | None:
         if isinstance(atom, Constant):
             return constant(atom)
-        value = self.reader.front(atom)
-        if value not in self.found:
-            self.found[value] = None  # of a value that depends on itself nothing is known
-            self.found[value] = self.read(value)
-        return self.found[value]
+        asked = self.reader.front(atom)
+        waiting = [(asked, False)]  # values, and whether their operands have been read: there may be thousands
+        while waiting:
+            value, is_next = waiting.pop()
+            if is_next:
+                self.found[value] = self.read(value)
+            elif value not in self.found:
+                self.found[value] = None  # of a value that depends on itself nothing is known
+                waiting += [(value, True), *((v, False) for v in self.operands(value))]
+        return self.found[asked]
+
+    def operands(self, value: int) -> list[int]:
+        """The values to read before this one."""
+        op = self.reader.maker.get(value)
+        if op is None or op.kind is not OpKind.EQUATION or len(op.outputs) != 1 or self.is_experts(value):
+            return []
+        return [self.reader.front(a) for a in op.inputs if isinstance(a, int)]
+
+    def is_experts(self, value: int) -> bool:
+        return _root(self.reader, value) == self.root or self.sorted_experts(value)
 
     def read(self, value: int) -> Known | None:
         reader = self.reader
-        if _root(reader, value) == self.root or self.sorted_experts(value):
+        if self.is_experts(value):
             source = self.orders.setdefault(_root(reader, value, _IN_ORDER), _Experts())
             return Known(source=source, table=np.arange(self.groups))
         op = reader.maker.get(value)

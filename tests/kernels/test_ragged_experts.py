@@ -1,5 +1,6 @@
 """Mixtures of experts with sorted rows: found as people write them, and equal to plain jax however they are split."""
 
+import functools
 import importlib.util
 
 import jax
@@ -293,6 +294,8 @@ OTHER_SIZES = {
     "of some": lambda chosen: jnp.sum(jnp.minimum(jnp.sum(by_token(chosen).reshape(8, 8, -1), 1), 5), axis=0),
     "in another order": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).reshape(2, -1).T.ravel(),
     "of few bits": lambda chosen: jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int8).astype(jnp.int32),
+    "of many steps": lambda chosen: functools.reduce(
+        lambda n, i: n ^ i, range(600), jnp.bincount(chosen.ravel(), length=EXPERTS)),
     "of two orders": lambda chosen: jnp.zeros(EXPERTS, jnp.int32).at[
         jnp.maximum(chosen.ravel(), chosen.T.ravel())].add(1),
 }  # fmt: skip
