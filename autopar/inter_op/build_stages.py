@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.cost.cost_model import CostsOnMeshes
 from autopar.cost.roofline import flops_of
@@ -30,9 +30,7 @@ from autopar.inter_op.submeshes import model_of, place
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout
-from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
-from autopar.microbatch.smaller_step import smaller_step
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import Layers
@@ -96,12 +94,9 @@ def cut_layers(
     whole: OpGraph | None = None,
     *,
     hoist_casts: bool = True,
-    on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
 ) -> MicrobatchedStep:
-    """A step in micro-batches and layers; `whole` is the graph of `step.traced`, if that exists already, and `on_fewer`
-    gives it on fewer examples.
-    """
-    graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole, on_fewer), rules)
+    """A step in micro-batches and layers; `whole` is the graph of `step.traced`, if that exists already."""
+    graph = with_summed_products(micro_batched(step.traced, num_microbatches, rules, whole), rules)
     graph = sink_cheap_ops(graph, of_state=not hoist_casts)
     if step.traced.stacked_over:
         graph = stack_updates(graph, step.traced.stacked_over, flops_of, rules)

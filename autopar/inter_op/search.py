@@ -53,7 +53,7 @@ from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProble
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.smaller_step import SmallerSteps, num_examples
+from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.assign_stages import balanced, more_layers, sums_in_place
 from autopar.passes.layers import MAX_LAYERS
 from autopar.passes.remat_cheap import copies_state
@@ -177,26 +177,22 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     """
     traced = context.traced
     refuse_callbacks(traced.jaxpr, traced.name)
-    on_fewer = SmallerSteps()
 
     def search(hoist_casts: bool) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         wants_others = context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1
-        found = _Search(context=context, hoist_casts=hoist_casts, on_fewer=on_fewer, screens=not wants_others)
-        results, may_help = found.run()
-        return (results, may_help) if found.confirms(results) else found.run()
+        return _Search(context=context, hoist_casts=hoist_casts, screens=not wants_others).run()
 
     yield from retry_without_hoisted_casts(search, context.limit_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `on_fewer`: the
-    step on the examples of a micro-batch. `screens`: meshes far from the fastest are left out.
+    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `screens`:
+    meshes far from the fastest are left out.
     """
 
     context: PlanningContext
     hoist_casts: bool
-    on_fewer: SmallerSteps
     screens: bool
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
@@ -331,16 +327,7 @@ class _Search:
         rules, whole = self.context.rules, self.context.graph
         if step.parts > 1:
             whole = whole_batch(step, rules, self.context.graphs)
-        return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
-
-    def confirms(self, results: Sequence[PipelineCandidate | Rejection]) -> bool:
-        """Whether the micro-batches of every pipeline found are what a trace gives."""
-        pipelines = [result.staged for result in results if isinstance(result, PipelineCandidate)]
-        steps = {(staged.step.parts, staged.graph.num_microbatches): staged.step.traced for staged in pipelines}
-        with self.context.progress.pass_("micro-batches"):
-            return all(
-                m == 1 or self.on_fewer.confirm(traced, num_examples(traced) // m) for (_, m), traced in steps.items()
-            )
+        return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts)
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
         """The step in each number of micro-batches that it admits, where it may be faster so; a step that mixes its

@@ -23,7 +23,6 @@ from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import PosedProblems
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.smaller_step import SmallerSteps
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import WORTHWHILE, PlanRequest
 from autopar.sharding.rules import RuleBook
@@ -132,7 +131,7 @@ def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
         best_of={}, short=lambda _: None, search=lambda posed, *_: best_stages([problem for problem, _ in posed]),
         one_stage_fits=lambda _: False, run=lambda *_: {},
     )  # fmt: skip
-    look = search._Search(context=context, hoist_casts=True, on_fewer=SmallerSteps(), screens=False)
+    look = search._Search(context=context, hoist_casts=True, screens=False)
     cuts = {4: SimpleNamespace()}
     assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
     builder.best_of[1, 4] = built, 150
