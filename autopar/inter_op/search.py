@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.common.text import text_of_bytes
-from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.mesh_options import MeshOptions, MeshScreen
+from autopar.inter_op.mesh_options import MeshScreen
 from autopar.inter_op.one_stage import (
     MicrobatchCounts,
     least_in_turn_s,
@@ -198,8 +197,6 @@ class _Search:
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
-        if is_long(traced):  # its tables are shared
-            begin_workers(MeshOptions.__module__)
         step = self.in_finest_parts()
         if not (cuts := self.cuts(step)):
             return (self.nothing("a bound says that none is faster"),), False

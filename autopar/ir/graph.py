@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
 import msgspec
 import numpy as np
 
@@ -350,12 +349,6 @@ class OpGraph:
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
         yield from walk(self.block)
-
-
-def without_numbers(graph: OpGraph) -> OpGraph:
-    """The same graph with the shapes of its constants in place of their numbers."""
-    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
-    return dataclasses.replace(graph, constants=shapes)
 
 
 def walk(block: Block) -> Iterator[Op]:
