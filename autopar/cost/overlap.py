@@ -17,8 +17,7 @@ from autopar.common.trace_events import TraceEvent as Shown
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.inner_collectives import Moment
 from autopar.cost.roofline import is_fusible
-from autopar.cost.stream_simulator import Overlap, run
-from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
+from autopar.cost.stream_simulator import KeptWork, Overlap, Ran, Stream, StreamEvent, StreamWork, run
 from autopar.cost.usage import (
     CollectiveUse,
     host_copy_s,
@@ -31,8 +30,7 @@ from autopar.cost.usage import (
 )
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op, OpGraph, OpKind
-from autopar.ir.layout import local_bytes
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.layout import LogicalMesh, axes_text, local_bytes
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,

@@ -27,8 +27,7 @@ from autopar.inter_op.decide_stages import CanonicalGraph, carried_over
 from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import ShardingPlan, lower

@@ -11,10 +11,16 @@ from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
 from autopar.frontend.recompute_in_scans import Recompute, is_by_value, is_product, saves_inputs_alone
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
-from autopar.inter_op.fit_stages import BuildLimits, StageDecisions, first_terms, fit_stages
+from autopar.inter_op.decide_stages import (
+    BuildLimits,
+    GivenStageLayouts,
+    StageChoice,
+    StageDecider,
+    StageDecisions,
+    first_terms,
+    fit_stages,
+)
 from autopar.inter_op.joined_tasks import join_where_it_pays
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.staged import (
     PlannedStage,
     StagedStep,
@@ -22,11 +28,12 @@ from autopar.inter_op.staged import (
     check_directions,
     cut_stages,
     layers_of,
+    model_of,
+    place,
     planned_stage,
     schedule_of,
     stage_program,
 )
-from autopar.inter_op.submeshes import model_of, place
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.graph import OpGraph, OpKind
 from autopar.ir.layout import Layout

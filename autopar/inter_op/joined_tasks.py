@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
 from autopar.cost.overlap import timed_beside, works_together
-from autopar.cost.stream_work import Ran
+from autopar.cost.stream_simulator import Ran
 from autopar.errors import PlanMismatchError
 from autopar.inter_op.staged import JoinedTask, StagedStep, with_waits
 from autopar.lowering.instructions import Key

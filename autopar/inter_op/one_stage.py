@@ -17,17 +17,15 @@ from autopar.cost.cost_model import cost_model
 from autopar.cost.usage import compute_times_s
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build
-from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import LayerPolicies
-from autopar.inter_op.staged import StagedStep
-from autopar.inter_op.submeshes import part_of
+from autopar.inter_op.staged import StagedStep, part_of
 from autopar.inter_op.truncated_model import TruncatedModel, estimate
-from autopar.intra_op.baselines import baseline_bindings
+from autopar.intra_op.mesh_searches import baseline_bindings
 from autopar.ir.graph import Section
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.plan.context import PlanningContext
 from autopar.sharding.binding import Binding
 

@@ -18,7 +18,6 @@ from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.mesh_options import MeshScreen
 from autopar.inter_op.one_stage import (
     MicrobatchCounts,
     least_in_turn_s,
@@ -48,10 +47,17 @@ from autopar.inter_op.search_space import (
     uneven_stages,
 )
 from autopar.inter_op.stage_costs import PricedOption
-from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
+from autopar.inter_op.stage_problems import (
+    AnsweredProblems,
+    MeshScreen,
+    Posed,
+    PosedProblems,
+    by_tables,
+    why_no_pipeline,
+)
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.ir.graph import OpGraph, Section
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.assign_stages import balanced, more_layers, sums_in_place
 from autopar.passes.layers import MAX_LAYERS

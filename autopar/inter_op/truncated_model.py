@@ -18,12 +18,18 @@ from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
 from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, stage_graphs
-from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
-from autopar.inter_op.fit_stages import BuildLimits, Round, StageDecisions, first_terms, fit_stages
+from autopar.inter_op.decide_stages import (
+    BuildLimits,
+    GivenStageLayouts,
+    Round,
+    StageChoice,
+    StageDecider,
+    StageDecisions,
+    first_terms,
+    fit_stages,
+)
 from autopar.inter_op.joined_tasks import join_where_it_pays
-from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
-from autopar.inter_op.submeshes import model_of, place
+from autopar.inter_op.staged import StagedStep, model_of, place, planned_stage, stage_program
 from autopar.intra_op.ilp import IntraOp
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
 from autopar.ir.rewrite import renumbered

@@ -12,7 +12,7 @@ from autopar.errors import MemoryLimitError
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of, unfold
 from autopar.ir.graph import Block, OpGraph, read_by
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import lower
 from autopar.plan.context import PlanningContext

@@ -31,7 +31,7 @@ from autopar.errors import UnsupportedError
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, TimedSharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, Purpose
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move

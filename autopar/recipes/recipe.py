@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.layout import AXIS_NAMES
 from autopar.plan.options import PlanRequest
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse

@@ -17,7 +17,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.local import admits
 from autopar.kernels.operation import held_bytes, is_kernel
 from autopar.kernels.ragged_experts import EXPERT_FACTOR, work_of
