@@ -67,19 +67,6 @@ def timed(
     return writer.timed(lowered, results_of(lowered) if results is None else results)
 
 
-def timed_together(
-    graph: OpGraph,
-    parts: Sequence[tuple[Sequence[Instruction], int]],
-    results: Sequence[Key],
-    model: CostModel,
-    costs: NodeCosts | None = None,
-) -> Ran:
-    """Instructions of several parts of a step as one program, once each: with each part how often it runs in a step,
-    since that is what its operations count. `results`: what the program hands on.
-    """
-    return timed_beside([works_together(graph, parts, results, model, costs)], model)
-
-
 def works_together(
     graph: OpGraph,
     parts: Sequence[tuple[Sequence[Instruction], int]],
@@ -87,7 +74,9 @@ def works_together(
     model: CostModel,
     costs: NodeCosts | None = None,
 ) -> list[StreamWork]:
-    """The work of `timed_together`."""
+    """Instructions of several parts of a step as one program, once each, for `timed_beside`: with each part how often
+    it runs in a step, since that is what its operations count. `results`: what the program hands on.
+    """
     writer = _Writer(graph, model, costs or NodeCosts(graph, model))
     together = [instruction for instructions, _ in parts for instruction in instructions]
     writer.rounded |= rounded_copies(graph, together, results, model)

@@ -86,13 +86,6 @@ def lowest_price(model: CostModel) -> float:
     return TIE_BREAKING_READS / model.device.memory_bytes_per_s
 
 
-def layer_decisions(
-    folded: FoldedGraph, model: CostModel, room_bytes: float, in_flight: int, equal: bool, time_limit_s: float
-) -> Decisions:
-    """The fastest decisions on the model's mesh, and smaller ones too where state or saved values take much memory."""
-    return LayerDecider(folded, model, room_bytes, in_flight, equal, time_limit_s).decisions()
-
-
 class LayerDecider:
     """Decisions for a graph of layers on one mesh: the fastest at first, then all that are wanted.
 

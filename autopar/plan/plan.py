@@ -8,7 +8,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import msgspec
@@ -35,7 +35,7 @@ from autopar.ir.layout import LogicalMesh
 from autopar.plan import modules, render, render_summary, rivals, summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.explanation import Explanation, argument_called, best_alternatives, explanation, values_called
-from autopar.plan.options import PlanRequest
+from autopar.plan.options import HasRequest, PlanRequest
 from autopar.plan.schema import FORMAT_VERSION, OptionValue, PlannedValue, PlanRecord, Predicted
 
 # Plan files: JSON with a version and a checksum, so that a damaged plan never runs as another one.
@@ -145,13 +145,6 @@ def _without(value: Any) -> Any:
 
 # More memory than any device has, for plans whose need of it is asked for.
 UNLIMITED_BYTES = 2**60
-
-
-class _HasRequest(Protocol):
-    """A recipe."""
-
-    @property
-    def request(self) -> PlanRequest: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +409,7 @@ class Plan:
         others = best_alternatives(self.record, argument, lambda request: replan(request).record, alternatives)
         return dataclasses.replace(found, alternatives=others)
 
-    def why_not(self, instead: _HasRequest) -> Comparison:
+    def why_not(self, instead: HasRequest) -> Comparison:
         """The plan that a recipe or pins would give, beside this one: time, memory, bytes and modules, in numbers.
 
         `instead` is a recipe of `autopar.recipes`, or pins of `autopar.constrain`. The step is planned anew under it,

@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.cost.overlap import timed, timed_together
+from autopar.cost.overlap import timed, timed_beside, works_together
 from autopar.inter_op import build_stages, joined_tasks
 from autopar.inter_op.staged import task_cost
 from autopar.lowering.instructions import Move
@@ -87,7 +87,7 @@ def test_joined_tasks_send_what_they_send_apart(cluster, share, monkeypatch):
         parts = [(task.instructions, 2 if task.kind.repeats else 1) for task in tasks]
         _, results = joined_tasks._places(staged, chain)
         # XLA's GPU compiler makes one collective of them.
-        assert sum(gathers(timed_together(graph, parts, results, model))) == 3 * share * GATHERED
+        assert sum(gathers(timed_beside([works_together(graph, parts, results, model)], model))) == 3 * share * GATHERED
         apart_s = sum(staged.task_s[number] for number, _ in chain)
         assert joined_tasks.joined_task(staged, chain).seconds <= apart_s * (1 + 1e-9)
 

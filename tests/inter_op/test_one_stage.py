@@ -17,9 +17,10 @@ from autopar.hardware.cluster import Cluster
 from autopar.inter_op import search
 from autopar.inter_op.build_stages import build, cut_layers
 from autopar.inter_op.decide_stages import BuildLimits, StageChoice
-from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
+from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import PosedProblems
+from autopar.inter_op.truncated_model import least_bytes
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.layout import LogicalMesh
 from autopar.passes.split_scan import split_scans
