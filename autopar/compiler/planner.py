@@ -31,8 +31,7 @@ from autopar.inter_op.requested import estimated_in_time, estimated_one_stage, o
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.inter_op.truncated_model import ESTIMATE_ERROR
-from autopar.intra_op.memory_refusals import check_state_fits
-from autopar.intra_op.mesh_searches import baseline_bindings, baseline_candidates, mesh_candidates
+from autopar.intra_op.mesh_searches import baseline_bindings, baseline_candidates, check_state_fits, mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
 from autopar.ir.traced_step import ShardingsInCode, TracedStep

@@ -31,7 +31,7 @@ from autopar.cost.roofline import flops_of, main_dtype, peak_dtype
 from autopar.cost.stream_simulator import NO_TIME, Cause, SendTime
 from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.joined_tasks import chain_name, timed_chain
+from autopar.inter_op.build_stages import chain_name, timed_chain
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
 from autopar.intra_op.spmd_candidate import SpmdCandidate

@@ -17,7 +17,7 @@ from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
-from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, build, stage_graphs
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, build, join_where_it_pays, stage_graphs
 from autopar.inter_op.decide_stages import (
     BuildLimits,
     GivenStageLayouts,
@@ -28,7 +28,6 @@ from autopar.inter_op.decide_stages import (
     first_terms,
     fit_stages,
 )
-from autopar.inter_op.joined_tasks import join_where_it_pays
 from autopar.inter_op.staged import StagedStep, model_of, part_of, place, planned_stage, stage_program
 from autopar.intra_op.ilp import IntraOp
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
