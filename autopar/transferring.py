@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from autopar.calls import nnx_objects
 from autopar.calls.search import checked_bytes
-from autopar.checkpoint.leaves import NUMBERS, NamedLeaf, named_leaves, tree_of
+from autopar.checkpoint.manifest import NUMBERS, NamedLeaf, named_leaves, tree_of
 from autopar.checkpoint.targets import shardings_of_plan
 from autopar.common import jax_compat
 from autopar.errors import (

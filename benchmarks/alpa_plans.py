@@ -25,11 +25,10 @@ from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, build, cut_layers
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
 from autopar.inter_op.evaluate import choice_of
-from autopar.inter_op.fit_stages import BuildLimits
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_problems import DecidedOptions, tables
 from autopar.inter_op.staged import StagedStep
 from autopar.passes.assign_stages import balanced

@@ -4,12 +4,9 @@ import datetime
 import os
 import platform
 import re
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-
-from autopar.common.worker_processes import worker_processes
 
 _FOLDERS = re.compile(r"/\S*/(?=[^/\s]+/[^/\s]+\.py)")  # all of a path but the last folder and the file
 
@@ -42,12 +39,6 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def planning_processor_s() -> float:
-    """Processor time so far of this process, and of the processes that plan with it."""
-    workers = [worker for worker in worker_processes() if worker.is_running]
-    return time.process_time() + sum(worker.call(time.process_time).result() for worker in workers)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,8 +24,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.plan.render import in_short
 from autopar.step_views import on_cluster
-from benchmarks.machine import description, planning_processor_s, without_folders
-from benchmarks.row_processes import Page, Rows, is_done
+from benchmarks.machine import description, without_folders
+from benchmarks.row_processes import Page, Rows, is_done, planning_processor_s
 
 RESULTS = Path(__file__).parent / "results" / "maxtext_plans.json"
 COLUMNS = (

@@ -27,7 +27,8 @@ from typing import Any
 
 from autopar.plan.cache import SEARCH_VERSION
 from benchmarks import row_processes
-from benchmarks.machine import description, markdown, planning_processor_s
+from benchmarks.machine import description, markdown
+from benchmarks.row_processes import planning_processor_s
 
 RESULTS = Path(__file__).parent / "results" / "plan_regression.md"
 ROWS = RESULTS.with_suffix(".json")

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import description, planning_processor_s
-from benchmarks.row_processes import Page, Rows, in_fresh_process, is_done
+from benchmarks.machine import description
+from benchmarks.row_processes import Page, Rows, in_fresh_process, is_done, planning_processor_s
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 COLUMNS = ("step", "cluster", "clock", "processor", "from the cache", "memory", "predicted step", "MFU", "plan", "made")

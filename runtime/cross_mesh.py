@@ -26,8 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.jax_sharding import named_sharding
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 
 
 @functools.cache

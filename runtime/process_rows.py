@@ -19,8 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from autopar.common import jax_compat
 from autopar.ir.jax_sharding import named_sharding
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.runtime.agreement import meet
 from autopar.runtime.cross_mesh import End, refined
 from autopar.runtime.heartbeat import the_watch

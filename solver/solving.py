@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.elimination import solve_by_tables
 from autopar.solver.presolve import (
     ConflictError,
     Reduction,
@@ -26,6 +25,7 @@ from autopar.solver.presolve import (
     components,
     keep_strategies,
     reduce_all,
+    solve_by_tables,
 )
 from autopar.solver.problem import Flat, Problem, Solution, Status, evaluate, flatten, validate
 

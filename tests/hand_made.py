@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from autopar.hardware.cluster import Link
 from autopar.inter_op.tasks import LoweredStage
 from autopar.ir.graph import ALL, Block, Op, OpGraph, OpKind, Role, Section, Value
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.lowering.lower import ShardingPlan, SolverReport, lower
 from autopar.passes.stage_graph import StageGraph, split_stages
 from autopar.sharding.partial_sums import find_partials

@@ -50,7 +50,6 @@ INNER_MODULES = {
     "solver": (
         "problem",
         "stage_problem",
-        "elimination",
         "presolve",
         "message_passing",
         "solving",
@@ -100,7 +99,7 @@ def real_files(folder: Path) -> Iterator[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`autopar.solver.solving` of solver/solving.py, `autopar.ir.mesh` of autopar/ir/mesh.py; a package by its own
+    """`autopar.solver.solving` of solver/solving.py, `autopar.ir.layout` of autopar/ir/layout.py; a package by its own
     name.
     """
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -27,7 +27,7 @@ NONE = {
     "compiler.notes.LEAST_SPARED": "what a note is worth: changes no plan",
     "compiler.notes.MOST_FILLED": "the error of what a note says: changes no plan",
     "compiler.notes.NAMED": "rows that are shown",
-    "intra_op.baselines.MOST_AXES": "of the recipes that are tried",
+    "intra_op.mesh_searches.MOST_AXES": "of the recipes that are tried",
     "sharding.constraints.LARGEST_NAMED": "rows that are shown",
     "sharding.pins.CLOSEST_SHOWN": "rows that are shown",
     "sharding.resharding.SIZES_BYTES": "sizes for which paths are found: each value takes the cheapest",
@@ -73,16 +73,14 @@ NONE = {
     "ir.layout._PARTIAL": "a mark, not a size",
     "passes.fold_layers._NOWHERE": "a mark, not a size",
     "passes.stack_updates._LONGEST_SCALE": "a limit of what is followed: beyond it a norm is made before the stack",
-    "intra_op.baselines.ZERO_STAGES": "names of stages",
+    "intra_op.mesh_searches.ZERO_STAGES": "names of stages",
     "plan.options.AS_FAST": "how a difference is told: no choice depends on it",
     "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
     "inter_op.stage_problems.WORTH_PROCESSES": "from which work on processes share it: changes no answer",
     "inter_op.stage_problems.MESHES_AT_ONCE": "how processes share work: changes no answer",
-    "intra_op.mesh_searches.WORTH_PROCESSES": "from which work on processes share it: changes no plan",
-    "intra_op.mesh_searches.SHARED_AXES": "from which work on processes share it: changes no plan",
     "solver.stage_search.FIRST_LABELS": "room at first: grows as needed",
-    "solver.elimination.PART": "the same sums to the bit, in parts that a cache holds",
+    "solver.presolve.PART": "the same sums to the bit, in parts that a cache holds",
 }
 
 

@@ -21,8 +21,7 @@ from autopar.executables.step_leaves import copied, make_state
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import HOST_MEMORY, concrete_mesh, named_sharding
-from autopar.ir.layout import even_layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh, even_layout
 from autopar.runtime.execute import turn
 
 

@@ -32,9 +32,8 @@ from autopar.microbatch.example_axis import with_example_dims
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import divisors
 from autopar.plan.cache import DiskCache, plan_key
-from autopar.plan.file import decode, encode
 from autopar.plan.options import Effort, PlanRequest
-from autopar.plan.plan import Plan, Trees
+from autopar.plan.plan import Plan, Trees, decode, encode
 from autopar.plan.schema import PlanRecord
 from autopar.runtime.agreement import agree
 from autopar.sharding.rules import RuleBook

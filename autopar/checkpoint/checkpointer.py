@@ -26,8 +26,16 @@ import jax
 import msgspec
 
 from autopar.calls import nnx_objects
-from autopar.checkpoint.leaves import check_name, named_leaves
-from autopar.checkpoint.manifest import FORMAT_VERSION, Manifest, complete_steps, encoded, find, read
+from autopar.checkpoint.manifest import (
+    FORMAT_VERSION,
+    Manifest,
+    check_name,
+    complete_steps,
+    encoded,
+    find,
+    named_leaves,
+    read,
+)
 from autopar.checkpoint.preemption import ENDS_WITHOUT_THREADS, Preempted, PreemptionNotice, SpareThreads
 from autopar.checkpoint.stored_arrays import record_of, stored_array
 from autopar.checkpoint.targets import PlannedStep, array_files, like_created, restored, structure_of_plan
@@ -44,8 +52,7 @@ from autopar.errors import (
     expect_step,
 )
 from autopar.executables.step_leaves import with_process_lost_errors
-from autopar.plan.file import encode
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, encode
 from autopar.runtime.agreement import exchange_in_turn
 
 # One run writes to a folder: a folder `.writer-N` in it says which, and shows signs of life.

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.checkpoint.leaves import NUMBERS, NamedLeaf, text_of, type_of
-from autopar.checkpoint.manifest import LeafRecord
+from autopar.checkpoint.manifest import NUMBERS, LeafRecord, NamedLeaf, text_of, type_of
 from autopar.common import jax_compat
 from autopar.errors import DonatedStateError, UnsupportedError
 from autopar.runtime.transfers import aval_of, from_whole, is_whole

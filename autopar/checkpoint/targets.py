@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from autopar.calls import nnx_objects
-from autopar.checkpoint.leaves import NamedLeaf, named_leaves, nested, tree_of
-from autopar.checkpoint.manifest import LeafRecord, Manifest
+from autopar.checkpoint.manifest import LeafRecord, Manifest, NamedLeaf, named_leaves, nested, tree_of
 from autopar.checkpoint.stored_arrays import restored_array, stored_shape, stored_sharding
 from autopar.common import jax_compat
 from autopar.errors import (

@@ -19,8 +19,7 @@ from autopar.common import jax_compat
 from autopar.common.files import Fault
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.ir.graph import Block, FactorKind, Op, OpGraph, OpKind
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.kernels.local import admits
 from autopar.lowering.lower import ShardingPlan

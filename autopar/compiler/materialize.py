@@ -22,12 +22,10 @@ from autopar.errors import PlanMismatchError
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import saving
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
-from autopar.inter_op.joined_tasks import joined_as_named
-from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
-from autopar.inter_op.submeshes import Submesh, model_of
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, joined_as_named, stage_graphs
+from autopar.inter_op.staged import StagedStep, Submesh, model_of, planned_stage, stage_program
 from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.emit import Emitter
 from autopar.lowering.host_copies import with_host_copies

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.common.paths import parts_of
 from autopar.cost import peak_memory
 from autopar.cost.memory_program import task_program
-from autopar.inter_op.joined_tasks import joined_memory
+from autopar.inter_op.build_stages import joined_memory
 from autopar.inter_op.staged import StagedStep
 from autopar.ir.graph import HOST, UNREDUCED, OpGraph, OpKind, Role, Section, read_by
-from autopar.ir.layout import local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh, local_bytes
 from autopar.lowering.instructions import HostCopy, Instruction, Key, LoweredBlock, Move, Pass, section_of
 from autopar.plan.schema import MemoryHolder, MemoryKind, MemoryUse
 from autopar.runtime.simulator import groups_of

@@ -9,7 +9,7 @@ from autopar.compiler.comparison import best_program, notes
 from autopar.compiler.write_plan import plan_of
 from autopar.errors import AutoparError, MemoryLimitError, SolverError
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
-from autopar.intra_op.memory_refusals import no_program_fits, state_bytes
+from autopar.intra_op.mesh_searches import no_program_fits, state_bytes
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import IMPOSSIBLE
 from autopar.plan.context import PlanningContext

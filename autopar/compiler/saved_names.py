@@ -22,7 +22,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.saved_names import names_of, saving
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Block, OpGraph, OpKind, Role, free_values, has_effects
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import NEARLY_EQUAL
 from autopar.plan.plan import Plan

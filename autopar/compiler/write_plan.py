@@ -29,17 +29,15 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.roofline import flops_of, main_dtype, peak_dtype
-from autopar.cost.stream_work import NO_TIME, Cause, SendTime
+from autopar.cost.stream_simulator import NO_TIME, Cause, SendTime
 from autopar.cost.usage import CollectiveUse, compute_times_s, host_use, predicted_collectives
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.joined_tasks import chain_name, timed_chain
+from autopar.inter_op.build_stages import chain_name, timed_chain
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
-from autopar.intra_op import baselines
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Value
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import ATTENTION_PASSES, GROUPED_PRODUCT, MATRIX_PRODUCTS, RAGGED_PRODUCT
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.lowering.lower import ShardingPlan, SolverReport
@@ -47,6 +45,7 @@ from autopar.plan import summary
 from autopar.plan.codec import decisions_of
 from autopar.plan.context import Candidate, PlanningContext, Rejection
 from autopar.plan.plan import Plan, Trees
+from autopar.plan.rivals import BASELINES
 from autopar.plan.schema import (
     FORMAT_VERSION,
     Decisions,
@@ -611,7 +610,7 @@ def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
             roles = roles_of_axes(outcome.sharding, context.graph, dimensions_of(context.views.annotated))
             trials.append(dataclasses.replace(outcome.trial, axis_roles=roles))
         elif isinstance(outcome, Rejection) and outcome.axis_sizes:
-            name = outcome.text if outcome.source == baselines.SOURCE else ""
+            name = outcome.text if outcome.source == BASELINES else ""
             trials.append(
                 MeshTrial(
                     axis_sizes=outcome.axis_sizes,

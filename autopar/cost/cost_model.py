@@ -33,14 +33,12 @@ from autopar.cost.roofline import (
     time_s,
     times_s,
 )
-from autopar.cost.stream_simulator import Overlap, overlap_of
-from autopar.cost.stream_work import KeptWork
+from autopar.cost.stream_simulator import KeptWork, Overlap, overlap_of
 from autopar.cost.xla_program import Compiler, compiler_for
 from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.kinds import SECTOR_BYTES, Platform
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact
 from autopar.kernels.local import busiest_of, runs_locally
 from autopar.kernels.operation import NAME as KERNEL

@@ -19,8 +19,7 @@ from autopar.common import jax_compat
 from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import Op
-from autopar.ir.layout import local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh, local_bytes
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
 from autopar.kernels.operation import equations_of_first_turn, is_kernel

@@ -29,8 +29,7 @@ from autopar.cost.usage import results_of, rounded_copies
 from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
-from autopar.ir.layout import Layout, local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.kernels.operation import is_kernel, masked_rows
 from autopar.lowering.collective_matmul import Along

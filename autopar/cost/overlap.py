@@ -17,8 +17,7 @@ from autopar.common.trace_events import TraceEvent as Shown
 from autopar.cost.cost_model import CostModel, NodeCosts, copied_s
 from autopar.cost.inner_collectives import Moment
 from autopar.cost.roofline import is_fusible
-from autopar.cost.stream_simulator import Overlap, run
-from autopar.cost.stream_work import KeptWork, Ran, Stream, StreamEvent, StreamWork
+from autopar.cost.stream_simulator import KeptWork, Overlap, Ran, Stream, StreamEvent, StreamWork, run
 from autopar.cost.usage import (
     CollectiveUse,
     host_copy_s,
@@ -31,8 +30,7 @@ from autopar.cost.usage import (
 )
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.ir.graph import Op, OpGraph, OpKind
-from autopar.ir.layout import local_bytes
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.layout import LogicalMesh, axes_text, local_bytes
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,
@@ -69,19 +67,6 @@ def timed(
     return writer.timed(lowered, results_of(lowered) if results is None else results)
 
 
-def timed_together(
-    graph: OpGraph,
-    parts: Sequence[tuple[Sequence[Instruction], int]],
-    results: Sequence[Key],
-    model: CostModel,
-    costs: NodeCosts | None = None,
-) -> Ran:
-    """Instructions of several parts of a step as one program, once each: with each part how often it runs in a step,
-    since that is what its operations count. `results`: what the program hands on.
-    """
-    return timed_beside([works_together(graph, parts, results, model, costs)], model)
-
-
 def works_together(
     graph: OpGraph,
     parts: Sequence[tuple[Sequence[Instruction], int]],
@@ -89,7 +74,9 @@ def works_together(
     model: CostModel,
     costs: NodeCosts | None = None,
 ) -> list[StreamWork]:
-    """The work of `timed_together`."""
+    """Instructions of several parts of a step as one program, once each, for `timed_beside`: with each part how often
+    it runs in a step, since that is what its operations count. `results`: what the program hands on.
+    """
     writer = _Writer(graph, model, costs or NodeCosts(graph, model))
     together = [instruction for instructions, _ in parts for instruction in instructions]
     writer.rounded |= rounded_copies(graph, together, results, model)

@@ -17,8 +17,7 @@ from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.inner_collectives import Moment, island_collectives, ring_permutes
 from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
-from autopar.ir.layout import Layout, local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.kernels.operation import is_kernel
 from autopar.lowering.instructions import (

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from autopar.cost.roofline import is_fusible
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import REDUCED, RETURNED, UNREDUCED, Op, OpGraph
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.lowering.instructions import Compute, Instruction, Move
 
 # Computed once and kept rather than computed again in each kernel that reads it (XLA's InstructionFusion::IsExpensive).

@@ -22,13 +22,11 @@ from autopar.compiler.step_ways import program_graph
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.cost_model import cost_model
 from autopar.errors import AutoparError
-from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, stage_graphs
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, cut_layers, joined_as_named, stage_graphs
 from autopar.inter_op.decide_stages import CanonicalGraph, carried_over
-from autopar.inter_op.joined_tasks import joined_as_named
 from autopar.intra_op.spmd_candidate import memory_of
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, walk
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import ShardingPlan, lower

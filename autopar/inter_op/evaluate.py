@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import BatchMismatchError, PlanMismatchError, SolverError, UnsupportedError
 from autopar.inter_op.build_stages import MicrobatchedStep, build, evened
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.one_stage import least_bytes
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice, choice_of
 from autopar.inter_op.pipeline_candidate import SOURCE, PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import BestStages
-from autopar.inter_op.stage_choice import StageChoice, choice_of
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import Posed, in_turn
-from autopar.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, estimate, short_step
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, estimate, least_bytes, short_step
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort

@@ -10,54 +10,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
-from autopar.common.progress import Deadline
-from autopar.cost.cost_model import cost_model
 from autopar.cost.usage import compute_times_s
-from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, build
-from autopar.inter_op.fit_stages import BuildLimits
+from autopar.inter_op.build_stages import MicrobatchedStep
+from autopar.inter_op.decide_stages import StageChoice
+from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.stage_costs import LayerPolicies
 from autopar.inter_op.staged import StagedStep
-from autopar.inter_op.submeshes import part_of
-from autopar.inter_op.truncated_model import TruncatedModel, estimate
-from autopar.intra_op.baselines import baseline_bindings
+from autopar.intra_op.mesh_searches import baseline_bindings
 from autopar.ir.graph import Section
-from autopar.ir.mesh import LogicalMesh
-from autopar.plan.context import PlanningContext
 from autopar.sharding.binding import Binding
-
-
-def least_bytes(
-    microbatched: MicrobatchedStep,
-    choice: StageChoice,
-    cluster: Cluster,
-    time_limit_s: float,
-    short: TruncatedModel | None = None,
-) -> int:
-    """Bytes that each device needs for a choice of one stage even if every value is split over all devices. By an
-    estimate, where the step has a shorter form.
-
-    What is lost between values does not count, nor what may lie in vector memory, if it is split.
-    """
-    alone = dataclasses.replace(choice, group_meshes=(LogicalMesh(axis_sizes=(1,)),), terms=(), over_limit=())
-    # What takes longer than nothing is not decided again to fit.
-    limits = BuildLimits(
-        limit_bytes=cluster.num_devices * cluster.device.memory_bytes, time_limit_s=time_limit_s, to_beat_s=0.0
-    )
-    one_device = part_of(cluster, 1)
-    found = None if short is None else estimate(short, alone, one_device, limits)
-    if found is not None:
-        live_bytes = found.peak_bytes[0] - found.lost_bytes
-    else:
-        built = build(microbatched, alone, one_device, limits)
-        live_bytes = built.peak_bytes[0] - built.lost_at_peak_bytes(0)
-    vector_bytes = cost_model(one_device, alone.group_meshes[0]).compiler.vector_memory_bytes
-    return max(0, -(-live_bytes // cluster.num_devices) - vector_bytes)
 
 
 def least_in_turn_s(staged: StagedStep, most_devices: int) -> float:
@@ -77,23 +41,6 @@ def least_in_turn_s(staged: StagedStep, most_devices: int) -> float:
 
 # One stage is evaluated in more micro-batches if it takes at most so many times as long as the best.
 WALKED_WITHIN = 1.05
-
-
-class Refined(Protocol):
-    """What was evaluated of one stage, and how more of it is (`PipelineEvaluator`)."""
-
-    limit_bytes: int
-    deadline: Deadline
-    best: PipelineCandidate | PipelineEstimate | None
-    refinements: list[PipelineEstimate]
-
-    def least_bytes(self, m: int, choice: StageChoice) -> int: ...
-
-    def may_gain(self, m: int, choice: StageChoice) -> bool: ...
-
-    def refined(
-        self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
-    ) -> PipelineEstimate | None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +75,7 @@ class MicrobatchCounts:
         return math.gcd(self.num_examples // m, self.num_devices)
 
 
-def refine_in_other_counts(evaluator: Refined, others: MicrobatchCounts) -> None:
+def refine_in_other_counts(evaluator: PipelineEvaluator, others: MicrobatchCounts) -> None:
     """Evaluates what fits in fewer micro-batches while that is faster and may become the best, and what comes near the
     best in more of them: while that is faster, or until it fits.
 
@@ -146,7 +93,7 @@ def refine_in_other_counts(evaluator: Refined, others: MicrobatchCounts) -> None
             _walk(evaluator, others, first, 1)
 
 
-def _walk(evaluator: Refined, others: MicrobatchCounts, first: PipelineEstimate, step: int) -> bool:
+def _walk(evaluator: PipelineEvaluator, others: MicrobatchCounts, first: PipelineEstimate, step: int) -> bool:
     """Whether the next number in a direction is better than the first; goes on as long as the next one is."""
     at, position = first, others.numbers.index(first.num_microbatches) + step
     while 0 <= position < len(others.numbers) and not evaluator.deadline.passed:
@@ -177,20 +124,7 @@ IN_SOME_LAYERS = "{} in {} layers"
 TRIED_MIXES = 3  # of policies of layers, in each number of micro-batches
 
 
-class Evaluated(Refined, Protocol):
-    """What was evaluated of all pipelines, and how one stage is evaluated otherwise (`PipelineEvaluator`)."""
-
-    context: PlanningContext
-    cluster: Cluster
-    # For (stages, micro-batches): the best, and its bytes by the tables.
-    best_of: dict[tuple[int, int], tuple[PipelineEstimate, int]]
-
-    def as_it_is(
-        self, m: int, choice: StageChoice, binding: Binding | None = None
-    ) -> PipelineEstimate | PipelineCandidate | None: ...
-
-
-def refine_one_stage(evaluated: Evaluated, others: MicrobatchCounts, counts: Iterable[float]) -> None:
+def refine_one_stage(evaluated: PipelineEvaluator, others: MicrobatchCounts, counts: Iterable[float]) -> None:
     """Evaluates the best pipeline of one stage under other decisions, where it comes near the best of all: as it
     recomputes, and without any recomputation, in the first number of micro-batches from its own on in which that may
     fit.
@@ -227,7 +161,7 @@ def refine_one_stage(evaluated: Evaluated, others: MicrobatchCounts, counts: Ite
             evaluated.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
 
 
-def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
+def _near_the_best(evaluated: PipelineEvaluator) -> PipelineEstimate | None:
     """The best of one stage: the best of all, or one that fits and takes little longer."""
     one_stage = [candidate for (stages, _), (candidate, _) in evaluated.best_of.items() if stages == 1]
     found = min(one_stage, key=lambda each: each.rank(evaluated.limit_bytes), default=None)
@@ -239,7 +173,9 @@ def _near_the_best(evaluated: Evaluated) -> PipelineEstimate | None:
     return found if found.fits(evaluated.limit_bytes) and is_near else None
 
 
-def _first_that_may_fit(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
+def _first_that_may_fit(
+    evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice
+) -> int | None:
     """The first number of micro-batches, from m on, in which a choice may fit; None where there is none.
 
     Twice as many micro-batches need half of the memory at least, so that some numbers are left out.
@@ -257,7 +193,7 @@ def _first_that_may_fit(evaluated: Evaluated, others: MicrobatchCounts, m: int, 
     return None
 
 
-def _of_recipes(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
+def _of_recipes(evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
     """The number of micro-batches of recipes where other decisions have m: fewer, where more devices share the examples
     and that may fit. None where recipes take too long, since devices repeat the work of others.
     """
@@ -273,7 +209,9 @@ def _of_recipes(evaluated: Evaluated, others: MicrobatchCounts, m: int, choice: 
     return None if others.take_too_long(m, evaluated.best) else m
 
 
-def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, policies: Sequence[LayerPolicies]) -> None:
+def recompute_in_some_layers(
+    evaluated: PipelineEvaluator, others: MicrobatchCounts, policies: Sequence[LayerPolicies]
+) -> None:
     """Evaluates the best pipeline of one stage with more recomputation in some layers than in others, where memory is
     short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
     """
@@ -292,7 +230,7 @@ def recompute_in_some_layers(evaluated: Evaluated, others: MicrobatchCounts, pol
 
 
 def _in_some_layers(
-    evaluated: Evaluated, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
+    evaluated: PipelineEvaluator, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
 ) -> None:
     """In m micro-batches: a policy that keeps more than fits in as many layers as it may, the next one in the others,
     spread evenly. Between mixes that were evaluated a peak is on a line over the bytes that are kept.

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from autopar.inter_op.fit_stages import Round
-from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.decide_stages import Round, StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.plan.context import Rejection
 from autopar.plan.schema import PipelineTrial

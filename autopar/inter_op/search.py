@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.common.text import text_of_bytes
-from autopar.common.worker_processes import begin_workers
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.mesh_options import MeshOptions, MeshScreen
 from autopar.inter_op.one_stage import (
     MicrobatchCounts,
     least_in_turn_s,
@@ -49,11 +47,18 @@ from autopar.inter_op.search_space import (
     uneven_stages,
 )
 from autopar.inter_op.stage_costs import PricedOption
-from autopar.inter_op.stage_problems import AnsweredProblems, Posed, PosedProblems, by_tables, why_no_pipeline
+from autopar.inter_op.stage_problems import (
+    AnsweredProblems,
+    MeshScreen,
+    Posed,
+    PosedProblems,
+    by_tables,
+    why_no_pipeline,
+)
 from autopar.inter_op.staged import least_handed_out_s
 from autopar.ir.graph import OpGraph, Section
-from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.smaller_step import SmallerSteps, num_examples
+from autopar.ir.layout import LogicalMesh
+from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.assign_stages import balanced, more_layers, sums_in_place
 from autopar.passes.layers import MAX_LAYERS
 from autopar.passes.remat_cheap import copies_state
@@ -177,33 +182,27 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     """
     traced = context.traced
     refuse_callbacks(traced.jaxpr, traced.name)
-    on_fewer = SmallerSteps()
 
     def search(hoist_casts: bool) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         wants_others = context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1
-        found = _Search(context=context, hoist_casts=hoist_casts, on_fewer=on_fewer, screens=not wants_others)
-        results, may_help = found.run()
-        return (results, may_help) if found.confirms(results) else found.run()
+        return _Search(context=context, hoist_casts=hoist_casts, screens=not wants_others).run()
 
     yield from retry_without_hoisted_casts(search, context.limit_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `on_fewer`: the
-    step on the examples of a micro-batch. `screens`: meshes far from the fastest are left out.
+    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `screens`:
+    meshes far from the fastest are left out.
     """
 
     context: PlanningContext
     hoist_casts: bool
-    on_fewer: SmallerSteps
     screens: bool
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
-        if is_long(traced):  # its tables are shared
-            begin_workers(MeshOptions.__module__)
         step = self.in_finest_parts()
         if not (cuts := self.cuts(step)):
             return (self.nothing("a bound says that none is faster"),), False
@@ -331,16 +330,7 @@ class _Search:
         rules, whole = self.context.rules, self.context.graph
         if step.parts > 1:
             whole = whole_batch(step, rules, self.context.graphs)
-        return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts, on_fewer=self.on_fewer)
-
-    def confirms(self, results: Sequence[PipelineCandidate | Rejection]) -> bool:
-        """Whether the micro-batches of every pipeline found are what a trace gives."""
-        pipelines = [result.staged for result in results if isinstance(result, PipelineCandidate)]
-        steps = {(staged.step.parts, staged.graph.num_microbatches): staged.step.traced for staged in pipelines}
-        with self.context.progress.pass_("micro-batches"):
-            return all(
-                m == 1 or self.on_fewer.confirm(traced, num_examples(traced) // m) for (_, m), traced in steps.items()
-            )
+        return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts)
 
     def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
         """The step in each number of micro-batches that it admits, where it may be faster so; a step that mixes its

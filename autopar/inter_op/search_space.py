@@ -10,9 +10,8 @@ from autopar.errors import InvalidArgumentError, expect_one_of
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.pipeline_candidate import SOURCE
 from autopar.inter_op.staged import default_chunks
-from autopar.intra_op.mesh_choice import distinct_meshes
-from autopar.intra_op.spmd_search import LONG_STEP
-from autopar.ir.mesh import LogicalMesh
+from autopar.intra_op.spmd_search import LONG_STEP, distinct_meshes
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import SplitStep, divisors

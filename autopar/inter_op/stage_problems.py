@@ -5,19 +5,21 @@ tables of options, and their answers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+
+import jax
 
 from autopar.common.progress import Progress
-from autopar.common.worker_processes import shared_job, worker_processes
-from autopar.cost.cost_model import cost_model
-from autopar.cost.stream_work import Ran
+from autopar.common.worker_processes import SharedJob, worker_processes
+from autopar.cost.cost_model import CostModel, cost_model
+from autopar.cost.stream_simulator import Ran
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_cost import Link
 from autopar.inter_op.build_stages import MicrobatchedStep
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.layer_decisions import LARGE_SHARE, Decisions
-from autopar.inter_op.mesh_options import LayersOnMesh, MeshOptions, MeshScreen
+from autopar.inter_op.decide_stages import BuildLimits, choice_of
 from autopar.inter_op.search_space import (
     BestStages,
     Tried,
@@ -28,19 +30,140 @@ from autopar.inter_op.search_space import (
     stage_numbers,
     submesh_sizes,
 )
-from autopar.inter_op.stage_choice import choice_of
-from autopar.inter_op.stage_costs import LayerPolicies, PricedOption, layer_policies, undominated
-from autopar.inter_op.submeshes import part_of
+from autopar.inter_op.stage_costs import (
+    LARGE_SHARE,
+    Decisions,
+    LayerDecider,
+    LayerPolicies,
+    PricedOption,
+    layer_policies,
+    stage_options,
+    undominated,
+)
+from autopar.inter_op.staged import part_of
 from autopar.intra_op.memory_prices import saved_values
-from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import LogicalMesh
+from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
+from autopar.ir.graph import OpGraph, Value, values_of
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.known import has_known_kernels
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.fold_layers import FoldedGraph, fold_layers
+from autopar.passes.layers import Layers
 from autopar.passes.split_scan import SplitStep
 from autopar.plan.context import PlanningContext
 from autopar.solver import NoStages, StagePlan, StageProblem, best_stages, fullness
 from autopar.solver import Schedule as SearchedSchedule
+
+# The options of layers on each of several meshes, and the meshes that no fast pipeline has.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The options of all layers on one mesh, in two parts: how long the fastest decisions take, and all decisions with
+    their options.
+
+    `room_bytes`, `in_flight`, `equal` and `time_limit_s` are those of `LayerDecider`. `known`: decisions that are known
+    already from smaller micro-batches.
+    """
+
+    folded: FoldedGraph
+    policies: LayerPolicies
+    layers: Layers
+    link: Link
+    model: CostModel
+    room_bytes: float
+    in_flight: int
+    equal: bool
+    time_limit_s: float
+    known: Decisions | None
+
+    @property
+    def ran(self) -> Ran | None:
+        """How all layers run under the fastest decisions; None where there are none in time."""
+        return self._timed.ran if self._timed is not None else None
+
+    def priced(self) -> tuple[Decisions, tuple[PricedOption, ...]]:
+        """All decisions, and their options."""
+        decisions = self._decider.decisions() if self._decider is not None else self.known or ()
+        options = stage_options(self.folded, self.policies, self.layers, self.model, self.link, decisions, self._timed)
+        return decisions, options
+
+    @functools.cached_property
+    def _decider(self) -> LayerDecider | None:
+        if self.known is not None:
+            return None
+        return LayerDecider(self.folded, self.model, self.room_bytes, self.in_flight, self.equal, self.time_limit_s)
+
+    @functools.cached_property
+    def _timed(self) -> TimedSharding | None:
+        first, costs = self.known[0] if self.known else None, None
+        if self._decider is not None:
+            first, costs = self._decider.fastest, self._decider.intra_op.costs
+        return timed_sharding(self.folded.graph, self.model, first.sharding, costs) if first is not None else None
+
+
+# Seconds of all layers on a mesh, over those on the fastest mesh of as many devices, from which it is left out: however
+# little memory it takes, the fastest one is decided for little memory too. The same of the seconds of a device, over
+# those on any mesh, once a pipeline is known.
+MUCH_SLOWER = 2.0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class MeshScreen:
+    """What is known so far of stages on devices of a cluster.
+
+    Attributes:
+        num_devices: Of the cluster. What takes all of them is never left out: one stage has rules of its own.
+        are_equal: Whether all stages lie on the same mesh.
+        longest_s: The step time from which on pipelines are of no use; inf while none is known.
+        least_device_s: Seconds of one device for all layers on the mesh that takes fewest.
+        has_left_out: Whether any mesh was left out.
+        has_left_out_for_pipeline: Whether one was because a pipeline is known.
+    """
+
+    num_devices: int
+    are_equal: bool = False
+    longest_s: float = math.inf
+    least_device_s: float = math.inf
+    has_left_out: bool = False
+    has_left_out_for_pipeline: bool = False
+
+    @property
+    def knows_pipeline(self) -> bool:
+        return self.longest_s < math.inf
+
+    def pays(self, num_devices: int, ran: Ran, fastest_s: float) -> bool:
+        """Whether a stage of a pipeline that takes less than `longest_s` may be on a mesh, on which all layers run so
+        under their fastest decisions; they take `fastest_s` on the fastest mesh of as many devices.
+        """
+        if num_devices == self.num_devices:
+            return True
+        if ran.end_s > MUCH_SLOWER * fastest_s:
+            self.has_left_out = True
+            return False
+        if not self.knows_pipeline:
+            return True
+        least_device_s = min(self.least_device_s, fastest_s * num_devices)
+        pays = ran.end_s * num_devices <= MUCH_SLOWER * least_device_s and self.get_through(num_devices, ran, fastest_s)
+        self.has_left_out |= not pays
+        self.has_left_out_for_pipeline |= not pays
+        return pays
+
+    def get_through(self, num_devices: int, ran: Ran, fastest_s: float) -> bool:
+        """Whether all devices get through all layers by `longest_s`, where one stage is on a mesh: while it runs its
+        layers, all others run theirs, as on this mesh or at best as on the one that takes fewest seconds of a device.
+        Whatever overlaps, no stream takes less than the sum of its work.
+        """
+        if not ran.busy_s:
+            return True
+        least_device_s = min(self.least_device_s, fastest_s * num_devices)
+        others = (self.num_devices - num_devices) / (ran.busy_s * num_devices if self.are_equal else least_device_s)
+        return self.longest_s * (others + 1 / ran.busy_s) >= 1
+
+    def saw(self, num_devices: int, seconds: float) -> None:
+        """All layers take so long on a mesh of so many devices."""
+        self.least_device_s = min(self.least_device_s, seconds * num_devices)
+
 
 # The table of a step's options: the decisions of its layers on every submesh, priced.
 
@@ -69,64 +192,48 @@ class DecidedOptions(dict[DecidedFor, Decisions]):
         self.policies: dict[int, LayerPolicies] = {}
 
 
-class _Table:
-    """The meshes of submeshes of some sizes, with all that their options depend on.
-
-    Args: as of `tables`.
-    """
-
-    def __init__(
-        self,
-        microbatched: MicrobatchedStep,
-        cluster: Cluster,
-        sizes: Sequence[int],
-        limits: BuildLimits,
-        decided: DecidedOptions,
-        is_long: bool,
-    ) -> None:
-        folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
-        wiring, saved_bytes = hash(wiring_of(folded.graph)), _saved_bytes(folded) if is_long else 0.0
-        examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
-        self.of_size: dict[int, list[int]] = {}  # the numbers of its meshes
-        self.keys: list[DecidedFor] = []
-        meshes: list[LayersOnMesh] = []
-        for size in sizes:
-            part = part_of(cluster, size)
-            models = [cost_model(part, mesh) for mesh in meshes_inside(part)]
-            self.of_size[size] = list(range(len(meshes), len(meshes) + len(models)))
-            for model in models:
-                mesh, stages = model.links.mesh, cluster.num_devices / size
-                # A stage on this mesh holds about its share of the layers.
-                room_bytes, equal = limits.limit_bytes * stages, microbatched.step.parts > 1
-                in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches)
-                if is_long and in_flight * saved_bytes / size <= LARGE_SHARE * room_bytes:
-                    in_flight = 0
-                counts = (0, min(in_flight, 1)) if is_long else (examples, in_flight)
-                key = mesh, wiring, math.gcd(examples, size), *counts
-                self.keys.append(key)
-                meshes.append(
-                    LayersOnMesh(
-                        model=model, room_bytes=room_bytes, in_flight=in_flight, equal=equal, known=decided.get(key)
-                    )
-                )
-        # Some boundary lies between hosts, and the slowest stage sets the pace.
-        link = cluster.between_hosts if cluster.num_domains > 1 else cluster.inside_host
-        layers = microbatched.layers
-        if wiring not in decided.policies:
-            decided.policies[wiring] = layer_policies(folded, layers, cluster, by_value=microbatched.step.parts == 1)
-        self.job = MeshOptions(folded, decided.policies[wiring], layers, link, limits.time_limit_s, meshes)
-        self.work = len(meshes) * len(folded.graph.block.ops)
-
-    def groups(self, least: int) -> Iterator[list[int]]:
-        """The sizes in order, in groups of at least so many meshes, but for the last."""
-        group: list[int] = []
-        for size in self.of_size:
-            group.append(size)
-            if sum(len(self.of_size[each]) for each in group) >= least:
-                yield group
-                group = []
-        if group:
-            yield group
+def _on_meshes(
+    microbatched: MicrobatchedStep,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    limits: BuildLimits,
+    decided: DecidedOptions,
+    is_long: bool,
+) -> Iterator[tuple[int, dict[DecidedFor, MeshOptions]]]:
+    """Each size with the layers on the meshes of a submesh so large. Arguments: those of `tables`."""
+    folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
+    wiring, saved_bytes = hash(wiring_of(folded.graph)), _saved_bytes(folded) if is_long else 0.0
+    examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
+    # Some boundary lies between hosts, and the slowest stage sets the pace.
+    link = cluster.between_hosts if cluster.num_domains > 1 else cluster.inside_host
+    layers = microbatched.layers
+    if wiring not in decided.policies:
+        decided.policies[wiring] = layer_policies(folded, layers, cluster, by_value=microbatched.step.parts == 1)
+    folded = _of_read_values(folded)
+    for size in sizes:
+        # A stage on this mesh holds about its share of the layers.
+        stages, equal = cluster.num_devices / size, microbatched.step.parts > 1
+        room_bytes = limits.limit_bytes * stages
+        in_flight = min(math.ceil(stages), microbatched.graph.num_microbatches)
+        if is_long and in_flight * saved_bytes / size <= LARGE_SHARE * room_bytes:
+            in_flight = 0
+        counts = (0, min(in_flight, 1)) if is_long else (examples, in_flight)
+        part, of_size = part_of(cluster, size), dict[DecidedFor, MeshOptions]()
+        for mesh in meshes_inside(part):
+            key = mesh, wiring, math.gcd(examples, size), *counts
+            of_size[key] = MeshOptions(
+                folded=folded,
+                policies=decided.policies[wiring],
+                layers=layers,
+                link=link,
+                model=cost_model(part, mesh),
+                room_bytes=room_bytes,
+                in_flight=in_flight,
+                equal=equal,
+                time_limit_s=limits.time_limit_s,
+                known=decided.get(key),
+            )
+        yield size, of_size
 
 
 def tables(
@@ -147,33 +254,82 @@ def tables(
     operations and values have the same numbers and connections, examples split over as many of the devices, and saved
     values need a price in both: where they crowd the memory though they are split over all devices.
     """
-    table = _Table(microbatched, cluster, sizes, limits, decided, is_long)
+    of_size = dict(_on_meshes(microbatched, cluster, sizes, limits, decided, is_long))
+    on_meshes = {key: on for of_one in of_size.values() for key, on in of_one.items()}
+    work = sum(len(on.folded.graph.block.ops) for on in on_meshes.values())
+    shares = work >= WORTH_PROCESSES and not has_known_kernels()
+    job = SharedJob(_Table(on_meshes), worker_processes() if shares else ())
     options: list[PricedOption] = []
     too_large: list[int] = []  # on several times as many devices layers take even more seconds of a device
-    shares = table.work >= WORTH_PROCESSES and not has_known_kernels()
-    with shared_job(table.job, worker_processes() if shares else ()) as job:
-        for group in table.groups(MESHES_AT_ONCE * job.num_processes if job.num_processes > 1 else 1):
-            left = [s for s in group if s == cluster.num_devices or not any(s % n == 0 for n in too_large)]
-            meshes = [n for size in left for n in table.of_size[size]]
-            ran = dict(zip(meshes, job.run("fastest", meshes), strict=True))
-            paying: list[int] = []
-            for size in left:
-                if size != cluster.num_devices and any(size % n == 0 for n in too_large):
-                    continue
-                of_size = {n: ran[n] for n in table.of_size[size]}
-                pay = _paying(size, of_size, screen) if screen is not None else list(of_size)
-                if screen is not None and screen.knows_pipeline and not pay:
-                    too_large.append(size)
-                paying += pay
-            job.everywhere("forget", set(meshes) - set(paying))
-            for n, (decisions, priced) in zip(paying, job.run("priced", paying), strict=True):
-                decided[table.keys[n]] = decisions
-                decided.read.add(table.keys[n])
-                options += priced
+
+    def is_wanted(size: int) -> bool:
+        return size == cluster.num_devices or not any(size % n == 0 for n in too_large)
+
+    for group in _groups(of_size, MESHES_AT_ONCE * job.num_processes if job.num_processes > 1 else 1):
+        keys = [key for size in group if is_wanted(size) for key in of_size[size]]
+        ran = dict(zip(keys, job.run("ran", keys), strict=True))
+        paying: list[DecidedFor] = []
+        for size in group:
+            if not is_wanted(size):
+                continue
+            of_one = {key: ran[key] for key in of_size[size]}
+            pay = _paying(size, of_one, screen) if screen is not None else list(of_one)
+            if screen is not None and screen.knows_pipeline and not pay:
+                too_large.append(size)
+            paying += pay
+        job.everywhere("forget", [key for key in keys if key not in paying])
+        for key, (decisions, priced) in zip(paying, job.run("priced", paying), strict=True):
+            decided[key] = decisions
+            decided.read.add(key)
+            options += priced
     return tuple(options)
 
 
-def _paying(num_devices: int, ran: Mapping[int, Ran | None], screen: MeshScreen) -> list[int]:
+class _Table:
+    """The options of layers on several meshes. It holds no arrays, and all that it is made of can be pickled
+    (`common.jax_pickle`).
+    """
+
+    def __init__(self, on_meshes: Mapping[DecidedFor, MeshOptions]) -> None:
+        self.on_meshes = on_meshes
+
+    def ran(self, key: DecidedFor) -> Ran | None:
+        return self.on_meshes[key].ran
+
+    def priced(self, key: DecidedFor) -> tuple[Decisions, tuple[PricedOption, ...]]:
+        found = self.on_meshes[key].priced()
+        self.forget([key])
+        return found
+
+    def forget(self, keys: Iterable[DecidedFor]) -> None:
+        """Frees what was worked out."""
+        for key in keys:
+            for name in ("_decider", "_timed"):
+                self.on_meshes[key].__dict__.pop(name, None)
+
+
+def _groups(of_size: Mapping[int, Collection[object]], least: int) -> Iterator[list[int]]:
+    """The sizes in order, in groups of at least so many meshes, but for the last."""
+    group: list[int] = []
+    for size in of_size:
+        group.append(size)
+        if sum(len(of_size[each]) for each in group) >= least:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _of_read_values(folded: FoldedGraph) -> FoldedGraph:
+    """Without the values of layers that were folded away, and without the numbers in its constants."""
+    graph, nobody = folded.graph, Value(id=-1, shape=(), dtype="float32", itemsize=0)
+    read = set(values_of(graph.block))
+    values = tuple(v if v.id in read else nobody for v in graph.values)
+    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
+    return dataclasses.replace(folded, graph=dataclasses.replace(graph, values=values, constants=shapes), members={})
+
+
+def _paying(num_devices: int, ran: Mapping[DecidedFor, Ran | None], screen: MeshScreen) -> list[DecidedFor]:
     """Those of meshes of one size that the screen leaves in; it is told how long all layers take on the fastest."""
     timed = {n: each for n, each in ran.items() if each is not None}
     if not timed:

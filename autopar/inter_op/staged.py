@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.common.text import text_of_limit
-from autopar.cost.cost_model import CostModel, NodeCosts
+from autopar.cost.cost_model import CostModel, NodeCosts, cost_model
 from autopar.cost.memory_program import task_memory
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
-from autopar.cost.stream_simulator import overlap_of_exchanges
-from autopar.cost.stream_work import Ran
+from autopar.cost.stream_simulator import Ran, overlap_of_exchanges
 from autopar.errors import InvalidArgumentError, SolverError
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.layer_decisions import lowest_price
-from autopar.inter_op.submeshes import Submesh, link_between
+from autopar.hardware.collective_cost import Link
+from autopar.inter_op.stage_costs import lowest_price
 from autopar.inter_op.tasks import LoweredStage, StagedProgram, StageTask, assemble_pipeline
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import ROUNDS, GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MemoryPrices, priced_values, saved_values, state_values
 from autopar.intra_op.slack import Exposure
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.lower import ShardingPlan, lower
 from autopar.passes.assign_stages import StagedGraph
@@ -43,6 +42,52 @@ from autopar.runtime.standard_schedules import PipelineSchedule, is_fitted, make
 from autopar.sharding.constraints import NO_SOLUTION, TOO_TIGHT, Constraints
 from autopar.sharding.pins import PinnedLayout
 from autopar.solver import Status
+
+# The devices of stages: submeshes of a cluster.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Submesh:
+    """The devices of one stage, neighbours from `first_device` on, and their logical mesh."""
+
+    first_device: int
+    mesh: LogicalMesh
+
+
+def place(group_meshes: Sequence[LogicalMesh], mesh_of_stage: Sequence[int]) -> list[Submesh]:
+    """The devices of each stage: larger groups first, so that no group lies across hosts that it does not fill."""
+    order = sorted(range(len(group_meshes)), key=lambda g: -group_meshes[g].num_devices)
+    sizes = itertools.accumulate((group_meshes[g].num_devices for g in order), initial=0)
+    first_of = dict(zip(order, sizes, strict=False))
+    return [Submesh(first_device=first_of[g], mesh=group_meshes[g]) for g in mesh_of_stage]
+
+
+def part_of(cluster: Cluster, num_devices: int) -> Cluster:
+    """Whole hosts of a cluster, or a part of one. Raises: InvalidArgumentError for a number that is neither."""
+    n = cluster.domain_devices
+    if num_devices % n and n % num_devices:
+        raise InvalidArgumentError(
+            where=f"a stage on cluster {cluster.name}",
+            expected=f"whole hosts of {n} devices, or a number that divides a host",
+            got=f"{num_devices} devices",
+            hint="choose a number of stages that cuts the cluster so",
+        )
+    if num_devices >= n:
+        return cluster.submesh(num_devices // n, n)
+    return cluster.submesh(1, num_devices)
+
+
+def model_of(cluster: Cluster, submesh: Submesh) -> CostModel:
+    """The cost model of a stage's devices, with their links."""
+    return cost_model(part_of(cluster, submesh.mesh.num_devices), submesh.mesh)
+
+
+def link_between(source: Submesh, target: Submesh, cluster: Cluster) -> Link:
+    """The link between neighbouring submeshes: that inside a host where one host has both."""
+    ends = [(s.first_device, s.first_device + s.mesh.num_devices - 1) for s in (source, target)]
+    hosts = {device // cluster.domain_devices for end in ends for device in end}
+    return cluster.inside_host if len(hosts) == 1 else cluster.between_hosts
+
 
 # Of the thread that walks the instruction list: a run of a task, with what is sent and freed behind it.
 HAND_OUT_S = 1e-4

@@ -8,8 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from autopar.ir.graph import HOST, UNREDUCED, OpGraph, OpKind, Section, read_by
-from autopar.ir.layout import Layout, local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.rewrite import makers
 from autopar.lowering.instructions import (
     Accumulate,

@@ -11,21 +11,27 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.cost.cost_model import CostsOnMeshes
+from autopar.cost.cost_model import CostsOnMeshes, cost_model
 from autopar.cost.overlap import crossing_s
 from autopar.cost.roofline import flops_of
 from autopar.cost.stream_simulator import overlap_of
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind, time_s
-from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, stage_graphs
-from autopar.inter_op.decide_stages import GivenStageLayouts, StageDecider
-from autopar.inter_op.fit_stages import BuildLimits, Round, StageDecisions, first_terms, fit_stages
-from autopar.inter_op.joined_tasks import join_where_it_pays
-from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.staged import StagedStep, planned_stage, stage_program
-from autopar.inter_op.submeshes import model_of, place
+from autopar.inter_op.build_stages import MicrobatchedStep, StageGraphs, build, join_where_it_pays, stage_graphs
+from autopar.inter_op.decide_stages import (
+    BuildLimits,
+    GivenStageLayouts,
+    Round,
+    StageChoice,
+    StageDecider,
+    StageDecisions,
+    first_terms,
+    fit_stages,
+)
+from autopar.inter_op.staged import StagedStep, model_of, part_of, place, planned_stage, stage_program
 from autopar.intra_op.ilp import IntraOp
 from autopar.ir.graph import Op, OpGraph, OpKind, Section
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.rewrite import renumbered
 from autopar.lowering.instructions import Accumulate
 from autopar.lowering.lower import ShardingPlan
@@ -328,3 +334,31 @@ def _with_graph(stage: StageGraph, graph: OpGraph) -> StageGraph:
         arguments=tuple(p for p, v in zip(stage.arguments, whole.inputs, strict=True) if v in stay),
         results=tuple(p for p, atom in results if not isinstance(atom, int) or atom in made),
     )
+
+
+def least_bytes(
+    microbatched: MicrobatchedStep,
+    choice: StageChoice,
+    cluster: Cluster,
+    time_limit_s: float,
+    short: TruncatedModel | None = None,
+) -> int:
+    """Bytes that each device needs for a choice of one stage even if every value is split over all devices. By an
+    estimate, where the step has a shorter form.
+
+    What is lost between values does not count, nor what may lie in vector memory, if it is split.
+    """
+    alone = dataclasses.replace(choice, group_meshes=(LogicalMesh(axis_sizes=(1,)),), terms=(), over_limit=())
+    # What takes longer than nothing is not decided again to fit.
+    limits = BuildLimits(
+        limit_bytes=cluster.num_devices * cluster.device.memory_bytes, time_limit_s=time_limit_s, to_beat_s=0.0
+    )
+    one_device = part_of(cluster, 1)
+    found = None if short is None else estimate(short, alone, one_device, limits)
+    if found is not None:
+        live_bytes = found.peak_bytes[0] - found.lost_bytes
+    else:
+        built = build(microbatched, alone, one_device, limits)
+        live_bytes = built.peak_bytes[0] - built.lost_at_peak_bytes(0)
+    vector_bytes = cost_model(one_device, alone.group_meshes[0]).compiler.vector_memory_bytes
+    return max(0, -(-live_bytes // cluster.num_devices) - vector_bytes)

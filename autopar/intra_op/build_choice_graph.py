@@ -11,8 +11,7 @@ from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.intra_op.choice_graph import ChoiceGraph, LayoutLists, Layouts, LayoutSite, Node, Reshard, any_partial
 from autopar.intra_op.formulation import Ilp, build, replaced_state
 from autopar.ir.graph import ALL, Atom, Block, FactorKind, Op, OpGraph, OpKind, Role, Value
-from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, enumerate_layouts, enumerate_with_partial, replicated
 from autopar.ir.primitives import is_summing_type, sums_locally
 from autopar.kernels.local import admits
 from autopar.passes.fold_step import ONE_EACH, Weights

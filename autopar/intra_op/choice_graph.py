@@ -21,8 +21,7 @@ import dataclasses
 import msgspec
 
 from autopar.ir.graph import Op
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.sharding.partial_sums import Partials
 from autopar.sharding.strategies import Strategy
 

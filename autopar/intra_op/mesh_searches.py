@@ -1,138 +1,255 @@
-"""Source of candidates: one SPMD program over all devices on each logical mesh, and the manual plans of one.
-
-Searches on several meshes know nothing of one another, so that other processes may make them.
-"""
+"""Source of candidates: one SPMD program over all devices on each logical mesh, and the manual plans of one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 
-from autopar.common.progress import Progress
-from autopar.common.worker_processes import shared_job, worker_processes
+from autopar.attention.kernels import Kernel
+from autopar.attention.match import large_scores
 from autopar.cost.cost_model import cost_model
-from autopar.intra_op.baselines import MOST_AXES, baseline_candidates
-from autopar.intra_op.build_choice_graph import tables_of
-from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
-from autopar.intra_op.mesh_choice import (
+from autopar.cost.xla_program import place_names
+from autopar.errors import InvalidArgumentError, MemoryLimitError
+from autopar.hardware.cluster import Cluster
+from autopar.intra_op.ilp import IntraOp
+from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory_of, unfold
+from autopar.intra_op.spmd_search import (
+    LONG_STEP,
     SOURCE,
-    fastest_fitting,
     logical_meshes,
-    longest_s,
     not_tried,
-    slower,
+    search_mesh,
     worth_trying,
 )
-from autopar.intra_op.spmd_candidate import SpmdCandidate, timed_sharding, with_memory
-from autopar.intra_op.spmd_search import LONG_STEP, search_mesh
-from autopar.ir.mesh import LogicalMesh
-from autopar.kernels.known import has_known_kernels
-from autopar.lowering.lower import ShardingPlan
-from autopar.plan.context import PlanningContext, Rejection, StepGraphs
-from autopar.plan.options import WORTHWHILE
-from autopar.sharding.partial_sums import Partials
-from autopar.sharding.rules import RuleBook
+from autopar.ir.graph import Block, OpGraph, read_by
+from autopar.ir.layout import Layout, LogicalMesh
+from autopar.lowering.host_copies import with_host_copies
+from autopar.lowering.lower import lower
+from autopar.plan.context import PlanningContext, Rejection
+from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
+from autopar.plan.rivals import BASELINES, DATA_PARALLEL, TENSOR_PARALLEL, tensor_group
+from autopar.sharding.binding import Binding, with_groups
+from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
 
-# What a search on a mesh finds: how the step is decided, without its partial sums, and how long it takes, or why not.
-Found = tuple[ShardingPlan, float] | Rejection
-
-# The searches on meshes are shared with other processes from so many axes on, and for as many operations of the folded
-# step on all meshes together: on fewer axes a search takes about as long as it takes to start a process.
-SHARED_AXES, WORTH_PROCESSES = 3, 2_000
+# The errors of steps that exceed the memory of all devices: by their arguments, or as one program.
 
 
-NO_PARTIALS = Partials(kept=frozenset(), operands={})
+def state_bytes(context: PlanningContext) -> int:
+    """The least bytes of the arguments on each device, for one program and for stages."""
+    graph = context.graph
+    return -(-sum(graph.values[v].nbytes for v in graph.block.inputs) // context.cluster.num_devices)
 
 
-class MeshSearches:
-    """The searches on meshes, each by its number, beside the results so far.
+def check_state_fits(context: PlanningContext) -> None:
+    """Raises: MemoryLimitError for a step whose arguments exceed the memory of all devices, in stages too."""
+    graph, cluster, needed_bytes = context.graph, context.cluster, state_bytes(context)
+    if needed_bytes <= context.limit_bytes:
+        return
+    largest = sorted((graph.values[v] for v in graph.block.inputs), key=lambda v: -v.nbytes)[:5]
+    raise MemoryLimitError(
+        where=f"the state of {context.traced.name}, split over all {cluster.num_devices} devices of {cluster.name}",
+        limit_bytes=context.limit_bytes,
+        needed_bytes=needed_bytes,
+        largest=[(v.name or "a constant", v.nbytes // cluster.num_devices) for v in largest],
+        hint="use more devices, a smaller model, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+    )
 
-    It holds no numbers of arrays, and all that it is made of can be pickled (`common.jax_pickle`).
+
+def fits_unfused(context: PlanningContext) -> bool:
+    """Whether every value of the step could be written to memory, in program order, if all were split over all devices:
+    then fused kernels need no more, and `cannot_fit`, which lowers the whole step to find out, need not be asked.
+    """
+    return _unfused_bytes(context.graph, context.graph.block) <= context.limit_bytes * context.cluster.num_devices
+
+
+def _unfused_bytes(graph: OpGraph, block: Block) -> int:
+    """The most bytes alive at once in a block whose every value is written to memory; of a loop, its body with it."""
+    nbytes = {v: graph.values[v].nbytes for v in (*block.inputs, *(v for op in block.ops for v in op.outputs))}
+    last = {v: i for i, op in enumerate(block.ops) for v in read_by(op)}
+    freed: dict[int, list[int]] = {}
+    for i, op in enumerate(block.ops):
+        for v in op.outputs:
+            last.setdefault(v, i)
+    for v in {*last} & {*nbytes} - {*block.inputs} - {atom for atom in block.outputs if isinstance(atom, int)}:
+        freed.setdefault(last[v], []).append(v)
+    live = most = sum(nbytes[v] for v in block.inputs)
+    for i, op in enumerate(block.ops):
+        live += sum(nbytes[v] for v in op.outputs)
+        most = max(most, live + max((_unfused_bytes(graph, inner) for inner in op.blocks), default=0))
+        live -= sum(nbytes[v] for v in freed.get(i, ()))
+    return most
+
+
+def cannot_fit(context: PlanningContext) -> MemoryLimitError | None:
+    """The error of a step that needs too much memory even if every value of it were split over all devices."""
+    graph, cluster, step = context.graph, context.cluster, context.views.folded
+    model = cost_model(cluster, LogicalMesh(axis_sizes=(1,)))
+    intra_op = IntraOp(step.graph if step is not None else graph, model)
+    sharding = intra_op.decode(intra_op.solve(time_limit_s=context.deadline.solve_s()))
+    if step is not None:
+        sharding = unfold(sharding, context.views.partials, graph, step)
+    alone = memory_of(graph, with_host_copies(graph, lower(graph, sharding, model.links), sharding), model)
+    if alone.estimate.peak_bytes <= context.limit_bytes * cluster.num_devices:
+        return None
+    where = f"{context.traced.name}, if every value were split over all {cluster.num_devices} devices of {cluster.name}"
+    return _out_of_memory(context, where, graph, alone, sharding.mesh, cluster.num_devices)
+
+
+def no_program_fits(context: PlanningContext, candidates: Sequence[SpmdCandidate]) -> MemoryLimitError:
+    """The error for the smallest plan: the bytes over the limit, and the values that hold the memory."""
+    least = min(candidates, key=lambda c: c.peak_bytes)
+    where = f"{context.traced.name} on mesh {least.sharding.mesh}"
+    memory = memory_of(context.graph, least.lowered, least.model)
+    return _out_of_memory(context, where, context.graph, memory, least.sharding.mesh)
+
+
+def _out_of_memory(
+    context: PlanningContext, where: str, graph: OpGraph, memory: ProgramMemory, mesh: LogicalMesh, shared_by: int = 1
+) -> MemoryLimitError:
+    """The error of a plan that does not fit, whose bytes are shared by `shared_by` devices."""
+    made_by = {v: f"{op.place}/{op.primitive}".lstrip("/") for op in graph.ops() for v in op.outputs}
+    names = place_names(graph, memory.stands_for, made_by, mesh)
+    return MemoryLimitError(
+        where=where,
+        limit_bytes=context.limit_bytes,
+        needed_bytes=-(-memory.estimate.peak_bytes // shared_by),
+        largest=[(names.get(v, "a temporary value"), n // shared_by) for v, n in memory.estimate.at_peak[:5]],
+        hint=f"use more devices, a smaller batch, {_smaller(context)}jax.checkpoint around layers whose activations "
+        "are named here, or a smaller optimiser state (Adafactor, bfloat16 moments)",
+    )
+
+
+def _smaller(context: PlanningContext) -> str:
+    """The options of a step that let it need less at once, as far as they are not taken."""
+    number = context.request.num_microbatches or 1
+    cut = f"gradient accumulation (num_microbatches={2 * number} or more, of Search or of the recipe), "
+    has_scores = context.traced.attention_kernel != Kernel.BLOCKS.name and bool(large_scores(context.views.annotated))
+    return cut + ("Search(attention='blockwise') (scores are not kept), " if has_scores else "")
+
+
+# Source of candidates: manual plans of one program, namely data and tensor parallelism and the stages of ZeRO.
+
+
+# Stages of ZeRO, 0 for plain data parallelism, that are tried beside what the search finds by itself: such plans send
+# parameters and gradients only, all of which may hide, and an objective that adds up what is sent thinks less of them.
+ZERO_STAGES = (0, 1, 3)
+MOST_AXES = 2  # of the meshes of these plans
+ALONG_LARGEST = "FSDP along the largest dimensions"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A manual plan by its name: its mesh, and the request that binds it. `is_told`: evaluated however slow it is, for
+    the plan says what it would cost.
     """
 
-    def __init__(self, context: PlanningContext, meshes: Sequence[LogicalMesh], time_limit_s: float) -> None:
-        self.context, self.meshes, self.time_limit_s = _for_others(context), meshes, time_limit_s
-
-    def found(self, number: int) -> Found:
-        """How the step is decided on a mesh, and how long it takes, or why it is not."""
-        deadline = self.context.deadline  # of one clock for all processes
-        if deadline.passed:
-            return not_tried(self.meshes[number], deadline.text)
-        model = cost_model(self.context.cluster, self.meshes[number])
-        outcome = search_mesh(self.context, model, folds=True, time_limit_s=self.time_limit_s)
-        if isinstance(outcome, Rejection):
-            return outcome
-        return dataclasses.replace(outcome.sharding, partials=NO_PARTIALS), outcome.ran.end_s
+    name: str
+    mesh: LogicalMesh
+    request: PlanRequest
+    is_told: bool = False
 
 
-def searched_at_once(
-    context: PlanningContext, meshes: Sequence[LogicalMesh], time_limit_s: float
-) -> Mapping[LogicalMesh, Found]:
-    """What is found on each of these meshes where layouts are free, by as many processes as there are processors; empty
-    where that is not worth it.
+def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
+    """Every manual plan, each as one constrained program that is priced like what the search finds by itself."""
+    if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
+        return
+    if not context.may_gain:
+        yield Rejection(source=BASELINES, text="data parallelism and ZeRO", why=f"not tried: {context.why_no_gain}")
+        return
+    for baseline in _baselines(context):
+        found = baseline if isinstance(baseline, Rejection) else _searched(context, baseline)
+        yield found
+        context = context.after([found])  # the next ones are of use where they are faster than this too
 
-    `time_limit_s` of each search.
+
+def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | Rejection:
+    name, deadline = baseline.name, context.deadline
+    if deadline.passed:
+        return Rejection(source=BASELINES, text=name, why=f"not tried: {deadline.text}")
+    tolerance = math.inf if baseline.is_told else context.keep_tolerance
+    bound = dataclasses.replace(context, request=baseline.request, keep_tolerance=tolerance)
+    with context.progress.pass_(TENSOR_PARALLEL if baseline.is_told else DATA_PARALLEL):
+        model = cost_model(context.cluster, baseline.mesh)
+        found = search_mesh(bound, model, folds=True, time_limit_s=deadline.solve_s())
+    if isinstance(found, Rejection):
+        return dataclasses.replace(found, source=BASELINES, text=name)
+    context.weighed(found.step_time_s, found.peak_bytes)
+    return dataclasses.replace(found, source=BASELINES, name=name)
+
+
+def _baselines(context: PlanningContext) -> Iterator[Baseline | Rejection]:
+    """The state split along its largest dimensions as FSDP does, data parallelism and ZeRO, on a mesh of one axis; ZeRO
+    inside of each host alone, on a mesh of two; and tensor parallelism. Once a program fits, a quick search has those
+    on one axis alone.
     """
-    step = context.views.folded
-    work = len(meshes) * len((step.graph if step is not None else context.graph).block.ops)
-    if len(meshes) < 2 or len(meshes[0].axis_sizes) < SHARED_AXES or work < WORTH_PROCESSES:
-        return {}
-    if has_known_kernels() or not (workers := worker_processes()):
-        return {}
-    together = context.progress.pass_(f"{len(meshes)} meshes of {len(meshes[0].axis_sizes)} axes")
-    with together, shared_job(MeshSearches(context, meshes, time_limit_s), workers) as job:
-        return dict(zip(meshes, job.run("found", range(len(meshes))), strict=True))
+    cluster, request = context.cluster, context.request
+    is_quick = request.effort is Effort.QUICK and context.fastest_s < math.inf
+    row = LogicalMesh(axis_sizes=(cluster.num_devices,))
+    if along_largest := state_along_largest(context.graph, row):
+        fixed = dataclasses.replace(request, fixed=along_largest)
+        yield Baseline(name=ALONG_LARGEST, mesh=row, request=fixed)
+    for name, binding in baseline_bindings(cluster):
+        if is_quick and len(binding.axes) > 1:
+            continue
+        binding = with_groups(binding, context.views.annotated, cluster.num_devices)
+        mesh, _ = binding.on(cluster.num_devices)
+        yield Baseline(name=name, mesh=mesh, request=dataclasses.replace(request, binding=binding))
+    if not is_quick:
+        yield _tensor_parallelism(context)
 
 
-def candidate_of(context: PlanningContext, mesh: LogicalMesh, found: Found) -> SpmdCandidate | Rejection:
-    """The candidate of what was found on a mesh, beside the results that are there now."""
-    model = cost_model(context.cluster, mesh)
-    if isinstance(found, Rejection):  # beside the best that there was before all of them
-        if found.least_s is None:
-            return found
-        return slower(context, model, found.least_s, found.step_time_s)
-    sharding, end_s = found
-    if end_s >= longest_s(context, len(mesh.axis_sizes)):
-        return slower(context, model, end_s, end_s)
-    sharding = dataclasses.replace(sharding, partials=context.views.partials)
-    costs = tables_of(context, context.graph, model).costs
-    return with_memory(context.graph, model, timed_sharding(context.graph, model, sharding, costs))[0]
+def _tensor_parallelism(context: PlanningContext) -> Baseline | Rejection:
+    """Tensor parallelism inside of each host, data parallelism between them."""
+    cluster, size = context.cluster, tensor_group(context.cluster)
+    name = f"{TENSOR_PARALLEL} over {size}"
+    graph, binding = context.views.annotated, Binding(axes=(data_axis(), tensor_axis()), sizes=(None, size))
+    try:
+        binding.check(graph, cluster.num_devices)
+    except InvalidArgumentError as error:
+        return Rejection(source=BASELINES, text=name, why=f"not tried: {error.got}")
+    binding = with_groups(binding, graph, cluster.num_devices)
+    mesh, _ = binding.on(cluster.num_devices)
+    request = dataclasses.replace(context.request, binding=binding)
+    return Baseline(name=name, mesh=mesh, request=request, is_told=True)
 
 
-def _for_others(context: PlanningContext) -> PlanningContext:
-    """What searches on meshes read of a context: no arrays, no functions, and of the results the one to beat."""
-    best, views = fastest_fitting(context), context.views.without_numbers()
-    traced = dataclasses.replace(
-        context.traced,
-        jaxpr=None,
-        constants=(),
-        in_tree=None,
-        out_tree=None,
-        placements=(),
-        written=(),
-        callbacks=(),
-        trace_again=None,
-    )
-    return dataclasses.replace(
-        context,
-        traced=traced,
-        graph=views.graph,
-        views=views,
-        rules=RuleBook(),
-        progress=Progress("", show=False),
-        graphs=StepGraphs(),
-        results=() if best is None else (_without_program(best),),
-    )
+def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:
+    """Data parallelism and the stages of ZeRO that are tried, by name; of several hosts also over each host alone; none
+    on one device, which shares nothing.
+    """
+    if cluster.num_devices == 1:
+        return []
+    found = [
+        (f"ZeRO-{zero}" if zero else DATA_PARALLEL, Binding(axes=(data_axis(zero),), sizes=(None,)))
+        for zero in ZERO_STAGES
+    ]
+    inside = cluster.domain_devices
+    if cluster.num_domains > 1 and inside > 1:
+        found += [
+            (
+                f"ZeRO-{zero} in groups of {inside}",
+                Binding(axes=(replica_axis(), data_axis(zero)), sizes=(None, inside)),
+            )
+            for zero in ZERO_STAGES
+            if zero
+        ]
+    return found
 
 
-def _without_program(best: SpmdCandidate) -> SpmdCandidate:
-    """A candidate with its time, its memory and its mesh alone."""
-    sharding = dataclasses.replace(
-        best.sharding, partials=NO_PARTIALS, strategy={}, unreduced={}, reduced={}, copies={}
-    )
-    ran = dataclasses.replace(best.ran, order=(), starts_s=())
-    lowered = dataclasses.replace(best.lowered, instructions=())
-    return dataclasses.replace(best, sharding=sharding, lowered=lowered, ran=ran, compute_s={})
+def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:
+    """Each array of the state, by its number among the arguments, split over a mesh of one axis along the largest
+    dimension that divides.
+    """
+    found = []
+    for position in sorted(graph.donated):
+        shape = graph.values[graph.block.inputs[position]].shape
+        for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            layout = Layout(tuple((0,) if e == d else () for e in range(len(shape))))
+            if layout.fits(shape, mesh):
+                found.append((position - len(graph.constants), layout))
+                break
+    return tuple(found)
 
 
 def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
@@ -144,7 +261,7 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
     """
     deadline = context.deadline
     may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
-    meshes, found = logical_meshes(context), dict[LogicalMesh, Found]()
+    meshes = logical_meshes(context)
     baselines: list[SpmdCandidate | Rejection] | None = None
     for number, (mesh, pins) in enumerate(meshes):
         candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
@@ -153,10 +270,8 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
             baselines = list(baseline_candidates(context))
             yield from baselines
             context = context.after(baselines)
-        if mesh in found:
-            outcome: SpmdCandidate | Rejection = candidate_of(context, mesh, found[mesh])
-        elif deadline.passed and fits:
-            outcome = not_tried(mesh, deadline.text)
+        if deadline.passed and fits:
+            outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
         elif fits and not context.may_gain:
             outcome = not_tried(mesh, context.why_no_gain)
         elif not worth_trying(mesh, context):
@@ -173,15 +288,9 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
                     return
                 may_fit = True
             time_s, folds = deadline.solve_s(len(meshes) - number), context.request.leaves_layouts_free
-            if fits and folds:
-                alike = [other for other, _ in meshes[number:] if len(other.axis_sizes) == len(mesh.axis_sizes)]
-                found |= searched_at_once(context, alike, time_s)
             with context.progress.pass_(f"mesh {mesh}"):
-                if mesh in found:
-                    outcome = candidate_of(context, mesh, found[mesh])
-                else:
-                    model = cost_model(context.cluster, mesh)
-                    outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
+                model = cost_model(context.cluster, mesh)
+                outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
         if isinstance(outcome, SpmdCandidate):
             context.weighed(outcome.step_time_s, outcome.peak_bytes)
         yield outcome

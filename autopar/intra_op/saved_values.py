@@ -29,7 +29,7 @@ from autopar.frontend.recompute_in_scans import (
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Op, OpGraph, OpKind, Value, read_by
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.scan_pairs import JoinedBodies
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers

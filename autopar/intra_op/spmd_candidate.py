@@ -10,7 +10,7 @@ from autopar.cost import peak_memory
 from autopar.cost.cost_model import CostModel, NodeCosts
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import timed
-from autopar.cost.stream_work import Ran
+from autopar.cost.stream_simulator import Ran
 from autopar.cost.usage import compute_times_s
 from autopar.cost.xla_program import Compiler
 from autopar.ir.graph import ALL, OpGraph, Role, values_of

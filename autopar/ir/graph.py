@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
 import msgspec
 import numpy as np
 
@@ -253,7 +252,7 @@ class Op(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
     bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
     (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions. `parameters`:
-    of an operation in no module, that of the parameters it reads (`autopar.frontend.parameter_names`). `recomputes`:
+    of an operation in no module, that of the parameters it reads (`autopar.frontend.build_graph`). `recomputes`:
     it is the backward pass's, and computes again what `jax.checkpoint` does not keep.
     """
 
@@ -350,12 +349,6 @@ class OpGraph:
     def ops(self) -> Iterator[Op]:
         """Every operation, bodies of loops after their loop."""
         yield from walk(self.block)
-
-
-def without_numbers(graph: OpGraph) -> OpGraph:
-    """The same graph with the shapes of its constants in place of their numbers."""
-    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
-    return dataclasses.replace(graph, constants=shapes)
 
 
 def walk(block: Block) -> Iterator[Op]:

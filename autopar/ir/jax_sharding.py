@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import NotEnoughDevicesError, UnsupportedError
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 
 # What jax calls memory of the host that devices copy from and to, and their own.
 HOST_MEMORY, DEVICE_MEMORY = "pinned_host", "device"

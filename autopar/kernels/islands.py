@@ -25,8 +25,7 @@ from jax import lax
 from autopar.common import jax_compat, jax_local
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Factor, FactorKind, Op, OpGraph, Rule
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.kernels.operation import Shapes
 
 NAME = "shard_map"

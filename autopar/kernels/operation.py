@@ -25,8 +25,7 @@ import jax
 from autopar.common import jax_compat, jax_local
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Factor, FactorKind, Rule
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels.grouped import grouped_places, is_grouped_product
 from autopar.kernels.row_exchange import Devices

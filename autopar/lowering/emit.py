@@ -29,8 +29,7 @@ from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
 from autopar.ir.jax_sharding import named_sharding, partition_spec
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
 from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
 from autopar.kernels.grouped import (

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.ir.graph import HOST, RETURNED, UNREDUCED, Atom, OpGraph, OpKind, Role, Section
-from autopar.ir.layout import Layout, local_bytes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.lowering.instructions import (
     Accumulate,
     Compute,

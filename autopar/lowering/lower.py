@@ -14,8 +14,7 @@ import numpy as np
 
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import ALL, REDUCED, UNREDUCED, Atom, Block, Op, OpGraph, OpKind, Role, Section
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.kernels.local import leaves_summands
 from autopar.lowering.collective_matmul import with_collective_matmuls
 from autopar.lowering.instructions import (

@@ -28,11 +28,10 @@ from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.overlap import timed
 from autopar.cost.roofline import flops_of
 from autopar.errors import UnsupportedError
-from autopar.intra_op.mesh_searches import NO_PARTIALS
 from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, TimedSharding, with_memory
 from autopar.intra_op.spmd_search import search_mesh
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, Purpose
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import Instruction, Loop, LoweredBlock, Move
@@ -170,7 +169,7 @@ class _SumsAtOnce(GraphViews):
     """The views of a graph of which no sum stays partial: XLA reduces each where it is computed."""
 
     def partials_of(self, graph: OpGraph) -> Partials:
-        return NO_PARTIALS
+        return Partials(kept=frozenset(), operands={})
 
 
 def handed_on(annotated: OpGraph, axes: tuple[str, ...]) -> dict[int, Pin]:

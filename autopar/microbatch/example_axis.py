@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from autopar.common import jax_compat
-from autopar.errors import AutoparError, UnsupportedError
+from autopar.errors import AutoparError
 from autopar.ir.traced_step import TracedStep
 from autopar.microbatch.microbatch import micro_batched
 from autopar.microbatch.smaller_step import num_examples
@@ -39,18 +39,16 @@ def _keeps_examples_apart(traced: TracedStep, rules: RuleBook) -> bool:
     parts = next((n for n in range(2, examples + 1) if examples % n == 0), None)
     if parts is None:
         return False
+    cut_alone = traced if traced.per_microbatch else dataclasses.replace(traced, retrace=_not_traced)
     try:
-        micro_batched(traced, parts, rules, on_fewer=_not_traced)
+        micro_batched(cut_alone, parts, rules)
     except AutoparError:
         return False
     return True
 
 
-def _not_traced(traced: TracedStep, examples: int) -> TracedStep:
-    raise UnsupportedError(
-        where=traced.name, expected="a micro-batch that is cut out of the whole batch", got="one that must be traced",
-        hint="name the dimension of examples, batch_axis",
-    )  # fmt: skip
+def _not_traced(in_avals: Sequence[Any]) -> Any:
+    raise NotImplementedError("the micro-batch is cut out of the whole batch, or the dimension counts no examples")
 
 
 def loops_over_first(traced: TracedStep) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -507,17 +507,10 @@ def works_on_all_at_once(graph: OpGraph, examples: int, batch: Collection[int]) 
     return False
 
 
-def micro_batched(
-    traced: TracedStep,
-    num_microbatches: int,
-    rules: RuleBook,
-    whole: OpGraph | None = None,
-    on_fewer: Callable[[TracedStep, int], TracedStep] = smaller_step,
-) -> OpGraph:
+def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, whole: OpGraph | None = None) -> OpGraph:
     """The graph of a step whose batch is split into `num_microbatches`.
 
-    `whole` is the graph of the whole batch, if it is built already; `on_fewer` gives the step on a number of examples,
-    as `SmallerSteps` does for several numbers. Inputs and outputs are those of the whole step.
+    `whole` is the graph of the whole batch, if it is built already. Inputs and outputs are those of the whole step.
     SPLIT, ACCUMULATE and STACK operations mark the values that enter and leave the loop; operations are ordered by
     section.
 
@@ -550,23 +543,17 @@ def micro_batched(
     else:
         try:
             found = _of_both(traced, whole, part, num_microbatches, rules)
-            return _with_all_in_loop(found, traced, whole, rules, on_fewer)
+            return _with_all_in_loop(found, traced, whole, rules)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error, is_cut = error, True
     try:
-        _, part = _traced_part(traced, num_microbatches, rules, on_fewer)
+        _, part = _traced_part(traced, num_microbatches, rules)
     except UnsupportedError as unlike:
         raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
     return _of_both(traced, whole, part, num_microbatches, rules)
 
 
-def _with_all_in_loop(
-    found: OpGraph,
-    traced: TracedStep,
-    whole: OpGraph,
-    rules: RuleBook,
-    on_fewer: Callable[[TracedStep, int], TracedStep],
-) -> OpGraph:
+def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules: RuleBook) -> OpGraph:
     """The graph that was found, or that of a trace on a micro-batch where that leaves no work on all examples out of
     the loop: what indices of random rows read has the size of the whole batch where it is cut.
     """
@@ -575,7 +562,7 @@ def _with_all_in_loop(
     if not works_on_all_at_once(found, examples, batch):
         return found
     try:
-        _, part = _traced_part(traced, found.num_microbatches, rules, on_fewer)
+        _, part = _traced_part(traced, found.num_microbatches, rules)
         by_trace = _of_both(traced, whole, part, found.num_microbatches, rules)
     except UnsupportedError:
         return found
@@ -590,17 +577,12 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     return mark_score_kernels(part)
 
 
-def _traced_part(
-    traced: TracedStep,
-    num_microbatches: int,
-    rules: RuleBook,
-    on_fewer: Callable[[TracedStep, int], TracedStep],
-) -> tuple[TracedStep, OpGraph]:
+def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> tuple[TracedStep, OpGraph]:
     """The trace of a micro-batch, and its graph with the literals of the whole batch.
 
     Raises: UnsupportedError where it is not like that of the whole batch.
     """
-    smaller = on_fewer(traced, num_examples(traced) // num_microbatches)
+    smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
     jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
     return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
@@ -636,7 +618,7 @@ def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, r
     """The graph of a step with named modules that may mix the examples of a micro-batch."""
     unlike: UnsupportedError | None = None
     try:
-        smaller, part = _traced_part(traced, num_microbatches, rules, smaller_step)
+        smaller, part = _traced_part(traced, num_microbatches, rules)
     except UnsupportedError as error:
         if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
             raise

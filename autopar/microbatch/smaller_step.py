@@ -20,7 +20,6 @@ import numpy as np
 
 from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, UnsupportedError
-from autopar.frontend.fingerprints import jaxpr_fingerprint
 from autopar.ir.traced_step import TracedStep
 
 
@@ -318,58 +317,3 @@ def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> T
         in_avals=tuple(in_avals),
         out_avals=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars),
     )
-
-
-class SmallerSteps:
-    """Steps on several numbers of examples. The first is traced; others follow from it and from the whole step, which
-    is faster, and must be confirmed (`confirm`) where a plan is made of one.
-    """
-
-    def __init__(self) -> None:
-        # By the jaxpr of the whole step, which is kept so that its id stays its own, and the number of examples.
-        self._known: dict[tuple[int, int], tuple[TracedStep, TracedStep]] = {}
-        self._traced: dict[int, list[int]] = {}  # by the jaxpr: the numbers that were traced
-        self._is_even = True  # no size was found yet that does not grow evenly
-
-    def __call__(self, traced: TracedStep, examples: int) -> TracedStep:
-        """The step on fewer examples. Raises: UnsupportedError."""
-        key = id(traced.jaxpr), examples
-        if key not in self._known:
-            smaller = self._following(traced, examples)
-            if smaller is None:
-                smaller = smaller_step(traced, examples)
-                self._traced.setdefault(id(traced.jaxpr), []).append(examples)
-            self._known[key] = traced, smaller
-        return self._known[key][1]
-
-    def _following(self, traced: TracedStep, examples: int) -> TracedStep | None:
-        """The step on so many examples by one that was traced, and the whole one; None where it does not follow."""
-        few = next((n for n in self._traced.get(id(traced.jaxpr), ()) if n > 1), None)
-        if few is None or examples == 1 or not self._is_even:
-            return None
-        base = self._known[id(traced.jaxpr), few][1]
-        try:
-            return step_on(examples, base, traced, (few, num_examples(traced)))
-        except UnsupportedError:  # a trace is asked, which may tell more
-            return None
-
-    def confirm(self, traced: TracedStep, examples: int) -> bool:
-        """Whether the step on so many examples is what a trace gives. Where it is not, all are traced from now on.
-        Nothing is to be confirmed where it was not asked for: the micro-batch was cut out of the whole batch.
-        """
-        key = id(traced.jaxpr), examples
-        if key not in self._known or examples in self._traced.get(id(traced.jaxpr), ()):
-            return True
-        followed = self._known[key][1]
-        try:
-            programs = [
-                with_literals_of(traced.jaxpr, step.jaxpr, traced.name)
-                for step in (followed, smaller_step(traced, examples))
-            ]
-            is_same = len(set(map(jaxpr_fingerprint, programs))) == 1
-        except UnsupportedError:
-            is_same = False
-        if not is_same:
-            self._is_even = False
-            self._known, self._traced = {}, {}
-        return is_same

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
-from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk, without_numbers
+from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk
 from autopar.ir.rewrite import makers
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
@@ -223,21 +222,6 @@ class GraphViews:
         if key not in self._partials:
             self._partials[key] = graph.block, find_partials(graph)
         return self._partials[key][1]
-
-    def without_numbers(self) -> GraphViews:
-        """The views of the same blocks without the numbers in constants, not yet annotated."""
-        views, step = GraphViews(without_numbers(self.graph), self._flops), self.folded
-        if step is not None:
-            step = dataclasses.replace(step, graph=without_numbers(step.graph))
-        views.__dict__["folded"] = step
-        views._partials = dict(self._partials)
-        return views
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_partials": list(self._partials.values())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _partials={id(block): (block, found) for block, found in state["_partials"]})
 
     @functools.cached_property
     def folded(self) -> FoldedStep | None:

@@ -13,7 +13,7 @@ from autopar.common.files import leave_aside, read_whole, write_whole
 from autopar.common.jax_compat import lowering_flags
 from autopar.errors import AutoparError
 from autopar.ir.graph import Rule
-from autopar.plan.file import checksum, decode, encode
+from autopar.plan.plan import checksum, decode, encode
 from autopar.plan.schema import PlanRecord
 from autopar.sharding.rules import RuleBook
 

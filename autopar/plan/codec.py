@@ -11,8 +11,7 @@ import zlib
 from collections.abc import Iterator
 
 from autopar.ir.graph import Op, OpGraph
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan.schema import SIGNATURE_DIGITS, Decisions
 from autopar.sharding.partial_sums import find_partials

@@ -17,8 +17,7 @@ from autopar.common.paths import matches, parts_of, unfolded
 from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count, text_of_s
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware import mesh_links
-from autopar.ir.layout import Layout, enumerate_layouts
-from autopar.ir.mesh import LogicalMesh, axes_text
+from autopar.ir.layout import Layout, LogicalMesh, axes_text, enumerate_layouts
 from autopar.plan import summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.modules import NO_MODULE

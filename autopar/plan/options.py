@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from autopar.errors import InvalidArgumentError
 from autopar.ir.layout import Layout
@@ -199,3 +200,10 @@ class PlanRequest:
         parts = {name: getattr(recipe, name) for name in (*own, "recompute", "binding", "pins", "recipe")}
         requested = {name: value for name, value in own.items() if value is not None}
         return dataclasses.replace(self, **(parts | requested))
+
+
+class HasRequest(Protocol):
+    """A recipe."""
+
+    @property
+    def request(self) -> PlanRequest: ...

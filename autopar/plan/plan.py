@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from autopar.common.files import Fault, JsonFaultError, decoded
 from autopar.common.trace_events import write_trace
-from autopar.errors import InvalidArgumentError, MemoryLimitError, UnsupportedError
+from autopar.errors import InvalidArgumentError, MemoryLimitError, PlanFormatError, UnsupportedError
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.ir.jax_sharding import (
@@ -29,13 +31,79 @@ from autopar.ir.jax_sharding import (
     stacked_spec,
     submesh,
 )
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.plan import modules, render, render_summary, rivals, summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.explanation import Explanation, argument_called, best_alternatives, explanation, values_called
-from autopar.plan.file import decode, encode
-from autopar.plan.options import PlanRequest
-from autopar.plan.schema import OptionValue, PlannedValue, PlanRecord, Predicted
+from autopar.plan.options import HasRequest, PlanRequest
+from autopar.plan.schema import FORMAT_VERSION, OptionValue, PlannedValue, PlanRecord, Predicted
+
+# Plan files: JSON with a version and a checksum, so that a damaged plan never runs as another one.
+#
+# Whether a plan is one of its step shows where it is made into a function (`autopar.compiler.check_decisions`).
+
+
+_HINT = (
+    "plan anew (step.plan(...).save(path)); what a plan must hold to is said with autopar.constrain, not by editing it"
+)
+
+
+class _File(msgspec.Struct, omit_defaults=True):
+    """`key` is the cache key of a plan of the cache; files that users save have none."""
+
+    format_version: int
+    checksum: str = ""
+    key: str = ""
+    plan: msgspec.Raw = msgspec.Raw(b"")
+
+
+def encode(record: PlanRecord, key: str = "") -> bytes:
+    """JSON with the format's version and a checksum, and the key if the plan is in the cache."""
+    body = msgspec.json.encode(record)
+    file = _File(format_version=FORMAT_VERSION, checksum=checksum(body), key=key, plan=msgspec.Raw(body))
+    return msgspec.json.encode(file)
+
+
+def decode(data: bytes, where: str, key: str | None = None) -> PlanRecord:
+    """The plan of a file, which is named by `where`; with a key, only a plan that was saved under it.
+
+    Raises: PlanFormatError for another format version, and for a changed file; the error names the place (such as
+    `$.plan.pipeline.stages[1].axis_sizes[0]`) of a value that no plan has there.
+    """
+    try:
+        file = decoded(data, _File, "a plan saved by autopar")
+    except JsonFaultError as error:
+        fault = error.fault
+        got = fault.got if fault.place == "$" else f"{fault.got} at {fault.place}, where {fault.expected} is expected"
+        raise PlanFormatError(where=where, expected="a plan saved by autopar", got=got, hint=_HINT) from error
+    if file.format_version != FORMAT_VERSION:
+        raise PlanFormatError(
+            where=where,
+            expected=f"format version {FORMAT_VERSION}",
+            got=f"format version {file.format_version}",
+            hint="make the plan anew (step.plan(...).save(path)); plans are cheap to find and are cached on disk",
+        )
+    if key is not None and file.key != key:
+        raise PlanFormatError(
+            where=where, expected=f"the plan of key {key}", got=f"that of key {file.key!r}", hint=_HINT
+        )
+    changed = "" if checksum(bytes(file.plan)) == file.checksum else "; it was changed since it was saved (checksum)"
+    fault = Fault(place="$.plan", expected="a plan as it was saved", got="another one")
+    try:
+        record = decoded(bytes(file.plan), PlanRecord, "a plan", "$.plan")
+        if not changed:
+            return record
+    except JsonFaultError as error:
+        fault = error.fault
+    raise PlanFormatError(
+        where=f"{where}, {fault.place}", expected=fault.expected, got=f"{fault.got}{changed}", hint=_HINT
+    )
+
+
+def checksum(body: bytes) -> str:
+    """Digits that tell whether a file was changed."""
+    return hashlib.sha256(body).hexdigest()
+
 
 # Of a plan as plain values. The decisions are numbers of operations, of use to `Plan.load` only; the timeline is
 # `Plan.trace`'s.
@@ -77,13 +145,6 @@ def _without(value: Any) -> Any:
 
 # More memory than any device has, for plans whose need of it is asked for.
 UNLIMITED_BYTES = 2**60
-
-
-class _HasRequest(Protocol):
-    """A recipe."""
-
-    @property
-    def request(self) -> PlanRequest: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +409,7 @@ class Plan:
         others = best_alternatives(self.record, argument, lambda request: replan(request).record, alternatives)
         return dataclasses.replace(found, alternatives=others)
 
-    def why_not(self, instead: _HasRequest) -> Comparison:
+    def why_not(self, instead: HasRequest) -> Comparison:
         """The plan that a recipe or pins would give, beside this one: time, memory, bytes and modules, in numbers.
 
         `instead` is a recipe of `autopar.recipes`, or pins of `autopar.constrain`. The step is planned anew under it,

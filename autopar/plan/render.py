@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.ir.mesh import axes_text
+from autopar.ir.layout import axes_text
 from autopar.passes.remat import name_of
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
 from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord

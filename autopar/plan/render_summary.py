@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.ir.mesh import axes_text
+from autopar.ir.layout import axes_text
 from autopar.plan import modules, rivals, summary
 from autopar.plan.rivals import advice
 from autopar.plan.schema import PlanRecord

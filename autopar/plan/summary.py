@@ -18,7 +18,7 @@ from autopar.common.paths import parts_of
 from autopar.common.text import text_of_bytes, text_of_flops, text_of_interval_s, text_of_s
 from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.remat import name_of
 from autopar.plan.schema import MemoryKind, ModuleRow, PlannedValue, PlanRecord, Predicted
 

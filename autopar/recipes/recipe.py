@@ -9,14 +9,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import PartitionSpec
 
 from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
-from autopar.ir.mesh import AXIS_NAMES
-from autopar.plan.options import PlanRequest
+from autopar.ir.layout import AXIS_NAMES
+from autopar.plan.options import HasRequest, PlanRequest
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import AxisUse
 from autopar.sharding.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
@@ -25,13 +25,8 @@ from autopar.sharding.pins import Pin, Pins
 # The name of a recipe: the call of its function, as a plan made under it prints it.
 
 
-class _HasRequest(Protocol):
-    @property
-    def request(self) -> PlanRequest: ...
-
-
 P = ParamSpec("P")
-R = TypeVar("R", bound=_HasRequest)
+R = TypeVar("R", bound=HasRequest)
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:

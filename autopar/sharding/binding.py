@@ -21,8 +21,7 @@ import math
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Value
-from autopar.ir.layout import enumerate_layouts
-from autopar.ir.mesh import AXIS_NAMES, LogicalMesh
+from autopar.ir.layout import AXIS_NAMES, LogicalMesh, enumerate_layouts
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.sharding.constraints import LARGEST_NAMED, AxisUse, Constraints, optimizer_state
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autopar.ir.graph import Dimension, OpGraph, Purpose, Side, Value, read_by
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 
 LARGEST_NAMED = 3  # of the matrices that an error names
 # What inner widths count.

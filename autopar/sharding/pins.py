@@ -19,8 +19,7 @@ from autopar.common.paths import matches, parts_of
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, Value, read_by, values_of, walk
-from autopar.ir.layout import Layout, spec_text
-from autopar.ir.mesh import LogicalMesh, factorisations
+from autopar.ir.layout import Layout, LogicalMesh, factorisations, spec_text
 from autopar.ir.traced_step import METADATA, RESHARD, TYPES, TracedStep, WrittenLayout
 from autopar.sharding.binding import Binding
 

@@ -20,8 +20,7 @@ from scipy.sparse.csgraph import dijkstra
 
 from autopar.common.enums import HashedById
 from autopar.hardware.collective_cost import CollectiveKind, Link, time_s
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 
 # The values for which paths are found, whole. Latency decides between those of the first on slow links, and bytes
 # between those of the second on few devices. In rings over hundreds of devices latency still has a part in its parts;

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from autopar.ir.graph import FactorKind, Rule
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 
 Shapes = tuple[tuple[int, ...], ...]
 

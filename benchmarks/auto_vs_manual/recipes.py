@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Callable
 
 from autopar import recipes
-from autopar.intra_op.mesh_choice import distinct_meshes
-from autopar.ir.layout import even_layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.intra_op.spmd_search import distinct_meshes
+from autopar.ir.layout import LogicalMesh, even_layout
 from autopar.manual.walks import FIRST_EXAMPLES, Attempt, Point, Problem, Walk, first_points, frontier, walk
 from autopar.manual.ways import (
     MOST_STAGES,

@@ -15,8 +15,7 @@ import numpy as np
 from numba import njit
 
 from autopar.solver import Problem
-from autopar.solver.elimination import MOST_WORK
-from autopar.solver.presolve import Reduction, keep_strategies, neighbours
+from autopar.solver.presolve import MOST_WORK, Reduction, keep_strategies, neighbours
 
 
 @njit(cache=True, nogil=True)

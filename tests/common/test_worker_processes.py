@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.common import jax_pickle, worker_processes
-from autopar.common import worker_processes as shared_jobs
-from autopar.common.worker_processes import (
-    SharedJob,
-    WorkerError,
-    WorkerProcess,
-    memory_bytes,
-    num_processors,
-    shared_job,
-)
-from tests.workers import when_ready
+from autopar.common.worker_processes import SharedJob, WorkerProcess, memory_bytes, num_processors
 
 
 class Squares:
@@ -62,14 +53,6 @@ def jobs_of_this_file(monkeypatch):
     monkeypatch.setattr(jax_pickle, "_KNOWN", jax_pickle._KNOWN | {__name__.split(".")[0]})
 
 
-def settled(worker):
-    """Waits until a process that ends is gone."""
-    until_s = time.monotonic() + 60
-    while worker.is_running and time.monotonic() < until_s:
-        time.sleep(0.02)
-    assert not worker.is_running
-
-
 @pytest.fixture(scope="module")
 def worker():
     made = WorkerProcess()
@@ -77,98 +60,83 @@ def worker():
     made.end()
 
 
-def test_results_come_in_order_from_both_processes(worker):
-    with shared_job(Squares(), [worker]) as job:
-        found = when_ready(job).run("square", range(12))
+def when_ready(job):
+    """A job once all its workers have it, so that each does some of it."""
+    until_s = time.monotonic() + 60
+    while len(job._ready) < len(job.workers) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert len(job._ready) == len(job.workers)
+    return job
+
+
+def test_results_come_in_order_from_both_processes_which_get_the_same_items_again(worker):
+    job = when_ready(SharedJob(Squares(), [worker]))
+    found = job.run("square", range(12))
     assert [square for square, _ in found] == [n**2 for n in range(12)]
     assert len({process for _, process in found}) == 2
+    again = job.run("place", range(12))
+    assert [(process, process) for _, process in found] == again
+    job.everywhere("forget", range(12))
+    assert {known for known, _ in job.run("place", range(12))} == {None}
 
 
-def test_a_process_gets_the_same_items_again(worker):
-    with shared_job(Squares(), [worker]) as job:
-        first = when_ready(job).run("square", range(8))
-        again = job.run("place", range(8))
-    same = [before == process == now for (_, process), (before, now) in zip(first, again, strict=True)]
-    assert sum(same) >= 6  # at the end one process may take an item of the other
+def test_a_worker_has_one_object_at_a_time(worker):
+    before, after = (when_ready(SharedJob(Squares(), [worker])) for _ in range(2))
+    assert len({process for _, process in after.run("square", range(8))}) == 2
+    assert before.run("square", range(4)) == [(n**2, os.getpid()) for n in range(4)]
 
 
 def test_without_workers_all_is_done_here():
-    with shared_job(Squares(), ()) as job:
-        assert job.run("square", [3, 2]) == [(9, os.getpid()), (4, os.getpid())]
-        assert job.num_processes == 1
+    job = SharedJob(Squares(), ())
+    assert job.run("square", [3, 2]) == [(9, os.getpid()), (4, os.getpid())]
+    assert job.num_processes == 1
 
 
 def test_what_cannot_be_pickled_is_done_here(worker):
     job_of_a_lock = Squares()
-    job_of_a_lock.lock = worker  # holds threads
-    with shared_job(job_of_a_lock, [worker]) as job:
-        assert job.num_processes == 1
-        assert job.run("square", [3]) == [(9, os.getpid())]
+    job_of_a_lock.lock = worker  # holds a lock
+    job = SharedJob(job_of_a_lock, [worker])
+    assert job.num_processes == 1
+    assert job.run("square", [3]) == [(9, os.getpid())]
 
 
 def test_an_error_is_that_of_this_process(worker):
-    with shared_job(Squares(), [worker]) as job, pytest.raises(ValueError, match="in this process"):
-        when_ready(job).run("refuses", range(4))
+    with pytest.raises(ValueError, match="in this process"):
+        when_ready(SharedJob(Squares(), [worker])).run("refuses", range(4))
 
 
 def test_the_work_of_a_process_that_died_is_done_here():
     dies = WorkerProcess()
-    with shared_job(Squares(fails=frozenset(range(6))), [dies]) as job:
-        found = when_ready(job).run("square", range(6))
+    found = when_ready(SharedJob(Squares(fails=frozenset(range(6))), [dies])).run("square", range(6))
     assert found == [(n**2, os.getpid()) for n in range(6)]
-    with shared_job(Squares(), [dies]) as job:  # another one takes its place
-        assert {n for _, n in when_ready(job).run("square", range(8))} > {os.getpid()}
+    again = when_ready(SharedJob(Squares(), [dies]))  # another one takes its place
+    assert {n for _, n in again.run("square", range(8))} > {os.getpid()}
     dies.end()
-
-
-def test_a_process_that_dies_again_and_again_is_left_alone():
-    dies = WorkerProcess()
-    for _ in range(worker_processes.MOST_DEATHS):
-        assert not dies.has_failed
-        with pytest.raises(WorkerError):
-            dies.call(os._exit, 1).result(60)
-        settled(dies)
-    assert dies.has_failed
-    with pytest.raises(WorkerError, match="gone"):
-        dies.call(int).result(60)
-
-
-def test_a_process_may_die_between_two_methods(worker):
-    with shared_job(Squares(), [worker]) as job:
-        when_ready(job).run("square", range(4))
-        worker.end()
-        settled(worker)
-        assert [square for square, _ in job.run("square", range(6))] == [n**2 for n in range(6)]
+    assert [square for square, _ in again.run("square", range(6))] == [n**2 for n in range(6)]
+    assert again.num_processes == 1
 
 
 def test_an_item_may_fail_at_once(worker):
-    for _ in range(20):
-        with shared_job(Refusing(), [worker]) as job:
-            assert when_ready(job).run("square", range(3)) == [0, 1, 4]
+    for _ in range(3):
+        assert when_ready(SharedJob(Refusing(), [worker])).run("square", range(3)) == [0, 1, 4]
 
 
-def test_a_worker_forgets_what_this_process_forgets(worker):
-    with shared_job(Squares(), [worker]) as job:
-        first = when_ready(job).run("square", range(8))
-        job.everywhere("forget", range(8))
-        again = job.run("place", range(8))
-    assert len({process for _, process in first}) == 2
-    assert {before for before, _ in again} == {None}
-
-
-def test_a_call_waits_for_no_process_to_start():
-    worker, large = WorkerProcess(), b"x" * (4 << 20)
-    begun_s = time.monotonic()
-    answers = [worker.call(len, large) for _ in range(3)]
-    assert time.monotonic() - begun_s < 0.5
-    assert [answer.result(60) for answer in answers] == [len(large)] * 3
+def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
+    begins = worker_processes._BEGINS.replace("import serve;", "import serve, IDLE_S; serve.__globals__['IDLE_S'] = 1;")
+    monkeypatch.setattr(worker_processes, "_BEGINS", begins)
+    worker = WorkerProcess()
+    when_ready(SharedJob(Squares(), [worker]))
+    first = worker.process
+    assert first.wait(60) == 0
+    when_ready(SharedJob(Squares(), [worker]))
+    assert worker.process.pid != first.pid
     worker.end()
 
 
 def test_the_path_may_hold_what_is_no_text(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), None])
     worker = WorkerProcess()
-    assert worker.call(int).result(60) == 0
+    when_ready(SharedJob(Squares(), [worker]))
     worker.end()
 
 
@@ -177,27 +145,20 @@ def test_without_a_python_to_start_there_are_no_workers(monkeypatch):
     assert len(worker_processes._workers_of(-3)) == 2
     monkeypatch.setattr(sys, "executable", None)
     assert worker_processes._workers_of(-4) == []
-    with pytest.raises(WorkerError):
-        WorkerProcess().call(int).result(60)
-
-
-def test_nobody_waits_long_for_a_process_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(shared_jobs, "PATIENCE_S", 0.5)
-    hangs, begun_s = WorkerProcess(), time.monotonic()
-    job = when_ready(SharedJob(Squares(slow=frozenset(range(4))), [hangs]))
-    assert job.run("square", range(4)) == [(n**2, os.getpid()) for n in range(4)]
-    assert time.monotonic() - begun_s < 50
-    settled(hangs)
 
 
 PROGRAM = """
-import operator, signal, sys, time
+import signal, sys, time
 import jax
-from autopar.common import worker_processes
+from autopar.common.jax_pickle import dumps
+from autopar.common.progress import Deadline
+from autopar.common.worker_processes import SharedJob, worker_processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 print("runs", len(jax.devices()), flush=True)
-workers = worker_processes.worker_processes()
-print(len(workers), workers[0].call(operator.add, 1, 2).result(60), flush=True)
+job = SharedJob([3, 1, 2], worker_processes())
+while not job._ready:
+    time.sleep(0.02)
+print(job.num_processes, job.run("index", [2, 1, 3]), flush=True)
 """
 
 
@@ -225,46 +186,33 @@ def is_alone(group):
     return False
 
 
-@pytest.mark.parametrize("behind", [(), ("workers[0].call(time.sleep, 60)", "time.sleep(0.5)")], ids=["idle", "busy"])
-def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program, behind):
+def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program):
     """A process that imports the user's program again would train again."""
-    ran = program(*behind)
+    ran = program()
     out, told = ran.communicate(timeout=120)
-    assert out.split() == ["runs", "8", "1", "3"]
+    assert out.split() == ["runs", "8", "2", "[2,", "1,", "0]"]
     assert told == ""
     assert ran.returncode == 0
     assert is_alone(ran.pid)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_program(program, how):
+    ran = program("print(job.workers[0].process.pid, flush=True)", "time.sleep(60)")
+    for _ in range(3):
+        line = ran.stdout.readline()
+    ran.send_signal(how)
+    ran.communicate(timeout=60)
+    assert is_alone(int(line))  # which leads a session of its own
 
 
 def test_a_fork_has_workers_of_its_own_and_ends_no_others(monkeypatch, worker):
     monkeypatch.setenv(worker_processes.VARIABLE, "2")
     known = worker_processes._workers_of(-1)
     assert worker_processes._workers_of(-2) != known
-    worker.call(int).result(60)
+    when_ready(SharedJob(Squares(), [worker]))
     worker_processes._end_all(os.getpid() + 1, [worker])
-    assert worker.call(int).result(60) == 0
-
-
-def test_an_error_comes_back_as_text_and_the_process_goes_on(worker):
-    with pytest.raises(WorkerError, match="ValueError: invalid literal"):
-        worker.call(int, "x").result(60)
-    assert worker.call(int, "12").result(60) == 12
-
-
-def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
-    monkeypatch.setattr(
-        worker_processes,
-        "_BEGINS",
-        worker_processes._BEGINS.replace(
-            "import serve;", "import serve; import autopar.common.worker_processes as w; w.IDLE_S = 0.2;"
-        ),
-    )
-    worker = WorkerProcess()
-    first = worker.call(os.getpid).result(60)
-    settled(worker)
-    assert not worker.has_failed
-    assert worker.call(os.getpid).result(60) != first
-    worker.end()
+    assert worker.process.poll() is None
 
 
 def test_there_are_no_more_processors_than_the_control_group_has(monkeypatch, tmp_path):
@@ -286,27 +234,6 @@ def test_there_are_no_more_processors_than_the_control_group_has(monkeypatch, tm
     Limits.text = "50000 100000"
     assert num_processors() == 1
     assert memory_bytes() == 1 << 30
-
-
-def test_an_interrupt_ends_the_program_and_says_so_once(program):
-    ran = program("workers[0].call(time.sleep, 60)", "print('sleeps', flush=True)", "time.sleep(60)")
-    while "sleeps" not in ran.stdout.readline():
-        pass
-    time.sleep(0.5)
-    os.killpg(ran.pid, signal.SIGINT)  # as a key does, to all processes
-    _, told = ran.communicate(timeout=60)
-    assert told.count("Traceback") == 1
-    assert told.rstrip().endswith("KeyboardInterrupt")
-    assert is_alone(ran.pid)
-
-
-def test_workers_end_where_their_program_is_killed(program):
-    ran = program("print('sleeps', flush=True)", "time.sleep(60)")
-    while "sleeps" not in ran.stdout.readline():
-        pass
-    ran.kill()
-    ran.communicate(timeout=60)
-    assert is_alone(ran.pid)
 
 
 def test_one_processor_has_no_workers():

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.inter_op import build_stages, joined_tasks
+from autopar.inter_op import build_stages
 from autopar.plan.schema import MemoryKind
 from autopar.runtime.emit import pairs
 from benchmarks.zoo import CASES as MODELS
@@ -69,7 +69,7 @@ def test_what_neighbours_of_two_stages_hold_adds_up(monkeypatch):
 
     def join_pairs(staged, limit_bytes):
         found = pairs(staged.simulated.pipeline, staged.schedule)
-        return joined_tasks.with_joined(staged, [joined_tasks.joined_task(staged, chain) for chain in found])
+        return build_stages.with_joined(staged, [build_stages.joined_task(staged, chain) for chain in found])
 
     monkeypatch.setattr(build_stages, "join_where_it_pays", join_pairs)
     plan = planned(recipes.combine(pp=2, schedule="dualpipev", num_microbatches=4))

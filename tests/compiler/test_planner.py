@@ -12,7 +12,7 @@ import autopar
 from autopar.compiler.comparison import why_lost
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.plan.file import decode, encode
+from autopar.plan.plan import decode, encode
 from autopar.plan.schema import PlanRecord
 from benchmarks.everyday import STEPS
 from benchmarks.zoo import CASES

@@ -14,9 +14,8 @@ import autopar
 from autopar.common.progress import Progress
 from autopar.common.text import text_of_s
 from autopar.compiler import planner
-from autopar.compiler.advice import with_pins_of_code
 from autopar.compiler.comparison import choose
-from autopar.compiler.planner import planning_context
+from autopar.compiler.planner import planning_context, with_pins_of_code
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.tracing import trace
 from autopar.ir.traced_step import ShardingsInCode

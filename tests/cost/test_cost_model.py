@@ -10,10 +10,9 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers, stage_graphs
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.operation import is_kernel
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.rules import RuleBook

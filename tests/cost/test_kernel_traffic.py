@@ -15,7 +15,7 @@ from autopar.cost.xla_program import GPU
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.ir.primitives import RAGGED_PRODUCT
 from autopar.sharding.rules import RuleBook
 

@@ -13,8 +13,7 @@ import autopar
 from autopar import recipes
 from autopar.cost.cost_model import cost_model
 from autopar.cost.overlap import timed
-from autopar.cost.stream_simulator import overlap_of, run
-from autopar.cost.stream_work import SendTime, Stream, StreamWork
+from autopar.cost.stream_simulator import SendTime, Stream, StreamWork, overlap_of, run
 from autopar.cost.usage import compute_times_s, predicted_collectives
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -22,11 +21,10 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
-from autopar.intra_op.baselines import state_along_largest
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
+from autopar.intra_op.mesh_searches import state_along_largest
 from autopar.intra_op.spmd_candidate import evaluated
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.plan.summary import timeline_of
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import chain_step, grouped

@@ -22,7 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.kinds import FULL_FLOAT32, Platform
 from autopar.ir.graph import OpKind
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import replicated_strategy
 

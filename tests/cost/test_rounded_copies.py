@@ -8,8 +8,8 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.cost.overlap import timed, timed_together
-from autopar.inter_op import build_stages, joined_tasks
+from autopar.cost.overlap import timed, timed_beside, works_together
+from autopar.inter_op import build_stages
 from autopar.inter_op.staged import task_cost
 from autopar.lowering.instructions import Move
 from autopar.runtime.emit import joinable
@@ -85,11 +85,11 @@ def test_joined_tasks_send_what_they_send_apart(cluster, share, monkeypatch):
     for chain in chains:
         tasks = [staged.staged.tasks[number] for number, _ in chain]
         parts = [(task.instructions, 2 if task.kind.repeats else 1) for task in tasks]
-        _, results = joined_tasks._places(staged, chain)
+        _, results = build_stages._places(staged, chain)
         # XLA's GPU compiler makes one collective of them.
-        assert sum(gathers(timed_together(graph, parts, results, model))) == 3 * share * GATHERED
+        assert sum(gathers(timed_beside([works_together(graph, parts, results, model)], model))) == 3 * share * GATHERED
         apart_s = sum(staged.task_s[number] for number, _ in chain)
-        assert joined_tasks.joined_task(staged, chain).seconds <= apart_s * (1 + 1e-9)
+        assert build_stages.joined_task(staged, chain).seconds <= apart_s * (1 + 1e-9)
 
 
 def test_a_copy_that_a_task_hands_on_is_sent_in_32_bits(monkeypatch):

@@ -2,8 +2,7 @@
 of their own.
 """
 
-from autopar.cost.stream_simulator import overlap_of, run
-from autopar.cost.stream_work import Stream, StreamWork
+from autopar.cost.stream_simulator import Stream, StreamWork, overlap_of, run
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.kinds import Platform
 

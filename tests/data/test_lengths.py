@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgumentError
-from autopar.lengths import LENGTH_UNIT, bucket_lengths, checked_lengths, packed_rows, rounded_up
+from autopar.fitting import LENGTH_UNIT, bucket_lengths, checked_lengths, packed_rows, rounded_up
 
 
 def positions(lengths, buckets):

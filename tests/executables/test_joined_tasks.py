@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.inter_op import build_stages, joined_tasks
+from autopar.inter_op import build_stages
 from autopar.runtime.emit import joinable, pairs
 from tests.small_steps import assert_close, transformer
 
@@ -26,7 +26,7 @@ def all_that_can_be(monkeypatch):
     def join_all(staged, limit_bytes):
         pipeline, schedule = staged.simulated.pipeline, staged.schedule
         chains = [*joinable(pipeline, schedule), *pairs(pipeline, schedule)]
-        return joined_tasks.with_joined(staged, [joined_tasks.joined_task(staged, chain) for chain in chains])
+        return build_stages.with_joined(staged, [build_stages.joined_task(staged, chain) for chain in chains])
 
     monkeypatch.setattr(build_stages, "join_where_it_pays", join_all)
 
@@ -124,7 +124,7 @@ def test_gradients_hide_behind_the_last_micro_batch_of_a_gpu(monkeypatch):
     plan = wide_plan("dgx-h100")
     assert plan.record.pipeline.joined == (("F of stage 0", "after 0 of stage 0"),)
     assert "; one program: F of stage 0 + after 0 of stage 0" in plan.table()
-    monkeypatch.setattr(joined_tasks, "WORTHWHILE", 1.0)
+    monkeypatch.setattr(build_stages, "WORTHWHILE", 1.0)
     apart = wide_plan("dgx-h100")
     assert apart.record.pipeline.joined == ()
     joined_s, apart_s = plan.record.predicted, apart.record.predicted

@@ -9,8 +9,7 @@ import pytest
 
 import autopar
 from autopar.executables.smaller_batch import counts, fit
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from tests import small_steps as steps
 from tests.calls.test_calls import RECIPES, parallel
 

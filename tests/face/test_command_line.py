@@ -17,7 +17,7 @@ import pytest
 import autopar
 from autopar.__main__ import main
 from autopar.benching import INTERRUPTED
-from autopar.command_line import doctor
+from autopar.command_line import commands
 from autopar.command_line.step_files import shapes_only
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
@@ -545,9 +545,9 @@ def _metadata_with(extra):
 
 def test_the_doctor_lists_every_extra_and_what_it_lacks(monkeypatch):
     required = ["numpy", 'orbax-checkpoint; extra == "train"', "no_such_thing>=2; extra == 'train'"]
-    monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
-    monkeypatch.setattr(doctor.metadata, "metadata", lambda name: _metadata_with("train"))
-    found = {row.what: row.state for row in doctor.diagnose().findings}
+    monkeypatch.setattr(commands.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(commands.metadata, "metadata", lambda name: _metadata_with("train"))
+    found = {row.what: row.state for row in commands.diagnose().findings}
     assert found["extra train"] == "not installed (optional): without no_such_thing"
 
 

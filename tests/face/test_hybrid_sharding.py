@@ -10,7 +10,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.intra_op.baselines import baseline_bindings
+from autopar.intra_op.mesh_searches import baseline_bindings
 from autopar.xla.collectives import collectives
 from benchmarks.zoo import CASES
 from tests.small_steps import verified

@@ -22,7 +22,7 @@ from autopar.hardware import calibrate
 from autopar.hardware.kinds import OperationTimes
 from autopar.hardware.measurement import FitQuality
 from autopar.ir.graph import OpKind, Role
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.measuring import (
     RanInstruction,
     check_cluster,

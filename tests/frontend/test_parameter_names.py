@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 
 import autopar
-from autopar.frontend.build_graph import build_graph
-from autopar.frontend.parameter_names import _joined, _module_of
+from autopar.frontend.build_graph import _joined, _module_of, build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Role, walk
 from autopar.sharding.rules import RuleBook

@@ -14,7 +14,7 @@ from autopar.hardware import discovery, presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.collective_cost import CollectiveKind, Fabric, time_s
 from autopar.hardware.kinds import OperationTimes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 
 GPU_PRESETS = [
     "p3.16xlarge", "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx-h200", "dgx-b200", "dgx-b300", "gb200-nvl72",

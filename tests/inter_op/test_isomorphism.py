@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from autopar.inter_op.decide_stages import canonical_graph, carried_over
 from autopar.ir.graph import Block, Section
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.lowering.lower import ShardingPlan
 from autopar.sharding.partial_sums import find_partials
 from autopar.sharding.strategies import Strategy

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import autopar
 from autopar import Cluster
 from autopar.inter_op import stage_problems
-from autopar.inter_op.mesh_options import MUCH_SLOWER, MeshScreen
-from autopar.inter_op.stage_problems import DecidedOptions
+from autopar.inter_op.stage_problems import MUCH_SLOWER, DecidedOptions, MeshScreen
 from tests.inter_op.test_search import arguments
 from tests.inter_op.test_stage_costs import LIMITS, cluster, cut
 from tests.small_steps import chain_step

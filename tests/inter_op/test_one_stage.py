@@ -16,14 +16,13 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op import search
 from autopar.inter_op.build_stages import build, cut_layers
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.one_stage import least_bytes, least_in_turn_s
-from autopar.inter_op.stage_choice import StageChoice
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
+from autopar.inter_op.one_stage import least_in_turn_s
 from autopar.inter_op.stage_costs import PricedOption
 from autopar.inter_op.stage_problems import PosedProblems
+from autopar.inter_op.truncated_model import least_bytes
 from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.ir.mesh import LogicalMesh
-from autopar.microbatch.smaller_step import SmallerSteps
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.split_scan import split_scans
 from autopar.plan.options import WORTHWHILE, PlanRequest
 from autopar.sharding.rules import RuleBook
@@ -132,7 +131,7 @@ def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
         best_of={}, short=lambda _: None, search=lambda posed, *_: best_stages([problem for problem, _ in posed]),
         one_stage_fits=lambda _: False, run=lambda *_: {},
     )  # fmt: skip
-    look = search._Search(context=context, hoist_casts=True, on_fewer=SmallerSteps(), screens=False)
+    look = search._Search(context=context, hoist_casts=True, screens=False)
     cuts = {4: SimpleNamespace()}
     assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
     builder.best_of[1, 4] = built, 150

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autopar.inter_op.fit_stages import Round
+from autopar.inter_op.decide_stages import Round
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.intra_op.ilp import ObjectiveWeights
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from autopar import Cluster
+from autopar.inter_op.decide_stages import StageChoice
 from autopar.inter_op.one_stage import BY_ITSELF, MicrobatchCounts, refine_one_stage
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 
 LIMIT_BYTES, EXAMPLES = 100, 64
 ON = Cluster.preset("dgx-h100").submesh(1, 4)  # one mesh of one axis, one of two

@@ -2,7 +2,7 @@
 
 from autopar import Cluster
 from autopar.inter_op.search_space import chunk_numbers, own_meshes, stage_numbers, uneven_stages
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.split_scan import SplitStack, SplitStep
 from autopar.plan.options import PlanRequest
 

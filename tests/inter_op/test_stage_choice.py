@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.inter_op.stage_choice import StageChoice
-from autopar.ir.mesh import LogicalMesh
+from autopar.inter_op.decide_stages import StageChoice
+from autopar.ir.layout import LogicalMesh
 
 PAIR, FOUR = LogicalMesh(axis_sizes=(2,)), LogicalMesh(axis_sizes=(2, 2))
 

@@ -13,17 +13,15 @@ from autopar.cost.cost_model import cost_model
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op import decide_stages, mesh_options, stage_problems
+from autopar.inter_op import decide_stages, stage_problems
 from autopar.inter_op.build_stages import build, cut_layers
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.layer_decisions import layer_decisions
-from autopar.inter_op.stage_choice import StageChoice
-from autopar.inter_op.stage_costs import PricedOption, layer_policies, stage_options, undominated
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
+from autopar.inter_op.stage_costs import LayerDecider, PricedOption, layer_policies, stage_options, undominated
 from autopar.inter_op.stage_problems import DecidedOptions, tables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp, ObjectiveWeights
 from autopar.intra_op.memory_prices import MOST_PRICES, MemoryPrices, price_memory, saved_values, state_values
 from autopar.ir.graph import UNREDUCED, OpKind, Section
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.split_scan import split_scans
@@ -165,12 +163,12 @@ def test_in_long_steps_what_is_saved_has_a_price_where_it_crowds_the_memory(monk
     """Of each example a layer saves two rows of 8 kB, split over two devices, on two stages with a batch in flight."""
     priced = []
 
-    class Noted(mesh_options.LayerDecider):
+    class Noted(stage_problems.LayerDecider):
         def __init__(self, folded, model, room_bytes, in_flight, *given):
             priced.append(in_flight)
             super().__init__(folded, model, room_bytes, in_flight, *given)
 
-    monkeypatch.setattr(mesh_options, "LayerDecider", Noted)
+    monkeypatch.setattr(stage_problems, "LayerDecider", Noted)
     limits, decided = dataclasses.replace(LIMITS, limit_bytes=4 * 10**6), DecidedOptions()
     for m in (128, 8, 4):  # of 2, 32 and 64 examples: the last is not decided anew, for it is crowded as well
         assert stage_problems.tables(cut(m, batch=256), cluster(), [2], limits, decided, is_long=True)
@@ -294,7 +292,7 @@ def test_where_what_is_saved_crowds_the_memory_leaner_decisions_are_made(in_flig
     step = cut(2, batch=64)
     contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(2,)))
-    decisions = layer_decisions(contracted, model, 10**9, in_flight, equal=False, time_limit_s=5.0)
+    decisions = LayerDecider(contracted, model, 10**9, in_flight, False, 5.0).decisions()
     assert [d.terms.in_flight for d in decisions] == decided_for
     options = options_of(contracted, step, model, decisions)
     saved = [o.option.saved_bytes.sum() for o in options if {*o.policies} == {"nothing"}]
@@ -305,7 +303,7 @@ def test_sums_of_gradients_are_state_that_no_step_is_given():
     step = cut(2)
     contracted = fold_layers(step.graph, assign_layers(step.graph, step.layers), LAYERS)
     model = cost_model(cluster(inside=FAST), LogicalMesh(axis_sizes=(1,)))
-    decisions = layer_decisions(contracted, model, 10**9, 0, equal=False, time_limit_s=5.0)
+    decisions = LayerDecider(contracted, model, 10**9, 0, False, 5.0).decisions()
     options = options_of(contracted, step, model, decisions)
     for option in options:
         assert option.given_bytes.tolist() == [WIDTH**2 * 4] * LAYERS
@@ -320,7 +318,7 @@ def test_of_equal_stages_only_decisions_whose_state_fits_are_priced_or_the_small
     room_bytes = 0.9 * LAYERS * WIDTH**2 * 4
 
     def states(equal):
-        decisions = layer_decisions(contracted, model, room_bytes, 0, equal=equal, time_limit_s=5.0)
+        decisions = LayerDecider(contracted, model, room_bytes, 0, equal, 5.0).decisions()
         options = options_of(contracted, step, model, decisions)
         return [o.option.state_bytes.sum() for o in options if {*o.policies} == {"nothing"}]
 

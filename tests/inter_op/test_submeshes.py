@@ -1,8 +1,8 @@
 """The devices of stages, and the links between them."""
 
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.submeshes import Submesh, link_between, place
-from autopar.ir.mesh import LogicalMesh
+from autopar.inter_op.staged import Submesh, link_between, place
+from autopar.ir.layout import LogicalMesh
 
 
 def test_links_inside_a_host_and_between_hosts():

@@ -13,9 +13,8 @@ from autopar.common.progress import Deadline
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import build, cut_layers
+from autopar.inter_op.decide_stages import BuildLimits, StageChoice
 from autopar.inter_op.evaluate import PipelineEvaluator
-from autopar.inter_op.fit_stages import BuildLimits
-from autopar.inter_op.stage_choice import StageChoice
 from autopar.inter_op.truncated_model import (
     ESTIMATE_ERROR,
     SHORT,
@@ -24,7 +23,7 @@ from autopar.inter_op.truncated_model import (
     estimate,
     short_step,
 )
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.split_scan import split_scans
 from autopar.sharding.binding import Binding
 from autopar.sharding.parallelisms import data_axis

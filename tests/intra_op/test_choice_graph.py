@@ -14,7 +14,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.intra_op.build_choice_graph import build_choice_graph
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.sharding.rules import RuleBook
 from autopar.verification import leaf_difference
 

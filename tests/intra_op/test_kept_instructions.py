@@ -5,12 +5,12 @@ import pytest
 from autopar import Cluster
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.roofline import flops_of
-from autopar.intra_op.baselines import state_along_largest
 from autopar.intra_op.build_choice_graph import SharedTables
 from autopar.intra_op.ilp import GivenLayouts, IntraOp
+from autopar.intra_op.mesh_searches import state_along_largest
 from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import timed_sharding
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.lowering.instructions import Compute
 from autopar.passes.fold_step import ONE_EACH, GraphViews
 from autopar.sharding.binding import Binding

@@ -25,11 +25,10 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster, Link
 from autopar.hardware.kinds import Platform
 from autopar.hardware.presets import H100
-from autopar.intra_op import symmetry
+from autopar.intra_op import formulation
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.spmd_candidate import evaluated
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo.moe import experts_layer
 from tests.small_steps import grouped
@@ -405,7 +404,7 @@ def test_the_solver_finds_what_trying_every_choice_finds(function, shapes, axis_
 def test_layers_that_share_their_decision_cost_what_layers_cost_that_decide_alone(monkeypatch):
     graph = graph_of(trained(mlp), weights(*[16, 64] * 8, 16), data(64, 16))
     folded = intra_op_of(graph, (2, 2))
-    monkeypatch.setattr(symmetry, "SMALL", len(folded.choices.nodes))
+    monkeypatch.setattr(formulation, "SMALL", len(folded.choices.nodes))
     alone = intra_op_of(graph, (2, 2))
     assert len(set(folded.classes)) < len(set(alone.classes)) == len(alone.choices.nodes)
     assert solved(folded)[0].objective == pytest.approx(solved(alone)[0].objective, rel=1e-9)

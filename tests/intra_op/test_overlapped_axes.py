@@ -14,7 +14,7 @@ from autopar.frontend.tracing import trace
 from autopar.intra_op.slack import with_overlapped_axes
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.intra_op.spmd_search import search_mesh
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Compute
 from autopar.plan.options import WORTHWHILE, PlanRequest

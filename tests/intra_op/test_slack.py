@@ -12,7 +12,7 @@ from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.staged import cut_stages, transfer_layouts_of
 from autopar.intra_op.build_choice_graph import build_choice_graph
 from autopar.intra_op.slack import slacks_s
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_stages import assign
 from autopar.passes.split_scan import split_scans

@@ -14,11 +14,9 @@ from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
 from autopar.intra_op import build_choice_graph
-from autopar.intra_op.memory_refusals import cannot_fit, fits_unfused
-from autopar.intra_op.mesh_choice import longest_s, worth_trying
-from autopar.intra_op.mesh_searches import mesh_candidates
-from autopar.intra_op.spmd_search import search_mesh
-from autopar.ir.mesh import LogicalMesh
+from autopar.intra_op.mesh_searches import cannot_fit, fits_unfused, mesh_candidates
+from autopar.intra_op.spmd_search import longest_s, search_mesh, worth_trying
+from autopar.ir.layout import LogicalMesh
 from autopar.plan.context import Rejection
 from autopar.plan.options import NEARLY_EQUAL, PlanRequest
 from benchmarks.zoo import CASES

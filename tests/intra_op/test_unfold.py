@@ -11,11 +11,11 @@ from autopar.cost.cost_model import cost_model
 from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
+from autopar.intra_op.formulation import SMALL, whole_nodes
 from autopar.intra_op.ilp import IntraOp
 from autopar.intra_op.slack import Exposure
 from autopar.intra_op.spmd_candidate import evaluated, timed_sharding, unfold
-from autopar.intra_op.symmetry import SMALL, whole_nodes
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.passes.fold_step import ONE_EACH, GraphViews
 from autopar.solver import Status
 from tests.passes.test_fold_step import chain, of_zoo

@@ -4,8 +4,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar.ir.jax_sharding import joint_mesh, stacked_spec
-from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial, local_bytes, replicated
-from autopar.ir.mesh import LogicalMesh, factorisations, orderings
+from autopar.ir.layout import (
+    Layout,
+    LogicalMesh,
+    enumerate_layouts,
+    enumerate_with_partial,
+    factorisations,
+    local_bytes,
+    orderings,
+    replicated,
+)
 
 MESH = LogicalMesh(axis_sizes=(2, 4))
 

@@ -14,7 +14,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
 from autopar.ir.jax_sharding import concrete_mesh
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.grouped import as_grouped_product, grouped_rule, is_grouped_product
 from autopar.kernels.local import admits
 from autopar.lowering.emit import Emitter, run_on_parts

@@ -19,7 +19,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import FactorKind
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.local import admits
 from autopar.kernels.operation import (
     DenseWork,

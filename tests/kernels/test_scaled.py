@@ -18,7 +18,7 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import FactorKind
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import LogicalMesh
 from autopar.kernels.scaled import is_scaled_product, scaled_rule
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook

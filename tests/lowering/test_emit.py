@@ -20,8 +20,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware.collective_cost import PLANNED_KINDS, Link, sent_bytes
 from autopar.ir.graph import Role
 from autopar.ir.jax_sharding import concrete_mesh, named_sharding
-from autopar.ir.layout import Layout, enumerate_with_partial
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, enumerate_with_partial
 from autopar.lowering.emit import Emitter
 from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
 from autopar.sharding.rules import RuleBook

@@ -10,8 +10,7 @@ import autopar
 from autopar import errors
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh
 from autopar.plan.explanation import Piece, best_alternatives, explanation, other_layouts, pieces_of, pins_of
 from tests.plan.records import module, pipeline, program, value
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step, slow_cluster

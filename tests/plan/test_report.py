@@ -15,19 +15,19 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
 from autopar.plan import summary
 from autopar.plan.bench import sent
-from autopar.plan.report import data, page
-from autopar.plan.report.data import (
+from autopar.plan.report import page
+from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
+from autopar.plan.report.page import (
     PARTS,
     Token,
     candidate_rows,
     in_parts,
     memory_panel,
     module_tree,
+    time_text,
     timeline_data,
     tokens_of,
 )
-from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
-from autopar.plan.report.page import time_text
 from autopar.plan.schema import MeasuredRecord, MemoryKind, MemoryUse, MeshTrial, PlanRecord, RejectionRecord
 from tests.plan.records import module, pipeline, program, value
 
@@ -59,8 +59,8 @@ class Page(html.parser.HTMLParser):
         if not self.open or self.open.pop() != tag:
             self.faults.append(f"</{tag}> at {self.getpos()}")
 
-    def handle_data(self, data):
-        self.texts.append((self.open[-1] if self.open else "", data))
+    def handle_data(self, page):
+        self.texts.append((self.open[-1] if self.open else "", page))
 
     def ids(self) -> list[str]:
         return [attributes["id"] for _, attributes in self.elements if "id" in attributes]
@@ -307,7 +307,7 @@ def test_starts_on_the_page_count_from_the_start_before():
 
 
 def test_candidates_by_time_with_the_plan_first():
-    rows = data.candidate_rows(program())
+    rows = page.candidate_rows(program())
     assert [(r.text, r.relative, r.why) for r in rows] == [
         ("One program on 8 devices: the matrices split over 8.", 1.0, ""),
         ("ZeRO-1", 1.2, "slower by 2 s"),
@@ -317,8 +317,8 @@ def test_candidates_by_time_with_the_plan_first():
 
 
 def test_the_chart_has_the_plan_and_what_came_next_by_time():
-    rows = data.candidate_rows(program())
-    bars = data.fastest(rows)
+    rows = page.candidate_rows(program())
+    bars = page.fastest(rows)
     assert [row.text for row in bars] == [row.text for row in rows[:3]]  # without the one that has no time
     parsed = checked(page.page_of(program()))
     assert parsed.ids().index("candidates") < parsed.ids().index("cluster")
@@ -366,15 +366,15 @@ def test_state_that_is_split_less_says_why():
         state("params['even']", (64, 10), ((0,), ())),
         state("params['scale']", (8,), ((),)),
     )
-    rows = data.argument_rows(dataclasses.replace(mesh, arguments=values))
+    rows = page.argument_rows(dataclasses.replace(mesh, arguments=values))
     why = {row.pattern: row.why_whole for row in rows}
     price = "by the search's costs without a gain: plan.explain('params/odd', alternatives=3) prices it"
     assert why["params/odd"] == f"dimension 1 divides by x (2), {price}"
     assert why["params/even"].startswith("dimension 0 divides by y (4)")
     assert why["params/split"] == why["params/scale"] == ""
-    rows = data.argument_rows(dataclasses.replace(mesh, arguments=values, recipe="zero(3)"))
+    rows = page.argument_rows(dataclasses.replace(mesh, arguments=values, recipe="zero(3)"))
     assert not any(row.why_whole for row in rows)
-    (odd, *_) = data.argument_rows(
+    (odd, *_) = page.argument_rows(
         dataclasses.replace(mesh, arguments=(state("params['odd']", (63, 11), ((), ())), values[0]))
     )
     assert odd.why_whole == "no dimension divides by x (2) and y (4)"
@@ -398,7 +398,7 @@ def test_the_head_has_parameters_and_tokens():
 
     assert counted(4 * 35) == 35
     assert counted(4 * 70) == 0  # the plan counts more as parameters than paths tell apart
-    assert data.batch_facts(record) == data.BatchFacts(array="int32[2, 16]", number=32, unit="tokens")
+    assert page.batch_facts(record) == page.BatchFacts(array="int32[2, 16]", number=32, unit="tokens")
 
 
 def test_a_time_that_no_prediction_resolves_is_told_as_short():

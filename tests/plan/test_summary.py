@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.common.paths import parts_of
 from autopar.plan import render, render_summary, summary
-from autopar.plan.file import decode, encode
+from autopar.plan.plan import decode, encode
 from autopar.plan.schema import MeshTrial
 from tests.plan.records import module, pipeline, predicted, program, value
 from tests.small_steps import shapes, slow_cluster, transformer

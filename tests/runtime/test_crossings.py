@@ -62,8 +62,7 @@ def main(process, ports):
     jax.distributed.initialize(f"127.0.0.1:{ports[-1]}", PROCESSES, process)
 
     from autopar.ir.jax_sharding import named_sharding
-    from autopar.ir.layout import replicated
-    from autopar.ir.mesh import LogicalMesh
+    from autopar.ir.layout import LogicalMesh, replicated
     from autopar.runtime.cross_mesh import End, wire_layouts
     from autopar.runtime.transfers import aval_of, crosser, crossing, from_whole, is_here
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.jax_sharding import named_sharding, submesh
-from autopar.ir.layout import Layout, enumerate_layouts, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, enumerate_layouts, replicated
 from autopar.runtime.cross_mesh import End, Hop, common_grid, grid_of, refined, regrid, wire_layouts
 from autopar.runtime.transfers import Route, route, sender
 

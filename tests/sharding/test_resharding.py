@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.cost.cost_model import cost_model
 from autopar.hardware.collective_cost import CollectiveKind, Link, sent_bytes
-from autopar.ir.layout import Layout, replicated
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.sharding.resharding import MeshLinks, StepKind, fits, gather_and_slice, paths, paths_by_size
 
 FAST = Link(latency_s=1e-7, bytes_per_s=1e10, overhead_s=1e-6, source="test")

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import FactorKind
-from autopar.ir.layout import Layout, enumerate_layouts, enumerate_with_partial
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.layout import Layout, LogicalMesh, enumerate_layouts, enumerate_with_partial
 from autopar.ir.primitives import linear_operands
 from autopar.sharding.rules import RuleBook, equation_key
 from autopar.sharding.strategies import Signature, enumerate_strategies, follow_one, following

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import Edge, Problem, elimination, evaluate
+from autopar.solver import Edge, Problem, evaluate, presolve
 from autopar.solver.presolve import (
     ConflictError,
     Reduction,
@@ -107,8 +107,8 @@ def test_tables_are_the_same_whatever_part_of_them_is_worked_out_at_a_time(part:
     around = tuple(rng.integers(1, 4, size=rng.integers(0, 4)))
     terms = [rng.random((5, *(n if rng.random() < 0.6 else 1 for n in around))) for _ in range(4)]
     whole = np.broadcast_to(terms[0] + terms[1] + terms[2] + terms[3], (5, *around)).min(axis=0)
-    assert elimination.least_of_sum(terms, around, part).tobytes() == whole.tobytes()
+    assert presolve.least_of_sum(terms, around, part).tobytes() == whole.tobytes()
     problem = merge_parallel(random_problem(seed, forbidden=0.0)).problem
-    choice = elimination.solve_by_tables(problem)
+    choice = presolve.solve_by_tables(problem)
     assert choice is not None
     assert evaluate(problem, choice) == pytest.approx(brute_force(problem)[0])

@@ -7,7 +7,7 @@ import math
 
 from autopar.common.trace_events import LINKS, Timeline
 from autopar.hardware import mesh_links
-from autopar.ir.mesh import axes_text
+from autopar.ir.layout import axes_text
 from autopar.plan import summary
 from autopar.plan.schema import PlanRecord
 
