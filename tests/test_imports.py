@@ -216,6 +216,7 @@ def test_unstable_jax_stays_in_one_module(path):
     assert not used, f"{name} uses {used}: give it a stable face in {JAX_COMPAT[0]}"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("folder", ["autopar", "solver", "runtime", "examples", "benchmarks", "tests"])
 def test_nobody_imports_the_folders_by_their_own_names(folder):
     for path in real_files(ROOT / folder):

@@ -53,6 +53,7 @@ def parallel(recipe, devices, attention="blockwise"):
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [
@@ -99,6 +100,7 @@ def test_queries_in_blocks_compute_the_same(monkeypatch):
         np.testing.assert_allclose(b, a, atol=1e-5 * float(abs(a).max()))
 
 
+@pytest.mark.slow
 def test_without_a_kernel_the_default_is_attention_as_it_is_written():
     assert not parallel(None, 2, "auto").plan(*arguments()).record.attention_kernel
 
@@ -243,6 +245,7 @@ def decoder_arguments(layers, examples, length, width):
     return state, {"tokens": tokens, "segments": segments}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("saved", [POLICIES.dots_with_no_batch_dims_saveable, POLICIES.dots_saveable])
 def test_many_layers_under_a_policy_are_planned(saved):
     args = jax.eval_shape(lambda: decoder_arguments(layers=8, examples=8, length=1024, width=256))
@@ -314,6 +317,7 @@ def cross_arguments(layers=2, text=6):
     return state, batch | {"given": jnp.arange(text) < 1 + jnp.arange(B)[:, None] % text}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     [

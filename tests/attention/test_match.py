@@ -153,6 +153,7 @@ def numbers(heads=H):
     return state, batch | {"length": jnp.array([5, 8], jnp.int32)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("attention", "heads"),
     [
@@ -233,6 +234,7 @@ def test_scans_over_layers_stack_no_scores():
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_a_mask_that_layers_of_a_scan_share_is_computed_of_segments_inside_of_it(is_recomputed):
     def step(state, batch):
@@ -294,6 +296,7 @@ def in_16_bits(q, k, v, batch):
     return divided_behind(q, k, v, batch).astype(jnp.float32)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_scanned", [False, True])
 @pytest.mark.parametrize(
     ("attention", "policy"),

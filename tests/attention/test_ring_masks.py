@@ -229,6 +229,7 @@ SLOW = pytest.mark.slow
 WHOLE, BALANCED, SEGMENTED = 6 * 3, 6 * 3 + 2 * 14, 6 * 3 + 2 * 16
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("attention", "permutes"),
     [

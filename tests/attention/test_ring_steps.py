@@ -45,6 +45,7 @@ def on_devices(count, library, form=FORM):
     return jax.jit(jax.shard_map(passes(places, library, form), mesh=mesh, check_vma=False, **specs))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_a_causal_ring_computes_what_one_device_does(count):
     args = operands(4 * count)

@@ -104,6 +104,7 @@ def keywords(state, batch, scale=1.0, *, rate=0.1, reverse=False, **more):
     return new, metrics | more
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "given",
     [
@@ -157,6 +158,7 @@ def test_a_step_says_what_it_is():
     assert repr(parallel).startswith("<Step mlp_step(state, batch), <Plan of mlp_step on flat-4, mesh")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"plan": recipes.pipeline(2, num_microbatches=2)}], ids=["searched", "stages"])
 def test_without_jit_the_function_itself_runs(options):
     seen = []
@@ -197,6 +199,7 @@ def scanned(state, batch):
     return {**state, "bias": state["bias"] + x.mean()}, x.mean()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"plan": recipes.pipeline(2, num_microbatches=2)}], ids=["searched", "stages"])
 def test_the_first_nan_is_named_by_module_and_line(options):
     parallel, bad = made(logarithms, **options), mlp_batch()

@@ -50,6 +50,7 @@ CONFIGURATIONS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_another_configuration_has_another_program(change):
     step, plain = parallel(draw, donate_argnums=()), jax.jit(draw)
@@ -105,6 +106,7 @@ def in_new_arrays(tree):
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_donated_and_given_once_more_is_copied(recipe):
     step, plain, batch = parallel(distilled, recipe), jax.jit(distilled), steps.mlp_batch()

@@ -63,6 +63,7 @@ def assert_same_training(function, parallel, objects, expected, batches, toleran
         assert_close(arrays(*objects), arrays(*expected), tolerance)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options", [{}, {"plan": recipes.zero(3)}, {"plan": recipes.tensor_parallel()}], ids=["searched", "zero", "tensor"]
 )
@@ -237,6 +238,7 @@ def test_a_step_is_verified_after_calls_too():
     assert_close(arrays(*objects), before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("batch", [mlp_batch(), lambda n: jax.tree.map(lambda x: x[:1].repeat(n, 0), mlp_batch())])
 def test_the_largest_batch_of_objects_is_found(batch):
     parallel = made(memory_limit_bytes="200kB")

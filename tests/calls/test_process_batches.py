@@ -55,6 +55,7 @@ def check(found: list[dict[str, Any]]) -> None:
                 np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_each_process_passes_its_own_rows(tmp_path):
     check(try_all(tmp_path, 2, 2, ["one program, a call", "stages, put_batch", "zeros first"]))
 

@@ -439,6 +439,7 @@ def test_sigterm_saves_and_ends(tmp_path):
     assert int(checkpointer(tmp_path).restore()["n"]) == last
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path):
     program = f"{PROGRAM.replace('10_000', '2')}\nimport logging\nprint(logging.root.handlers)"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}

@@ -75,6 +75,7 @@ def test_show_as_json(folder, capsys):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_show_looks_for_no_devices_and_imports_no_orbax(folder):
     program = (
         "import sys; from autopar.checkpoint.description import describe; str(describe(sys.argv[1]));"

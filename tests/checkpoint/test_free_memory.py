@@ -98,6 +98,7 @@ def given_back_bytes() -> int:
     return before - after
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_the_end_of_another_threads_arena_is_given_back_while_it_works():
     program = f"from {__name__} import given_back_bytes; print(given_back_bytes())"  # its arenas are new

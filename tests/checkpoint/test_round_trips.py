@@ -182,6 +182,7 @@ PLANS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("one", "other"), [("zero3", "stages"), ("stages", "one program")])
 def test_a_state_of_one_plan_opens_under_another(tmp_path, one, other):
     case = CASES["mlp"]()

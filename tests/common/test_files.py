@@ -88,6 +88,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_plan_is_named_once_and_planned_anew(damage, filled, tmp_path, caplog):
     directory = copied(filled, tmp_path)
@@ -224,6 +225,7 @@ def test_kept_files_can_be_read_by_whom_the_user_lets_read_others(mask, mode, tm
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_a_disk_that_is_full_or_read_only(code, tmp_path, caplog, monkeypatch):
     class Full:

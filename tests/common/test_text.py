@@ -150,6 +150,7 @@ def in_terminal(command, columns):
     return written.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_the_command_line_follows_the_terminal(tmp_path):
     job, plan = tmp_path / "job.py", str(tmp_path / "plan.json")
     job.write_text(JOB)

@@ -105,6 +105,7 @@ def test_an_error_is_that_of_this_process(worker):
         when_ready(SharedJob(Squares(), [worker])).run("refuses", range(4))
 
 
+@pytest.mark.slow
 def test_the_work_of_a_process_that_died_is_done_here():
     dies = WorkerProcess()
     found = when_ready(SharedJob(Squares(fails=frozenset(range(6))), [dies])).run("square", range(6))
@@ -121,6 +122,7 @@ def test_an_item_may_fail_at_once(worker):
         assert when_ready(SharedJob(Refusing(), [worker])).run("square", range(3)) == [0, 1, 4]
 
 
+@pytest.mark.slow
 def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
     begins = worker_processes._BEGINS.replace("import serve;", "import serve, IDLE_S; serve.__globals__['IDLE_S'] = 1;")
     monkeypatch.setattr(worker_processes, "_BEGINS", begins)
@@ -133,6 +135,7 @@ def test_a_process_without_work_leaves_and_another_one_comes(monkeypatch):
     worker.end()
 
 
+@pytest.mark.slow
 def test_the_path_may_hold_what_is_no_text(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), None])
     worker = WorkerProcess()
@@ -186,6 +189,7 @@ def is_alone(group):
     return False
 
 
+@pytest.mark.cases(1)
 def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program):
     """A process that imports the user's program again would train again."""
     ran = program()

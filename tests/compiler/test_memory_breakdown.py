@@ -42,6 +42,7 @@ def planned(recipe, step=GPT.step, state=None, batch=None, devices=4):
     return autopar.plan(step, state, batch, cluster=cluster, plan=recipe, cache_dir=None)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -120,6 +121,7 @@ def test_matrices_have_exactly_so_many_parameters(billions):
     assert sum(jax.ShapeDtypeStruct(shape, jnp.float16).size for shape in shapes) == PARAMETERS[billions]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("billions", "devices"), [("7.5", 64), ("7.5", 1024), ("1000", 16)])
 def test_model_states_of_zero_are_as_published(billions, stage, devices):
@@ -128,6 +130,7 @@ def test_model_states_of_zero_are_as_published(billions, stage, devices):
     assert is_printed(found, ZERO_GB[billions, stage][DEVICES.index(devices)]), found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_activations_of_a_layer_are_as_published(case):
     sizes = Sizes(batch=2, length=128, width=256, heads=8)

@@ -76,6 +76,7 @@ def test_the_whole_batch_as_one_micro_batch_is_what_the_search_finds_without_a_r
     assert asked.record.decisions == free.record.decisions
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("step", "on", "options", "stages"),
     [

@@ -75,6 +75,7 @@ def step_time_s(remat, limit_bytes):
 
 
 # As much memory as all names need; as two need, of which the estimate knows no difference; as one needs.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("limit_bytes", "within"), [(160_000_000, 1.0), (120_000_000, 1.01), (100_000_000, 1.0)])
 def test_the_choice_is_the_best_of_all_sets(limit_bytes, within):
     sets = [s for r in range(len(NAMES) + 1) for s in itertools.combinations(NAMES, r)]
@@ -100,6 +101,7 @@ def test_what_is_written_stays_where_nothing_is_faster_or_has_a_name():
 RECIPES = {"one program": recipes.data_parallel(), "stages": recipes.pipeline(2, num_microbatches=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [pytest.param("one program"), pytest.param("stages", marks=pytest.mark.slow)])
 def test_numbers_are_those_of_jit_and_memory_that_of_the_compiled_program(where, tmp_path):
     limit_bytes = 120_000_000 if where == "one program" else None

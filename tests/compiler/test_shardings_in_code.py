@@ -271,6 +271,7 @@ def typed_step(way="unrolled"):
     return step
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("constraints", "way"),
     [("advice", "unrolled"), ("ignore", "unrolled")]

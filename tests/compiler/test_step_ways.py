@@ -71,6 +71,7 @@ def planned(step, cluster="dgx-h100:1", **options):
     return autopar.plan(step, *arguments(), cluster=cluster, cache_dir=None, **grouped(**options))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
     ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("tpu-v5p:2x2x1", "TPU_FLASH")]
@@ -123,6 +124,7 @@ def numbers(examples=256):
     return state, {"x": normal(examples, 32), "y": normal(examples, 32)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("devices", "share"), [(1, 0.2), (2, 0.6)])
 def test_scans_compute_again_what_does_not_fit(devices, share):
     state, batch = numbers()
@@ -154,6 +156,7 @@ def fastest_s(devices, share, **options):
     return found(memory_limit_bytes=int(share * peak_bytes), **options).fastest_s
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("devices", "share"), [(1, 0.5), (2, 0.8)])
 def test_micro_batches_wait_where_they_are_deferred_and_where_another_plan_is_faster(devices, share):
     in_micro_batches_s = fastest_s(devices, share)

@@ -373,6 +373,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_models_need_what_was_predicted(name):
     case = CASES[name](**COMPILED[name])

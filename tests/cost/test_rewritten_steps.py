@@ -75,6 +75,7 @@ def table_layer(x, w):
     return (x @ w) * (jnp.arange(128.0)[:, None] * jnp.arange(32.0)).astype(x.dtype), None
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("form", ["scan", "scan, checkpoint", "unrolled", "unrolled, checkpoint"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("preset", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])

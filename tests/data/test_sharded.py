@@ -40,6 +40,7 @@ def mlp_errors(state, batch):
     return jax.vmap(lambda x, y: mlp_loss(state, {"x": x, "y": y}))(batch["x"], batch["y"])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("plan", "tail"),
     [(None, "pad"), (None, "short"), (PIPELINE, "mask"), pytest.param(PIPELINE, "short", marks=pytest.mark.slow)],

@@ -50,6 +50,7 @@ def trained(request):
     return step, state
 
 
+@pytest.mark.cases(1)
 def test_the_state_stays_where_it_is(trained, tmp_path):
     step, state = trained
     follower = autopar.parallelize(evaluate, plan=step, donate_argnums=(), cache_dir=None)
@@ -79,6 +80,7 @@ def test_debug_callbacks_are_called_when_the_step_has_run(trained, capfd):
     assert capfd.readouterr().out == f"loss {loss:.6f}\n"
 
 
+@pytest.mark.cases(1)
 def test_a_step_with_gradients_of_its_own_follows_too(trained):
     def gradient_norm(state, batch):
         gradients = jax.grad(loss_of)(state["params"], batch)
@@ -123,6 +125,7 @@ def init_scanned(layers):
     return create
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layers", "stages"),
     [(4, 2), (3, 2), (4, 3)],

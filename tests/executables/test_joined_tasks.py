@@ -31,6 +31,7 @@ def all_that_can_be(monkeypatch):
     monkeypatch.setattr(build_stages, "join_where_it_pays", join_all)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "joined"),
     [

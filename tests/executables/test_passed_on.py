@@ -74,6 +74,7 @@ def test_results_that_are_state_outlive_it(options):
     assert not any(each["a"].is_deleted() for each in seen)
 
 
+@pytest.mark.cases(1)
 @OF_ALL_FORMS
 def test_an_argument_of_which_only_the_type_matters(options):
     def step(state, batch):
@@ -89,6 +90,7 @@ def test_an_argument_of_which_only_the_type_matters(options):
         assert_close((state, seen), (plain, expected))
 
 
+@pytest.mark.cases(1)
 @OF_ALL_FORMS
 @pytest.mark.parametrize(
     "change",
@@ -112,6 +114,7 @@ def test_a_leaf_of_the_state_that_was_changed_by_hand(options, change):
     assert_close(state, expected)
 
 
+@pytest.mark.cases(1)
 @OF_ALL_FORMS
 def test_a_compiled_step_takes_arrays_as_those_of_jit_do(options):
     """On no device in particular it places them; those on another one it refuses before the first task runs."""
@@ -127,6 +130,7 @@ def test_a_compiled_step_takes_arrays_as_those_of_jit_do(options):
     assert_close(compiled(*placed), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", [{}, *FORMS.values()], ids=["one program", *FORMS])
 def test_an_array_in_two_places_of_a_compiled_step(options):
     array = np.asarray(jnp.eye(16) * 0.5)
@@ -136,6 +140,7 @@ def test_an_array_in_two_places_of_a_compiled_step(options):
     assert_close(compiled({**new_state(), "a": shared, "b": shared}, {"x": shared}), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", [{}, *FORMS.values()], ids=["one program", *FORMS])
 def test_an_array_of_the_code_that_is_deleted_later(options):
     scale = jnp.full((16, 16), 0.5)
@@ -150,6 +155,7 @@ def test_an_array_of_the_code_that_is_deleted_later(options):
     assert_close(one(state, new_batch()), expected)
 
 
+@pytest.mark.cases(1)
 @OF_ALL_FORMS
 def test_types_of_64_bits_in_the_code_of_a_step(options):
     def step(state, batch):

@@ -51,6 +51,7 @@ def test_zero_2_between_hosts_reduces_large_gradients_in_parts():
     assert compiled["reduce-scatter"] == pytest.approx(in_all)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_free_search(cluster):
     plan = run_and_compare(cluster)
@@ -60,6 +61,7 @@ def test_the_free_search(cluster):
 QUICK = ("1f1b", "interleaved", "zb-h2")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,6 +16,7 @@ from tests.calls.test_calls import RECIPES, parallel
 WAYS = RECIPES | {"sharded state": autopar.recipes.zero(3), "two axes": autopar.recipes.combine(dp=4, tp=2)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", WAYS.values(), ids=WAYS)
 def test_a_short_last_batch(recipe, caplog):
     step, plain = parallel(steps.mlp_step, recipe), jax.jit(steps.mlp_step)
@@ -64,6 +65,7 @@ def test_other_steps_are_planned_anew(examples, caplog):
     assert len(step._plans) == 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", WAYS.values(), ids=WAYS)
 def test_a_last_batch_of_one_example(recipe):
     """JAX traces other operations, so that it is planned anew, in as many micro-batches as divide it."""

@@ -75,6 +75,7 @@ def halved_step(state, batch):
 # Numbers
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stages", "schedule", "m"),
     [
@@ -349,6 +350,7 @@ DATA_PARALLEL = autopar.recipes.combine(pp=2, num_microbatches=4)
 WIDE_BATCH = {"layers": 3, "width": 16, "features": 16, "classes": 8}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("case", "plan", "cluster", "tied"),
     [
@@ -451,6 +453,7 @@ def scanned_step(state, batch):
     return state - 0.1 * grads, value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layers", [(3,), (2, 3)])
 def test_gradients_of_scanned_layers_are_reduced_once_a_step(layers):
     state = jax.random.normal(jax.random.key(0), (*layers, 32, 32)) / 6
@@ -486,6 +489,7 @@ def test_copies_of_the_state_are_made_in_each_micro_batch_where_they_do_not_fit_
     assert max(tight.predicted.peak_bytes) <= limit_bytes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asked", [{"plan": recipe(2, m=4)}, {"num_microbatches": 4}])
 def test_a_step_that_makes_copies_of_the_state_anew_is_that_of_plain_jit(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(PipelineCandidate, "fits", lambda found, _: not found.hoist_casts)

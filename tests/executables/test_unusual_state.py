@@ -29,6 +29,7 @@ def step(state, batch):
     return {"layers": layers, "first": False, "count": 0}, value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -57,6 +58,7 @@ def quantised_step(state, batch):
     return {"w": [w - 0.1 * g for w, g in zip(state["w"], gradients, strict=True)], "codes": codes}, value
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("plan", [None, recipes.zero(3), recipes.pipeline(2, num_microbatches=2)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.float4_e2m1fn])
 def test_state_of_less_than_8_bits_runs_as_any_other(plan, dtype):

@@ -65,6 +65,7 @@ def test_side_effects_are_named(tmp_path):
     assert_works(parallel)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["numpy array", "numpy scalar", "counter"])
 def test_impure_functions_run_their_first_trace_and_are_named(source, caplog):
     random, count = np.random.default_rng(0), 0
@@ -271,6 +272,7 @@ ONCE = "state, _ = step(old, mlp_batch())"
 TWICE = "old, _ = step(old, mlp_batch()); state, _ = step(old, mlp_batch())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "examples"),
     [
@@ -319,6 +321,7 @@ print("works")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "twin",
     [

@@ -81,6 +81,7 @@ def layout_of(plan, name="x"):
     return plan.batch_shardings[name].spec
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("step", [accumulating, recurrent])
 @pytest.mark.parametrize("options", [{}, {"batch_axis": 1}])
 def test_the_examples_of_a_batch_whose_first_dimension_a_loop_goes_over_are_split(step, options):
@@ -118,12 +119,14 @@ def test_state_is_split_too():
     assert "the batch and the state split" in str(plan)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("step", [accumulating, recurrent])
 def test_micro_batches_have_fewer_of_the_examples(step):
     plan = run(step, {"x": array(STEPS, EXAMPLES, WIDTH)}, num_microbatches=2)
     assert plan.record.pipeline.num_microbatches == 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axis", [{"x": 1, "times": None}, {"x": -2, "times": None}])
 def test_a_tree_of_axes(axis):
     batch = {"x": array(LENGTH, EXAMPLES, WIDTH), "times": array(LENGTH)}

@@ -96,6 +96,7 @@ def test_another_plan_of_the_step_has_them():
     assert plan.why_not(recipes.zero(3)).other.compiler_options.items() >= wanted.items()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [None, recipes.combine(pp=2, num_microbatches=2)], ids=["one program", "stages"])
 def test_options_reach_the_compiler(recipe, compiled_with, tmp_path):
     options = {"xla_cpu_enable_fast_math": False}

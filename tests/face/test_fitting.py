@@ -108,6 +108,7 @@ def batch_of(examples: int):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), MLP_BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cluster", ["local:4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dgx-h100", "tpu-v5e:2x4"))]
 )
@@ -181,6 +182,7 @@ def test_micro_batches_that_are_named_are_kept():
     assert most(num_microbatches=8) > most() > 0
 
 
+@pytest.mark.slow
 def test_batches_are_multiples_of_the_micro_batches_that_are_named():
     step = autopar.parallelize(
         mlp_step, search=autopar.Search(num_microbatches=6, memory_limit_bytes=LIMIT_BYTES // 2), **OPTIONS
@@ -209,6 +211,7 @@ def test_other_arguments_may_hold_the_examples():
     assert autopar.fit(step, MLP_STATE, scale, MLP_BATCH, clusters=[slow_cluster(2)]).largest() > 2
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_a_function_of_its_size():
     def transposed_step(state, batch):
         return mlp_step(state, {"x": batch["x"].T, "y": batch["y"]})
@@ -372,6 +375,7 @@ def tokens_of(examples, length):
     return {"tokens": jax.ShapeDtypeStruct((examples, length), "int32")}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [None, recipes.zero(3)])
 def test_what_padding_of_a_sample_costs(recipe):
     options = OPTIONS | {"search": autopar.Search(memory_limit_bytes="40MB")} | ({"plan": recipe} if recipe else {})

@@ -135,6 +135,7 @@ def test_a_loaded_plan_has_its_shardings_by_path(tmp_path):
 # A step that parallelize made, planned for other hardware
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("own", "named", "expected"),
     [

@@ -33,6 +33,7 @@ def parameter_bytes(case):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_only_parts_of_gradients_go_between_groups_in_the_compiled_program(stage):
     step = autopar.parallelize(GPT.step, plan=recipes.zero(stage, size=4), cache_dir=None)
@@ -47,6 +48,7 @@ def test_only_parts_of_gradients_go_between_groups_in_the_compiled_program(stage
     assert {c.kind for c in large} == set(KINDS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("microbatches", [None, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", [MLP, pytest.param(GPT, marks=pytest.mark.slow)], ids=["mlp", "gpt"])
@@ -62,6 +64,7 @@ def test_each_device_sends_its_part_of_the_gradients_to_the_other_groups(case, s
     assert sent(made)["all-reduce"] == pytest.approx(2 * 1 / 2 * once / 4, rel=0.001)
 
 
+@pytest.mark.slow
 def test_state_is_shared_by_the_devices_of_a_group_alone():
     _, plan = verified(GPT, recipes.zero(3, size=4), 8)
     state = [v for v in plan.record.arguments if v.kind == "state" and max(v.shape, default=0) > 3]
@@ -69,6 +72,7 @@ def test_state_is_shared_by_the_devices_of_a_group_alone():
     assert all(any(v.layout.dims) for v in state)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("options", "groups"),
     [

@@ -295,6 +295,7 @@ def with_earlier_times(cluster):
     return dataclasses.replace(cluster, device=device, fits=(*cluster.fits, fit))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["scanned", "unrolled", "recomputed", "casts"])
 def test_a_step_is_predicted_as_it_was_timed(form):
     """All of its products are found among the kernels, and the state survives."""
@@ -331,6 +332,7 @@ def test_a_program_of_other_names_is_not_taken_from_jaxs_cache(monkeypatch):
     assert flags == [False, True]  # as it is timed, as it is recorded
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("instruction", "predicted_s", "got"),
     [

@@ -28,6 +28,7 @@ def parameter_bytes(case):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [MLP, GPT], ids=["mlp", "gpt"])
 def test_data_parallelism_reduces_every_gradient_once(case):
     made, plan = verified(case, recipes.data_parallel(), 8)
@@ -36,6 +37,7 @@ def test_data_parallelism_reduces_every_gradient_once(case):
     assert plan.groups() == {"data": [list(range(8))]}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("case", [MLP, GPT], ids=["mlp", "gpt"])
 def test_zero_1_and_2_send_as_much_as_data_parallelism(case, stage):

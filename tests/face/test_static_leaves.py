@@ -74,6 +74,7 @@ WAYS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_holds_functions_trains_as_under_filter_jit(way, expected):
     step = small(**WAYS[way])

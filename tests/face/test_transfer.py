@@ -38,6 +38,7 @@ def bits(array):
     return np.asarray(array).tobytes()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("buffer_bytes", [None, 64])
 @pytest.mark.parametrize(("source", "target"), ENDS)
 def test_bits_stay_between_any_shardings(source, target, buffer_bytes):

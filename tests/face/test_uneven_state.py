@@ -32,6 +32,7 @@ def trained():
     return state, value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     [recipes.zero(1), recipes.combine(zero=2, num_microbatches=2), recipes.combine(zero=3, num_microbatches=2)],

@@ -38,6 +38,7 @@ def verified(request) -> tuple[autopar.Plan, autopar.Verification]:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.cases(1)
 def test_the_bytes_predicted_are_those_compiled(verified):
     plan, verification = verified
     assert verification.total.compiled > 0, "nothing was split, so that nothing was verified"

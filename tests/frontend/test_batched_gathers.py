@@ -105,6 +105,7 @@ LEFT = {
 }
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("function", [f for f, _ in REWRITTEN.values()] + [*LEFT.values()], ids=[*REWRITTEN, *LEFT])
 def test_the_results_are_the_same(function):
     closed = with_batched_gathers(jax_compat.plain_jaxpr(function, *arrays()))
@@ -162,6 +163,7 @@ def q_learning_arguments(examples=32, width=16, actions=6):
     return jax.tree.map(np.float32, params), batch
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_microbatches": 4}, {"num_microbatches": 32}, {"plan": recipes.data_parallel()}],
@@ -189,6 +191,7 @@ def chunked_loss(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_microbatches": 2}, {"plan": recipes.data_parallel()}],

@@ -128,6 +128,7 @@ def seen_by(step, args):
     return made, list(SEEN)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("plan", [None, autopar.recipes.zero(3)], ids=["free", "zero"])
 @pytest.mark.parametrize(
     ("forward", "after"),
@@ -183,6 +184,7 @@ CUT = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(2)
 @CUT
 @pytest.mark.parametrize("forward", [in_layers, ordered])
 def test_debug_callbacks_of_a_step_in_parts_see_what_they_see_under_jit(options, forward, capfd):

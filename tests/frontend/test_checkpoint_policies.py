@@ -70,6 +70,7 @@ def saved_inner_arrays(graph):
     return [v for v in read & made.keys() if graph.values[v].shape == (EXAMPLES, INNER)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_policy_saves_is_saved(name):
     policy, count = CASES[name]
@@ -86,6 +87,7 @@ BEFORE_0_12 = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 1
 ROUNDED_IN_PLACE = {("hidden and gate", "one program"), ("offload", "one program")}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [*FEW, *REST])
 @pytest.mark.parametrize("where", ["one program", "stages"])
 def test_memory_is_that_of_the_compiled_program_and_numbers_are_those_of_jit(name, where, request):

@@ -56,6 +56,7 @@ def made(function, **options):
     return autopar.parallelize(function, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("function", SAID, ids=lambda f: f.__name__)
 def test_a_donated_argument_that_no_result_replaces_is_named_once(function, caplog):
     parallel, state = made(function), new_mlp_state()

@@ -68,6 +68,7 @@ def parallel(step, plan=None):
 STAGES = autopar.recipes.pipeline(2, num_microbatches=2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [None, STAGES], ids=["one program", "stages"])
 @pytest.mark.parametrize("make", [layers, scanned])
 def test_a_step_with_constraints_sends_what_it_sends_without_them(make, plan):
@@ -103,6 +104,7 @@ def test_constraints_over_one_device_say_nothing():
     assert removed == Removed((), ())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [None, STAGES], ids=["one program", "stages"])
 def test_specs_may_name_the_axes_of_a_mesh_that_is_set(plan):
     step = layers(lambda x: jax.lax.with_sharding_constraint(x, P("data", "model")))
@@ -172,6 +174,7 @@ class Block(nn.Module):
         return nn.tanh(nn.with_logical_constraint(x, ("batch", "hidden")))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [None, STAGES], ids=["one program", "stages"])
 def test_flax_logical_constraints_and_partitioning_boxes(plan):
     model = nn.Sequential([Block() for _ in range(LAYERS)])

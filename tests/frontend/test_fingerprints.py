@@ -52,6 +52,7 @@ def prints():
     return {name: jaxpr_fingerprint(jax.make_jaxpr(holding(make()))(x)) for name, make in VALUES.items()}
 
 
+@pytest.mark.slow
 def test_they_are_equal_in_every_trace_and_process():
     found = prints()
     assert found == prints()

@@ -80,6 +80,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("form", ["unrolled", "scan"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.usefixtures("flags")
@@ -93,6 +94,7 @@ def test_regions_of_the_coming_checkpoint_are_plain_equations(policy, form):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("policy", "form", "dtype", "options"),
     [

@@ -77,6 +77,7 @@ def test_subscripts_of_einsum_and_classes_of_equinox_are_no_modules(form):
     assert {op.module for op in products(graph)} == {"eqx.nn.MultiheadAttention/eqx.nn.Linear", ""}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["unrolled", "unrolled, checkpoint", "scan", "scan, checkpoint"])
 def test_a_plain_tree_names_the_operations_that_read_it(form, dtype):

@@ -202,6 +202,7 @@ KEPT = [(form, "nothing") for form in (checkpointed, turned_and_checkpointed, un
 AGAIN = [(form, policy) for form in (*FORMS, turned_and_checkpointed) for policy in ("matmuls", "input")]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("form", "policy"), KEPT + AGAIN)
 @pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"num_microbatches": 2}), (4, {})])
 def test_results_are_those_of_jit(form, policy, devices, options):
@@ -220,6 +221,7 @@ def test_results_are_those_of_jit(form, policy, devices, options):
     assert_close(jax.tree.map(np.asarray, got), expected, 2e-2 if form is in_16_bits else 1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "policy"),
     [

@@ -67,6 +67,7 @@ def made(**options):
     return autopar.parallelize(step, cluster=slow_cluster(4), cache_dir=None, **grouped(**options))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 def test_a_state_whose_classes_take_arrays_only_trains(options):
     parallel, plain = made(**options), jax.jit(step)
@@ -106,6 +107,7 @@ def test_shardings_in_the_structure_of_such_a_state_are_refused_by_name():
     assert set(plan.batch_shardings) == {"x", "y"}
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_file_is_run_on_such_a_state():
     found = python(
         "import autopar, jax, tempfile, pathlib\n"

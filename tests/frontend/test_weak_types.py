@@ -37,6 +37,7 @@ def restored(state):
     return jax.tree.map(lambda x: np.asarray(jnp.asarray(x)), state)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_plan_for_shapes_is_the_plan_of_restored_state(recipe, caplog):
     step, plain, batch = parallel(train, recipe), jax.jit(train), steps.mlp_batch()

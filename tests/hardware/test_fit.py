@@ -23,6 +23,7 @@ def timings_of(link: Link, counts: tuple[int, ...] = (2, 4, 8)) -> list[Timing]:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fabric", Fabric)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(overhead_us=st.floats(1, 100), latency_us=st.floats(0.5, 20), gb_per_s=st.floats(1, 900))
@@ -43,6 +44,7 @@ def test_the_constants_of_a_link_are_found_again(fabric, overhead_us, latency_us
     assert fit.link.detail is None  # nothing that the timings do not show
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(kept_gb_per_s=st.floats(100, 1000), tree_us=st.floats(6, 20), pair_gb_per_s=st.floats(5, 50))
 def test_the_detail_of_a_switched_link_is_found_again(kept_gb_per_s, tree_us, pair_gb_per_s):
@@ -61,6 +63,7 @@ def test_the_detail_of_a_switched_link_is_found_again(kept_gb_per_s, tree_us, pa
         assert getattr(fit.link.detail, name) == pytest.approx(getattr(detail, name), rel=1e-4), name
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("seed", range(20))  # about one seed in 40 moves a constant by more
 def test_noise_of_a_tenth_moves_the_constants_by_less(seed):
     link = Link(overhead_s=2e-5, latency_s=3e-6, bytes_per_s=2e11, source="test")

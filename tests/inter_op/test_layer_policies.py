@@ -97,6 +97,7 @@ def test_policies_of_a_step_apply_in_other_numbers_of_micro_batches():
 FORMS = [{}, {"drop": 0.1}, {"dtype": jnp.bfloat16}, {"checkpoints": True}]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", FORMS, ids=["float32", "dropout", "bfloat16", "jax.checkpoint"])
 def test_every_policy_computes_the_same(options):
     microbatched = cut(step_of(**options))
@@ -106,6 +107,7 @@ def test_every_policy_computes_the_same(options):
         assert_same_numbers(microbatched.graph, again, arguments)
 
 
+@pytest.mark.slow
 def test_stages_choose_values_and_results_are_those_of_jit():
     step, (state, batch) = step_of(), numbers()
     plans = dict(cluster=slow_cluster(2), cache_dir=None)
@@ -119,6 +121,7 @@ def test_stages_choose_values_and_results_are_those_of_jit():
     assert_close(jax.tree.map(np.asarray, got), jax.jit(step)(state, batch))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("share", [0.5, 0.75])
 def test_one_stage_computes_again_in_as_many_layers_as_the_memory_needs(share):
     """On an H100: products of 64 MB, of which the search for one micro-batch keeps as many as fit."""
@@ -144,6 +147,7 @@ def test_a_value_that_a_layer_does_not_have_is_refused():
     assert (raised.value.where, raised.value.got) == ("$.plan.pipeline.recomputed[1]", "99.0")
 
 
+@pytest.mark.slow
 def test_parts_of_a_scan_recompute_their_products_half_of_them_or_everything():
     """What their bodies save is chosen by value; stages of the parts take policies of whole parts."""
 

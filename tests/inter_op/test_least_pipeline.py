@@ -45,6 +45,7 @@ def least_s(arguments, m, cluster):
     return least_pipeline_s(cut_layers(split_scans(traced, 1, rules), m, rules), cluster, PlanRequest())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_no_pipeline_takes_less(monkeypatch, m, stages):

@@ -64,6 +64,7 @@ def test_stages_meet_where_links_are_slow():
     assert found.predicted.step_time_s == min(t.step_time_s for t in found.record.weighed)
 
 
+@pytest.mark.slow
 def test_the_best_stages_are_built_in_a_v_too():
     found = plan(cluster(), *arguments())
     in_a_v = [t for t in found.record.weighed if "zb-v" in t.text or "dualpipev" in t.text]
@@ -112,6 +113,7 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
     assert built == [8, 8, 8]  # as one after the other, and in both kinds of a V
 
 
+@pytest.mark.slow
 def test_of_a_long_step_too_what_is_saved_has_a_price(monkeypatch):
     in_flight, tables = [], stage_problems.tables
 
@@ -158,6 +160,7 @@ def mixing_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+@pytest.mark.slow
 def test_a_step_that_mixes_its_examples_is_recomputed_where_it_does_not_fit():
     examples = jax.ShapeDtypeStruct((65_536, 512), jnp.float32)
     args = [jax.ShapeDtypeStruct((512, 2048), jnp.float32)] * 4, {"x": examples, "y": examples}
@@ -214,6 +217,7 @@ def test_plans_are_built_out_of_each_number_of_micro_batches_in_turn():
     assert in_turn(plans) == [5, 2, 4, 0, 3, 1]
 
 
+@pytest.mark.slow
 def test_a_plan_that_needs_more_than_it_was_taken_for_is_searched_again(monkeypatch):
     args = arguments()
     first_built = plan(cluster(), *args).record.weighed[0]
@@ -365,6 +369,7 @@ def test_numbers_of_micro_batches(hosts, examples, numbers):
     assert found == numbers
 
 
+@pytest.mark.slow
 def test_a_long_step_whose_values_do_not_fit_is_not_searched_for_one_program(monkeypatch):
     monkeypatch.setattr(spmd_search, "LONG_STEP", 10)
     monkeypatch.setattr(spmd_search, "search_mesh", lambda *_: pytest.fail("it was"))

@@ -113,6 +113,7 @@ X_BYTES = BATCH // 8 // 2 * WIDTH * 4  # of one micro-batch on one of two device
 
 
 # What tanh makes is kept beside its operand where nothing is computed again.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("policy", "kept_bytes"), [("nothing", 5 * X_BYTES), ("by value (0)", 3 * X_BYTES), ("input", X_BYTES)]
 )
@@ -131,6 +132,7 @@ def test_a_stage_that_recomputes_takes_and_keeps_what_its_layers_do(policy, kept
 
 
 # Of each layer's two products the operand and the gradient of what is made, whatever was computed again before.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("policy", ["nothing", "by value (0)", "input"])
 def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
     option, half, built = two_stages(cut(8, residual_step, RESIDUAL), "zb-h1", policy)
@@ -141,6 +143,7 @@ def test_where_weight_gradients_wait_a_stage_holds_what_they_read(policy):
     assert sum(b.nbytes for b in held) == half * 6 * X_BYTES
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("is_long", "numbers", "anew"),
     [

@@ -73,6 +73,7 @@ def limits(limit_bytes=10**12):
     return BuildLimits(limit_bytes=limit_bytes, time_limit_s=60.0, to_beat_s=math.inf)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("policy", "zero", "limit_bytes"),
     [
@@ -92,6 +93,7 @@ def test_the_estimate_is_what_the_built_pipeline_takes(step, policy, zero, limit
     assert found.peak_bytes[0] == pytest.approx(built.peak_bytes[0], rel=1e-3 if limit_bytes == 10**12 else 3e-3)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", ["matmuls", "nothing"])
 def test_no_decisions_take_less_than_what_others_compute(step, policy):
     """Nearly all of it where little is sent, and the same on every mesh and under every recipe."""
@@ -111,6 +113,7 @@ def test_no_decisions_take_less_than_what_others_compute(step, policy):
     assert min(least_s) >= 0.95 * min(times_s)
 
 
+@pytest.mark.slow
 def test_that_holds_where_another_mesh_splits_what_one_cannot():
     """Four examples with four heads: one axis of eight devices splits neither, two axes do both."""
     step = of_case("gpt", 2, layers=2 * SHORT + 1, width=256, heads=4, vocabulary=1000, length=1020, batch=8)
@@ -134,6 +137,7 @@ def test_few_layers_are_built_as_they_are():
     assert short_step(cut(2 * SHORT, 4), ON) is None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_gradients_of_several_layers_may_be_summed_together_where_that_takes_next_to_nothing(zero):
     small, least_s = cut(LAYERS, 2, WIDTH // 3), 1.0
@@ -160,6 +164,7 @@ def of_case(name, num_microbatches, **sizes):
     return cut_layers(split_scans(traced, 1, rules), num_microbatches, rules)
 
 
+@pytest.mark.slow
 def test_layers_of_which_the_first_recomputes_more_than_the_others():
     """What all layers of a Llama read is made again in the backward pass of the first."""
     step, on = of_case("llama", 2, layers=2 * SHORT + 2), Cluster.preset("tpu-v5e", topology="2x4")
@@ -168,6 +173,7 @@ def test_layers_of_which_the_first_recomputes_more_than_the_others():
     assert found.step_time_s == pytest.approx(build(step, choice, on, limits()).step_time_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_built_a_little_larger_than_estimated_is_made_leaner():
     step, on = of_case("llama", 2, layers=2 * SHORT + 2), Cluster.preset("dgx-h100")
     choice = one_stage(step, "input", LogicalMesh(axis_sizes=(8,)))

@@ -169,6 +169,7 @@ def slow_cluster(num_devices):
     return dataclasses.replace(cluster, device=device)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(
     names=st.lists(st.sampled_from(sorted(UNARY)), min_size=2, max_size=5),
@@ -189,6 +190,7 @@ def test_random_programs_compute_what_plain_jax_computes(names, num_devices, row
         assert leaf_difference(a, b) <= 1e-5
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", sorted(UNARY))
 def test_the_operations_of_random_programs_keep_matrices_finite(name):
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)

@@ -35,6 +35,7 @@ def on_the_clock(ran):
     return ran.end_s, ran.compute_s, ran.send_s, ran.starts_s, [(work.name, work.seconds) for work in ran.order]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_candidates_with_common_instructions_are_what_they_are_alone(cluster):
     graph = of_zoo("gpt", layers=2)

@@ -413,6 +413,7 @@ def test_layers_that_share_their_decision_cost_what_layers_cost_that_decide_alon
 # Against the compiled program
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("widths", "rows"), [((16, 32, 16), 512), ((64, 256, 64), 8), ((8, 8, 8), 64)])
 def test_compiled_programs_send_the_bytes_that_were_predicted(widths, rows):
     cluster = Cluster.flat(N, device=SLOW, links=(LINK,))

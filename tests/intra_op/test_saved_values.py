@@ -150,6 +150,7 @@ def texts_of(form):
     return [program.choice(taken).text for taken in (on_devices[len(on_devices) // 2], anywhere[-1])]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", [*FORMS, turned_and_checkpointed], ids=lambda form: form.__name__)
 @pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"num_microbatches": 2}), (4, {})])
 def test_results_are_those_of_jit(form, devices, options):
@@ -184,6 +185,7 @@ def test_a_step_without_scans_has_nothing_to_save():
     assert list(LayerValues.of_scans(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("text", "error", "got"),
     [

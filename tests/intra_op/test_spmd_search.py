@@ -85,6 +85,7 @@ def test_a_mesh_that_cannot_win_is_not_evaluated_and_says_so(cluster):
     assert left.why.startswith(("a bound says that it is slower by about ", "slower by "))
 
 
+@pytest.mark.slow
 def test_values_that_are_all_written_take_no_less_than_kernels_do():
     """So that a step that fits in this way is not lowered to find out whether it can."""
     for name in ("gpt", "gpt_scan_remat", "lstm"):
@@ -152,6 +153,7 @@ def many_matrices(form, dtype):
     return step, weights, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["unrolled", "scanned", "checkpointed"])
 def test_collectives_that_are_combined_share_one_latency(form, dtype):

@@ -52,6 +52,7 @@ def searched(graph, axis_sizes):
     return of_folded, (expected.objective, evaluated(graph, model, whole.decode(expected)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.slow) if name == "gpt, a grid" else name for name in CASES]
 )
@@ -63,6 +64,7 @@ def test_the_folded_search_finds_what_the_whole_one_does(case):
     assert candidate.peak_bytes <= at_best.peak_bytes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axis_sizes", [(4,), (2, 2)], ids=["a row", "a grid"])
 def test_layers_of_a_chain_cost_the_folded_search_what_they_cost_the_whole_one(axis_sizes):
     """A chain's layers are so thin that the whole search decides several at each end of it in their own way: that
@@ -79,6 +81,7 @@ def test_layers_of_a_chain_cost_the_folded_search_what_they_cost_the_whole_one(a
     assert np.all((saved >= 0) & (saved < 0.1 * of_layers[1]))
 
 
+@pytest.mark.slow
 def test_a_folded_plan_computes_what_jit_does():
     """Forty layers on four devices, of which the search has seen five; the numbers of one step are those of jit."""
     random = np.random.default_rng(0)

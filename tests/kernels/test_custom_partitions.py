@@ -59,6 +59,7 @@ def arguments():
     return {"up": up, "down": down}, {"x": x, "y": y}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [

@@ -68,6 +68,7 @@ def on_parts(op, strategy, sizes, operands):
     return jnp.sum(run(*operands), 0) if strategy.results[0].partial else run(*operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("product", "sizes"),
     [
@@ -94,6 +95,7 @@ def test_every_split_of_a_product_computes_the_same(product, sizes):
     assert tried == 3 * ((1 + 4) ** len(sizes) - 1)  # rows, groups, columns, inner dimension
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("devices", [2, 8])
 def test_a_step_with_ragged_products_equals_plain_jit(devices):
     args = arguments()
@@ -169,6 +171,7 @@ def arrays(case):
     return x, random.normal(size=(3, 3, channels_in // groups, channels_out)).astype(np.float32)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_strategy_of_a_convolution_and_of_its_gradients_gives_its_numbers(case, sizes):
@@ -234,6 +237,7 @@ PLANS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("case", [(8, 8, 2, 1, 1), (4, 6, 2, 1, 1), (8, 8, 8, 1, 1), (4, 8, 1, 2, 1)], ids=str)
 def test_a_step_with_grouped_convolutions_equals_jit(case, plan):

@@ -20,6 +20,7 @@ HERE = "island_steps.py"
 PIPELINE = recipes.pipeline(2, num_microbatches=2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("island", "names", "recipe", "devices", "split"),
     [
@@ -51,6 +52,7 @@ def test_an_island_of_one_device_is_a_part_of_the_step():
     assert set(splits(made, arguments(), "tanh")) == {4}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("island", "names", "recipe", "devices"),
     [
@@ -65,6 +67,7 @@ def test_islands_in_micro_batches_and_stages(island, names, recipe, devices):
     assert_equals_jit(step_of(island, *names), recipe, devices, arguments())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_kernels_and_islands_run_in_the_loop_over_micro_batches(num_microbatches):
     """They are work on examples, not something to do for the whole batch before the loop."""
@@ -88,6 +91,7 @@ def test_kernels_and_islands_run_in_the_loop_over_micro_batches(num_microbatches
     assert_equals_jit(step, recipe, 8, (state, batch))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [(None, 2), (PIPELINE, 4), (recipes.cut(recipes.zero(3), num_microbatches=2), 2)],
@@ -141,6 +145,7 @@ def test_an_island_for_another_mesh_names_the_sizes_that_fit():
     assert f"{HERE}:" in caught.value.where
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [None, recipes.data_parallel(), PIPELINE], ids=["free", "data", "stages"])
 def test_axes_that_an_island_leaves_to_the_compiler_say_nothing(recipe):
     def body(x, w):
@@ -153,6 +158,7 @@ def test_axes_that_an_island_leaves_to_the_compiler_say_nothing(recipe):
         assert_equals_jit(step_of(island, "square"), recipe, 4, arguments())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [(None, 4), (recipes.data_parallel(), 2), (PIPELINE, 4), (recipes.cut(recipes.zero(3), num_microbatches=2), 4)],
@@ -234,6 +240,7 @@ def test_a_branch_and_a_while_loop_inside_of_an_island():
         assert_equals_jit(step, recipe, devices, arguments())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", [jax.lax.with_sharding_constraint, jax.sharding.reshard])
 def test_placements_inside_of_an_island_say_nothing(place):
     def body(x, w):

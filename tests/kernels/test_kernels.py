@@ -51,6 +51,7 @@ def splits(step, args, primitive):
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "devices"),
     [
@@ -70,6 +71,7 @@ def test_a_step_with_pallas_kernels_equals_plain_jit(recipe, devices):
     assert_equals_jit(train_step, recipe, devices, steps.arguments())
 
 
+@pytest.mark.slow
 def test_kernels_are_split_and_what_they_send_is_what_was_predicted():
     step, args = parallel(train_step, recipes.data_parallel(), 4), steps.arguments()
     assert splits(step, args, "kernel") == [4] * 6
@@ -91,6 +93,7 @@ def test_sequences_that_a_kernel_cannot_share_are_refused(kind, devices, says):
         made.plan(*steps.arguments())
 
 
+@pytest.mark.slow
 def test_gradients_of_shared_operands_are_reduced_once_a_step_not_once_a_micro_batch():
     recipe, args = recipes.cut(recipes.data_parallel(), num_microbatches=2), steps.arguments()
     made = autopar.verify(assert_equals_jit(train_step, recipe, 2, args), *args)
@@ -226,6 +229,7 @@ def test_examples_are_a_factor_that_may_be_split():
         places_of_results(attention, (3, 3, 3))
 
 
+@pytest.mark.slow
 def test_kernels_under_rematerialisation():
     def step(state, batch):
         def layer(x, p):
@@ -262,6 +266,7 @@ def plain_call(x):
     )(x)  # fmt: skip
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_a_pallas_call_without_a_rule_runs_whole_and_the_plan_says_so(devices):
     def step(state, batch):

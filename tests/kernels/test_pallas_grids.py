@@ -134,6 +134,7 @@ def test_an_unknown_kernel_in_micro_batches_is_an_error_that_says_how_to_give_a_
         planned(recipes.pipeline(2, num_microbatches=2), 4).plan(*arguments())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("recipe", "devices"), [(None, 4), (recipes.data_parallel(), 4), (recipes.pipeline(2, num_microbatches=2), 4)]
 )
@@ -157,6 +158,7 @@ def counted_rows(x):
     return rows(numbered, x, grid=(8,), in_map=lambda i: (i, 0), out_map=lambda i: (i, 0), block=(1, 8))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_an_entry_of_the_user_splits_a_kernel_by_its_name(table, devices):
     def step(state, batch):

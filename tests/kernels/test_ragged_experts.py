@@ -97,6 +97,7 @@ def equals_jit(function, devices, layers=1, **options):
 # Found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("layer", "way"),
     [
@@ -120,6 +121,7 @@ def test_the_forward_pass_keeps_tokens_and_the_inner_width_apart():
     assert {v.aval.shape for v in backward.eqn.outvars} >= {v.aval.shape for v in forward.eqn.invars[2:5]}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layer", LAYERS_AS_WRITTEN)
 def test_parts_of_a_factor_make_parts_or_summands_of_the_results(layer):
     found = passes(graph_of(step(LAYERS_AS_WRITTEN[layer])))
@@ -207,6 +209,7 @@ def tiled(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order // TOP_K].add(out)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layer", "check_vma"), [(scattered, True), (tiled, False)], ids=["ragged", "megablox"])
 def test_a_mixture_in_a_shard_map_of_one_device_is_found(layer, check_vma):
     def numbered(x, p, *choices):
@@ -391,6 +394,7 @@ def test_a_pass_with_experts_in_its_results_alone_is_split_by_them():
     assert_close(run(*arrays), backward.eqn.params["function"](*arrays))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layer", "way", "devices", "recipe"),
     [
@@ -447,6 +451,7 @@ def test_a_mixture_with_a_shared_expert_equals_plain_jit(recipe, devices, skew):
     equals_jit(step(shared, skew=skew), devices, layers=2, plan=recipe)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.data_parallel()], ids=["experts", "data"])
 def test_a_router_that_prefers_one_expert_drops_no_rows(recipe):
     equals_jit(step(scattered, skew=100.0), 4, plan=recipe)
@@ -689,6 +694,7 @@ def ragged_by_gathers(operand, output, starts, sizes, targets, received, *, axis
     return output
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("axes", [("a",), ("a", "b")])
 def test_rows_come_to_their_experts_and_back(platform, axes, monkeypatch):

@@ -70,6 +70,7 @@ def island(devices):
     return jax.shard_map(on_examples, mesh=mesh_of(x=devices), in_specs=P("x"), out_specs=P("x"), check_vma=False)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("mapped", "recipe", "devices"),
     [

@@ -95,6 +95,7 @@ def test_what_all_raise_at_their_beginning_is_the_error_of_each(script, tmp_path
     assert ended.stderr.splitlines()[-1] == "autopar.launch: the others: 1 exit code 1"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("reached", "said"), [("joined", 1), ("checkpoint", 0)])
 def test_a_restart_without_a_checkpoint_is_said_once(script, tmp_path, reached, said):
     size = tmp_path / "size"
@@ -144,6 +145,7 @@ def test_the_size_file_changes_the_number_of_processes(script, tmp_path):
     assert launcher.stdout.count("of 3 2") == 3
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_every_process_once(script, number):
     path = script("""

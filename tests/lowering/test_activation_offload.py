@@ -137,6 +137,7 @@ def test_stages_that_wait_for_others_send_all_and_the_last_keeps_what_it_reads_f
 # Costs
 
 
+@pytest.mark.slow
 def test_memory_falls_and_the_copies_are_timed():
     options = {"recompute": "matmuls", "num_microbatches": 2}
     device = dataclasses.replace(slow_cluster().device, host_link_bytes_per_s=1e9, launch_overhead_s=0.0)
@@ -238,6 +239,7 @@ def test_layers_in_a_loop_are_refused():
     assert "write the layers out" in str(caught.value)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"zero": 1, "recompute": "input", "num_microbatches": 2}], ids=["", "zero"])
 def test_one_program_for_tpu_is_refused(options):
     cluster = autopar.Cluster.preset("tpu-v5e", topology="2x4")

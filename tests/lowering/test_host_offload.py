@@ -71,6 +71,7 @@ MOMENTS = {f"['moments'][1][0].{name}[{i}]" for name in ("mu", "nu") for i in (0
 # Numbers, shardings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gpt_computes_what_plain_jit_does(stage):
     _, plan = verified(dataclasses.replace(GPT, tolerance=1e-5), recipes.zero(stage, offload="optimizer"))
@@ -87,6 +88,7 @@ def test_experts_moments_are_kept_in_parts():
     assert all(v.layout.shards(plan.mesh) == 8 for v in expert)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [GPT, pytest.param(CASES["gpt_scan"](layers=2, batch=16), marks=pytest.mark.slow)], ids=["gpt", "scan"]
 )
@@ -225,6 +227,7 @@ def test_a_device_is_without_what_its_host_keeps_and_waits_for_the_link():
     assert other.peak_bytes[0] <= one.peak_bytes[0] - kept // 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clips", [False, True])
 def test_few_buckets_are_on_a_device_at_once(clips):
     layers, tx = 32, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)) if clips else optax.adam(1e-2)

@@ -140,6 +140,7 @@ def counted(w, x, start):
     return jax.lax.fori_loop(0, 3, lambda i, a: a + jnp.square(x[:, i] @ w).sum(), start)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("loss", [scanned, in_a_tuple, counted])
 @pytest.mark.parametrize("start", [0.0, 2.5, jnp.zeros(())])
 @pytest.mark.parametrize("plan", [recipes.data_parallel(), recipes.zero(3), recipes.combine(dp=4, tp=2)])

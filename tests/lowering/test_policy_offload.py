@@ -127,6 +127,7 @@ def test_layers_that_are_written_out_send_each_array_and_fetch_it_behind_the_lay
     assert all(c.behind for c in comes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("losses", [2, 3])
 def test_several_backward_passes_in_one_program_fetch_what_each_of_them_reads(losses):
     """As two networks that are trained against one another have them, each pass with a gradient of its own."""
@@ -226,6 +227,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "scans", "policy"), WAYS)
 def test_it_computes_what_plain_jit_does(name, scans, policy):
     step, _, _ = planned({"named": NAMED, "products": PRODUCTS}[policy], RECIPES[name], scans=scans)

@@ -30,6 +30,7 @@ def summed(lookup, table, indices, dim):
     return run(table, indices[..., None])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_summands_add_up(mode, dim):
@@ -42,6 +43,7 @@ def test_summands_add_up(mode, dim):
     np.testing.assert_array_equal(summed(lookup, table, indices, dim), lookup(jnp.asarray(table), indices))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_large_unsigned_indices_find_what_plain_jax_finds(mode):
     indices = np.array([[0, 11, 2**31 + 5]], np.uint32)

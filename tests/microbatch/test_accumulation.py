@@ -134,6 +134,7 @@ def router_loss(params, state, batch):
     return errors_of(params, batch, h).mean() + 0.3 * balance + 0.1 * z, {"metrics": {"kept": kept, "balance": balance}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_router_with_a_capacity_and_a_balance_loss(num_microbatches):
     graph = check(router_loss, state_of(), batch_of(), ("moe",), num_microbatches)

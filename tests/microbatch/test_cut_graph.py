@@ -28,6 +28,7 @@ def traced(step, state, batch):
     return trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("blockwise", [False, True])
 @pytest.mark.parametrize(
     "name",

@@ -129,6 +129,7 @@ def step_of(loss):
     return step
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_products_run_for_each_micro_batch(loss, num_microbatches):
@@ -141,6 +142,7 @@ def test_products_run_for_each_micro_batch(loss, num_microbatches):
     assert products == {Section.FORWARD, Section.BACKWARD}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe", [recipes.pipeline(2, num_microbatches=2), recipes.pipeline(2, "gpipe", num_microbatches=1)]
 )
@@ -257,6 +259,7 @@ def behind_a_barrier(params, noise, rows):
     return (jnp.tanh(noise * rows) @ params["out"]).sum()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 @pytest.mark.parametrize("reads", [by_product, by_layers, by_examples, by_branch, behind_a_barrier])
 def test_noise_is_not_cut_in_blocks_that_something_reads_beside_examples_in_order(reads, first):

@@ -246,6 +246,7 @@ def walk_op(op):
     return [op, *(inner for block in op.blocks for inner in walk(block))]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "group", [pytest.param(name, marks=pytest.mark.slow) if name == "special" else name for name in GROUPS]
 )
@@ -292,6 +293,7 @@ def test_what_addresses_examples_by_position_runs_on_the_whole_batch():
     assert set(light) <= primitives(graph, Section.AFTER)
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("name", [*(name for name in BY_POSITION if name not in ("concatenate", "tile")), *IN_BLOCKS])
 def test_gradients_do_not_pass_through_what_mixes_examples(name):
     function = {**BY_POSITION, **IN_BLOCKS}[name]

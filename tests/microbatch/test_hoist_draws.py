@@ -165,6 +165,7 @@ def step_of(body):
     return step
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("body", [of_sliced_keys, of_a_carried_key, of_a_folded_key, *COMPUTED_AGAIN])
 def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
     step, state, batch = step_of(body), state_of(), batch_of()
@@ -178,6 +179,7 @@ def test_random_bits_in_a_scan_are_those_of_the_whole_batch(body):
     assert len(sections) == (4 if body in COMPUTED_AGAIN else 3)  # what is computed again is drawn again
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "body",
     [
@@ -198,6 +200,7 @@ def test_two_stages(body, num_microbatches):
     small_steps.assert_close(piped(jax.tree.map(jnp.copy, state), batch), expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("body", [of_keys_of_scans_before, *HANDED_ON])
 def test_keys_that_scans_make_are_those_of_the_whole_batch(body):
     step, state, batch = step_of(body), state_of(), batch_of()
@@ -237,6 +240,7 @@ def of_noise_that_is_alike_in_all_layers(h):
     return dropped(h, jax.random.fold_in(jax.random.key(4), 2))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("form", ["scanned", "checkpointed"])
 @pytest.mark.parametrize(
     "features",
@@ -290,6 +294,7 @@ def random_layers(state, batch):
     return {"params": params, "keys": keys, "counts": counts}, loss
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layers", [4, 3])
 def test_keys_and_counts_of_each_layer_are_made_once(layers):
     def state():

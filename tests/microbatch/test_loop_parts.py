@@ -99,6 +99,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("num_microbatches", [
     pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)
 ])  # fmt: skip

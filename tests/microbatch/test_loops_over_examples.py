@@ -88,6 +88,7 @@ def chunked(sums, chunks, chunk=of_chunk):
     return training(lambda p, h, y: sums(chunk, p, chunks(h, y)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("chunk", [of_chunk, jax.checkpoint(of_chunk)], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("chunks", [flat, along_time, time_major])
 @pytest.mark.parametrize("sums", [carried, mapped])
@@ -95,6 +96,7 @@ def test_a_mean_over_chunks(sums, chunks, chunk):
     check(chunked(sums, chunks, chunk), state(), batch())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sums", [carried, unrolled])
 def test_unrolled_chunks_of_time(sums):
     check(chunked(sums, along_time), state(), batch(), 4)
@@ -212,6 +214,7 @@ READING = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", READING)
 def test_a_trip_that_reads_what_those_before_made_is_refused(name):
     with pytest.raises(MixedExamplesError, match="mixes the examples of the batch"):
@@ -220,6 +223,7 @@ def test_a_trip_that_reads_what_those_before_made_is_refused(name):
         check(READING[name], state(), batch(), 1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("weight", [lambda n: jnp.arange(float(n)), lambda n: jnp.array([1.0, 2.0, 3.0, 4.0])])
 def test_weights_of_chunks_by_their_position(weight):
     """They are known for the whole batch, and each micro-batch takes its own."""
@@ -244,6 +248,7 @@ def test_chunks_larger_than_a_micro_batch_are_refused():
         micro_batched(traced(chunked(carried, flat), state(), batch()), 8, RULES)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["pipeline", "data_parallel"])
 def test_on_devices(recipe):
     plans = {
@@ -266,6 +271,7 @@ def slices_of_examples(h, y):
     return [h[:size], h[size:]], [y[:size], y[size:]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("chunk", [of_chunk, jax.checkpoint(of_chunk)], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("chunks", [halves, slices_of_examples])
 def test_chunks_that_are_written_out(chunks, chunk):
@@ -273,6 +279,7 @@ def test_chunks_that_are_written_out(chunks, chunk):
     check(chunked(unrolled, chunks, chunk), state(), batch(), 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("weights", [(1.0, 2.0), (0.0, 1.0)])
 def test_chunks_that_are_written_out_with_weights(weights):
     def loss(p, h, y):

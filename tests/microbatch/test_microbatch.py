@@ -73,6 +73,7 @@ def products_by_section(graph: OpGraph) -> collections.Counter:
     return collections.Counter(op.section for op in graph.block.ops if op.primitive == "dot_general")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_a_mean_over_examples(num_microbatches):
     graph = check(training(lambda p, b: losses(p, b).mean()), weights(), examples(), num_microbatches)
@@ -147,6 +148,7 @@ def test_dropout_has_the_masks_of_the_whole_batch():
     assert bits.section is Section.BEFORE
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("source", ["gathered", "drawn", "recomputed"])
 def test_rows_that_the_step_draws_itself_are_worked_on_in_the_loop_of_one_micro_batch(source):
     """Of a replay buffer, or of random numbers: their products are layers, as those of the batch."""
@@ -453,6 +455,7 @@ def zoo_step(make):
     return case, traced(case.step, state, batch), state, batch
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make", "said"), [*((CASES[name], said) for name, said in REFUSED.items()), *ALSO_REFUSED.items()]
 )
@@ -462,6 +465,7 @@ def test_a_step_of_the_zoo_is_refused(make, said):
         micro_batched(t, 2, RULES)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "num_microbatches"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ACCEPTED],

@@ -41,6 +41,7 @@ def data_parallel(num_microbatches):
     return recipes.cut(recipes.data_parallel(), num_microbatches=num_microbatches)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("examples", "num_microbatches"), [(16, 2), (32, 4)])
 def test_neighbouring_examples_stay_together(examples, num_microbatches):
     """Pairs of a preferred and another answer, one behind the other."""
@@ -109,12 +110,14 @@ def replayed(p, b):
     return p | {"a": p["a"].at[place].set(b["x"])}, {"mean": b["x"].mean()}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("step", [averaged, penalised, replayed])
 def test_gradients_that_do_not_pass_through_examples(step, num_microbatches):
     check(step, recipes.pipeline(1, num_microbatches=num_microbatches), 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("limit", [2**14, 3 * 2**11, 2**12])
 def test_a_penalty_that_grows_with_the_steps_under_a_tight_limit(limit):
     """Weights of the penalty are known before the first micro-batch, and cheap to compute again in each."""
@@ -147,6 +150,7 @@ def test_an_empty_batch_is_not_cut():
     check(trained(loss), None, 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_equations_of_each_example_are_solved_and_its_products_taken(num_microbatches):
     def loss(p, b):

@@ -113,6 +113,7 @@ BODIES = [
 FORMS = ["scan", "scan remat", "loop", "loop remat"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("body", BODIES)
 def test_what_holds_for_layers_that_are_written_out_holds_in_a_scan(body, form):
@@ -177,6 +178,7 @@ def test_a_metric_that_mixes_examples_is_carried_and_made_in_a_scan_of_a_scan():
     check(trained(loss), params_of(), examples(12), 3)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layers_own_loss_over_the_number_of_labels(form):
     """The number is of the batch alone: it is known before the loop, where the layer is computed again too."""

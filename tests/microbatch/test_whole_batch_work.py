@@ -48,6 +48,7 @@ def products_of(graph):
     return collections.Counter(op.section for op in graph.ops() if op.primitive == "dot_general")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("inputs_of", MIXED.values(), ids=MIXED)
 def test_products_of_examples_that_are_mixed_before_are_in_the_loop(inputs_of):
     step, batch = step_on(inputs_of), np.random.default_rng(0).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)

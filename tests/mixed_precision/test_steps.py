@@ -28,6 +28,7 @@ def parallel(function, plan):
     return autopar.parallelize(function, plan=plan, cluster=cluster, cache_dir=None)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -55,6 +56,7 @@ def test_a_step_that_overflows_is_left_out_on_all_devices_and_stages(name, plan)
         np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=0, atol=ROUNDING[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

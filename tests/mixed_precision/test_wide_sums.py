@@ -157,6 +157,7 @@ def shapes_of_state(policy):
     return jax.eval_shape(training(policy)[0], jax.random.key(0))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("reductions", "dtype"), [("float32", "f32"), ("float16", "f16")])
 @pytest.mark.parametrize("recipe", [autopar.recipes.data_parallel(), autopar.recipes.zero(3)], ids=["data", "ZeRO-3"])
 def test_devices_exchange_gradients_in_the_type_of_reductions(recipe, reductions, dtype):

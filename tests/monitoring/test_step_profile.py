@@ -144,6 +144,7 @@ def test_lanes_and_modules_are_means_over_devices():
     assert [row.module for row in made.modules[:2]] == ["M/a", "M/a"]  # seconds beside predicted microseconds
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     [recipes.zero(3), recipes.combine(pp=2, num_microbatches=2)],

@@ -133,6 +133,7 @@ def test_gradients_of_tied_parameters_are_added_behind_the_loop():
     assert collections.Counter(text(together.graph)) == collections.Counter(text(graph))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [gpt, gpt_remat])
 def test_only_activations_and_the_tied_embedding_cross_the_stages_of_a_gpt(case):
     graph, args = zoo_step(case(layers=4, batch=8, length=16, width=32, vocabulary=64), 2)
@@ -149,6 +150,7 @@ def test_only_activations_and_the_tied_embedding_cross_the_stages_of_a_gpt(case)
     assert_same_numbers(graph, found.graph, args)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [gpt, gpt_remat, gpt_bf16, gpt_adamw])
 def test_equal_layers_have_equal_backward_passes_and_updates(case):
     graph, _ = zoo_step(case(layers=4))
@@ -298,6 +300,7 @@ def test_what_to_do_where_layers_are_too_few():
     assert hint(of_buffer, 1).startswith("use fewer stages")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("cut", [(), (1,), (0, 0), (0, 2, 1), (0, 9)])
 def test_cuts_out_of_order_are_refused(cut):
     graph, _ = zoo_step(mlp(layers=2))

@@ -84,6 +84,7 @@ def test_short_chains_stay_whole(num_layers):
     assert set(smaller.weight.values()) == {1.0}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gpt", "gpt_adamw"])
 def test_layers_are_equal_however_their_names_are_sorted(name):
     """A tree of twelve layers is sorted 0, 1, 10, 11, 2: of two that make one layer, the second may come first."""

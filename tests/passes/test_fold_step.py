@@ -111,6 +111,7 @@ def test_steps_that_only_read_their_parameters_are_folded_too():
     assert flops(step.graph) == flops(graph)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gpt_adamw", "moe", "encoder_decoder", "vit"])
 def test_semantics_are_those_of_the_whole_graph(name):
     graph = of_zoo(name, layers=7)

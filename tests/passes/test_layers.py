@@ -44,6 +44,7 @@ def small_mlp(widths):
     return plain_step(step, params, np.ones((8, widths[0]), np.float32))[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [gpt, gpt_remat])
 def test_numbered_modules_are_layers_and_heavy_ends_stand_alone(case):
     graph, _ = zoo_step(case(layers=3))

@@ -116,6 +116,7 @@ def test_layers_may_have_policies_of_their_own():
     assert_same_numbers(graph, mixed, args)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [mlp, gpt, gpt_remat, gpt_scan, dropout, encoder_decoder])
 @pytest.mark.parametrize("what", [Recompute.CHEAP, Recompute.HALF, Recompute.ALL])
 def test_real_models_compute_the_same_in_stages(case, what):

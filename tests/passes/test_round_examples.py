@@ -104,6 +104,7 @@ def _products(step: Any, *args: Any) -> set[str]:
     return set(re.findall(r"f32(\[[\d,]*\])\S* dot\(", text))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__[1:])
 @pytest.mark.parametrize("recipe", [data_parallel(), zero(3)], ids=["data", "zero3"])
 def test_results_are_those_of_the_whole_batch(loss: Any, recipe: Any) -> None:

@@ -74,6 +74,7 @@ def test_stages_are_shared_out_by_arithmetic():
     assert cut.scopes == ("layers[0:4]", "layers.2[0:4]")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_numbers_of_an_encoder_and_a_decoder(wrap):
     assert_same_numbers(encoder_decoder(wrap), encoder_decoder_state(), parts=4)
@@ -85,6 +86,7 @@ def test_a_group_of_devices_holds_state_of_both_stacks():
     assert {cut.part_of_argument[i] % 2 for i, p in enumerate(cut.arguments) if p.leaf == 2} == {0, 1}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stages", "schedule"),
     [(4, "1f1b"), (2, "zb-v"), pytest.param(2, "interleaved", marks=pytest.mark.slow)],
@@ -117,6 +119,7 @@ def test_chunks_of_a_table_in_which_examples_look_up_rows_are_no_layers():
     assert_same_numbers(trained(loss), state, parts=4, microbatches=(2,))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [WIDTH, 4 * WIDTH])  # less of the arithmetic than the layers have, and most of it
 def test_a_loop_over_time_in_front_of_the_layers_stays_whole(width):
     def loss(params, batch):

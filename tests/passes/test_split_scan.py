@@ -312,6 +312,7 @@ def test_the_state_of_a_group_with_several_stages_is_of_neighbouring_layers():
 
 
 # State on one group, as two do not divide it; parts of unequal layers, with a half of the state each; equal parts.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layers", "state_parts"), [(5, 1), (6, 2), (8, 2)])
 def test_numbers_of_several_stages_on_a_group(layers, state_parts):
     tx = optax.adamw(1e-2)
@@ -361,6 +362,7 @@ def test_the_search_cuts_scans_where_links_are_slow():
 # On devices
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stages", "schedule"),
     [
@@ -396,6 +398,7 @@ def test_a_pipeline_through_a_scan_gives_the_plain_steps_numbers(stages, schedul
         step(old, batch)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])
 def test_a_saved_plan_runs_with_arrays_that_lie_elsewhere(tmp_path, schedule):
     plain, batch = plain_step(), make_batch()

@@ -150,6 +150,7 @@ def test_what_examples_pass_outside_of_the_gradient_is_not_stacked():
     assert stack_updates(graph, 4, flops_of, BOOK) is graph
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "scanned"),
     [
@@ -182,6 +183,7 @@ def test_tensor_parallelism_of_matrices_that_the_update_stacks():
     assert [s.spec for s in plan.state_shardings] == [P(None, "model"), P("model")]
 
 
+@pytest.mark.slow
 def test_the_free_search_on_eight_devices():
     step, state = training(muon(1e-2), scanned=True)
     assert check_equal(step, state, num_devices=8).record.stacked_over == 8

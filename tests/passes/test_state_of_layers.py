@@ -133,6 +133,7 @@ def check(kind, plan):
     return {v.path: v.stages for v in step.plan(state, make_batch()).record.arguments if v.kind == "state"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "map" else ()) for kind in KINDS]
 )

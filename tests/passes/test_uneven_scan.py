@@ -104,6 +104,7 @@ def test_a_part_without_layers_is_refused():
 # Pipelines
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("layers", "stages", "options"),
     [

@@ -83,6 +83,7 @@ def test_a_plan_is_the_same_file_whatever_was_planned_before(tmp_path, name, siz
     assert saved(tmp_path / "cache", sizes) == alone
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_leave_one_whole_plan(tmp_path):
     children = [start_python(PLANNING, cache=tmp_path) for _ in range(2)]
     try:

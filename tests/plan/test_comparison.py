@@ -29,6 +29,7 @@ def plan() -> autopar.Plan:
     return planned()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "instead",
     [
@@ -61,6 +62,7 @@ def test_modules_add_up_to_the_step():
         assert sum(row.send_s for row in rows) == pytest.approx(made.collective_time_s)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     [recipes.zero(3), recipes.combine(pp=2, dp=4, zero=1, num_microbatches=4)],

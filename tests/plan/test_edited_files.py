@@ -66,6 +66,7 @@ def sealed(content: Json) -> bytes:
     )
 
 
+@pytest.mark.cases(2)
 def test_sealing_an_unchanged_plan_changes_nothing(saved, tmp_path):
     plan, data = saved
     (tmp_path / "plan.json").write_bytes(sealed(json.loads(data)))
@@ -181,6 +182,7 @@ def works(plan: autopar.Plan, original: autopar.Plan, folder: Path) -> None:
     assert autopar.Plan.load(folder / "again.json").record == plan.record
 
 
+@pytest.mark.cases(2)
 def test_changed_files_are_refused(saved, tmp_path):
     _, data = saved
     path = tmp_path / "plan.json"

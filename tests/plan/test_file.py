@@ -32,6 +32,7 @@ def any_plan(request) -> autopar.Plan:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.cases(2)
 def test_what_is_saved_is_loaded(any_plan, tmp_path):
     any_plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")

@@ -33,6 +33,7 @@ def shown(table) -> list[str]:
     return [Text.from_markup(cell).plain for cell in table.columns[0].cells]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", PLANS)
 @pytest.mark.parametrize("name", ["mlp", "gpt_scan", "moe"])
 def test_every_path_that_is_printed_is_taken_by_explain_and_constrain(name, how):
@@ -136,6 +137,7 @@ def test_groups_of_stages_say_what_their_axes_do():
     assert groups(Cluster.local(4), plan=recipe) == {"data": [[0, 1], [2, 3]], "pipeline": [[0, 2], [1, 3]]}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "recipe", "roles"),
     [

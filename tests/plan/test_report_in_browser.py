@@ -117,6 +117,7 @@ def check_page(page: Page, path: Path, width: int, scheme: str) -> None:
     assert page.evaluate(PALE.replace("LEAST", str(LEAST_CONTRAST))) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("record", [program(layers=4), pipeline(layers=4)], ids=["program", "pipeline"])
 def test_a_reader_reaches_everything(page, record, width, tmp_path):
@@ -230,6 +231,7 @@ BENCH = Bench(
 )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_of_ways_to_run_a_step(page, width, scheme, tmp_path):

@@ -34,6 +34,7 @@ def test_batches_are_of_the_size_asked_for():
         assert all(sizes[0][key] != sizes[1][key] for key in sizes[0]), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "way"), [("vae", "zero(3)"), ("schedule_free", "two micro-batches")])
 def test_a_fast_step_is_equal(name, way):
     bench = Bench(name)

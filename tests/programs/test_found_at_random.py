@@ -118,6 +118,7 @@ def test_fourier_transforms_run_on_each_devices_part():
     assert not re.search(r"\[16,9,[46]\]\S* fft\(", programs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{"memory_limit_bytes": 500}, {"plan": recipes.combine(num_microbatches=5)}])
 def test_a_count_that_goes_up_before_the_micro_batches_is_there_for_them(options):
     """What picks a position is computed of the old count in each micro-batch, where memory is short."""

@@ -34,6 +34,7 @@ def verified(case, recipe, devices, attention):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "devices", "attention"),
     [

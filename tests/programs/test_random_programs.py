@@ -37,6 +37,7 @@ def test_what_counts_as_equal():
     assert "is right" in compared(np.int32([1, 2]), np.float32([1, 2]))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 8])
 def test_equals_plain_jit_or_is_refused_by_name(seed, tmp_path):
     program, rules = generate(seed), {}
@@ -65,6 +66,7 @@ def test_the_free_search_of_a_known_program_splits(tmp_path):
     assert any(not s.is_fully_replicated for s in jax.tree.leaves((plan.state_shardings, plan.batch_shardings)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [501, 504])
 def test_a_program_as_layers_gives_the_same_in_each_form(seed, tmp_path):
     """All but that of cast parameters compute the same; in micro-batches each form gives what plain jit makes of it."""

@@ -34,6 +34,7 @@ def parallel(dtype, name, devices):
     )  # fmt: skip
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("dtype", "name", "devices"), CASES)
 def test_steps_equal_plain_jit(dtype, name, devices):
     args = arguments()

@@ -26,6 +26,7 @@ def quick_or_slow(names: list[str]) -> list:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_returns_a_state_like_the_one_it_took(name: str):
     case = CASES[name]()
@@ -37,11 +38,13 @@ def test_a_step_returns_a_state_like_the_one_it_took(name: str):
     assert metrics["loss"].shape == ()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", quick_or_slow(list(CASES)))
 def test_numbers_equal_those_of_one_device_where_all_that_can_be_is_split(name: str):
     check_one_program(CASES[name]())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["mlp", "dropout"])
 def test_a_state_born_sharded_has_the_values_of_one_born_whole(name: str):
     case = CASES[name]()

@@ -11,6 +11,7 @@ from benchmarks.zoo import CASES
 NAMED = [model for model in models().values() if model.parameters is not None]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", NAMED, ids=lambda model: model.name)
 def test_a_model_has_as_many_parameters_as_its_name_says(model):
     state = jax.eval_shape(model.build().init, jax.random.key(0))
@@ -24,6 +25,7 @@ def test_one_in_two_layers_of_gshard_has_experts():
     assert ["router" in layer for layer in layers] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_long_sequences_are_attended_to_in_blocks_alike():
     whole, blocks = CASES["llama"](block=16), CASES["llama"](block=4)
     state = jax.jit(whole.init)(jax.random.key(0))

@@ -114,6 +114,7 @@ def test_a_part_that_nobody_holds():
         sends_in_rounds([ends], [0, 0], 64)
 
 
+@pytest.mark.slow
 def test_arrays_move_in_two_processes(tmp_path):
     program = str(Path(__file__).with_name("moving.py"))
     for code, text, _ in launch(tmp_path, 2, 2, 60.0, program):

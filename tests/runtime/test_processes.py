@@ -77,6 +77,7 @@ def test_two_launches_on_a_mesh_of_two_axes_give_the_same_bits(tmp_path):
             assert [(i, part.tobytes()) for i, part in leaf] == [(i, part.tobytes()) for i, part in again]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_named_by_the_others(tmp_path):
     task = MLP | {"steps": 1000, "dies": [1, 2], "lost_after_s": 4.0}
     (code, text, ended_s), (died, _, died_s) = launch(tmp_path, 2, 2, 120.0, **task)

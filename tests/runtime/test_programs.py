@@ -594,6 +594,7 @@ def test_random_pipelines_make_the_same_of_it(name, p, m, v, seed):
     assert results(program) == results(emit(pipeline, schedule))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["1f1b", "eager-1f1b", "interleaved", "zb-2p", "zb-v", "dualpipev"]),

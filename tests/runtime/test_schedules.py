@@ -105,6 +105,7 @@ def check(expected: Expected, schedule, times):
     assert peak_in_flight(schedule) == schedule.in_flight
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("p", STAGE_COUNTS)
 def test_bubbles_and_what_is_in_flight_follow_the_formulas(p):
     times = Times(forward_s=3.0, backward_s=4.0, weight_s=2.0)

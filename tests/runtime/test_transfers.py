@@ -163,6 +163,7 @@ def finer(layout, shape, mesh):
 FITTING = [(a, b) for a, b in PAIRS if a.num_devices + b.num_devices <= 8]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("source_mesh", "target_mesh"), FITTING, ids=str)
 def test_numbers_stay_between_any_layouts(source_mesh, target_mesh):
     """On devices, many values in one call, with puts through the host forbidden."""
@@ -214,6 +215,7 @@ def test_random_keys_cross():
     np.testing.assert_array_equal(jax.random.key_data(arrived), jax.random.key_data(keys))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("sizes", "other"), [((2,), (4,)), ((4,), (2,)), ((2, 2), (4,)), ((4,), (4,))])
 def test_sending_waits_for_nothing(sizes, other):
     """The call returns while what is sent is still being computed."""

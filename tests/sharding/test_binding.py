@@ -67,6 +67,7 @@ def verified_step(attention, kv_heads, recipe, devices):
     return found, plan
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("attention", [grouped, repeated])
 def test_queries_are_split_by_heads_over_two_axes_and_keys_over_the_first(attention):
     step, args = step_of(attention), arguments()

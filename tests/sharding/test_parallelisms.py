@@ -60,6 +60,7 @@ def of_two_more_layers(recipe, devices, a, b):
     return {name: nbytes for name, nbytes in difference.items() if nbytes and name != "total"}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("recipe", "devices", "figure", "of_bytes", "depth_sum"),
     [
@@ -133,6 +134,7 @@ GROUPS = {"row": [[0, 2], [1, 3], [4, 6], [5, 7]], "column": [[0, 1], [2, 3], [4
 OVER_FOUR_APART = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [GPT, pytest.param(MOE, marks=pytest.mark.slow)], ids=["gpt", "moe"])
 @pytest.mark.parametrize(
     ("recipe", "first_axis", "parts"),

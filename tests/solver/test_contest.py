@@ -48,6 +48,7 @@ def optimum(limited: Limited) -> float:
     return brute_force(limited.problem, lambda choice: fits(limited, choice))[0]
 
 
+@pytest.mark.slow
 def test_example_is_read_and_solved(tmp_path: Path) -> None:
     file = tmp_path / "example.json"
     file.write_text(json.dumps(EXAMPLE))
@@ -111,6 +112,7 @@ def test_agrees_with_brute_force(seed: int, forbids: bool) -> None:
     check(random_limited(seed) if forbids else random_limited(seed, forbidden=0.0))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
 def test_agrees_with_brute_force_by_prices_alone(seed: int) -> None:

@@ -29,6 +29,7 @@ from tests.solver.cases import random_problem
 STEPS = [merge_parallel, drop_forbidden, fold_forced, merge_followers, eliminate, reduce_all]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("reduce", STEPS, ids=lambda step: step.__name__)
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -61,6 +62,7 @@ def test_a_choice_that_is_allowed_is_found_where_there_is_one(seed: int) -> None
     assert any_allowed(problem, -math.inf) is None
 
 
+@pytest.mark.slow
 def test_a_choice_that_is_allowed_is_found_in_a_long_chain() -> None:
     forbids = np.zeros((3, 3))
     forbids[0, 0] = math.inf

@@ -309,6 +309,7 @@ def test_problems_that_are_not_well_formed(changed, message):
 # Against every choice
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_as_good_as_the_best_of_all_choices(schedule):
     start = list(Schedule).index(schedule)
