@@ -68,8 +68,14 @@ class WorkerProcess:
 
     def _ask(self, sent: bytes) -> Any:
         assert self._connection is not None, "it was started"
-        self._connection.send_bytes(sent)
-        is_result, value = pickle.loads(self._connection.recv_bytes())
+        try:
+            self._connection.send_bytes(sent)
+            answer = self._connection.recv_bytes()
+        except BaseException:  # of an interrupt too: its answer must not be taken for that of the next question
+            self.end()
+            self._connection = None
+            raise
+        is_result, value = pickle.loads(answer)
         if not is_result:
             raise OSError(value)
         return value
@@ -210,7 +216,7 @@ class SharedJob:
             for item in of(worker):
                 try:
                     results[item] = worker.call(self._number, method, item)
-                except (OSError, EOFError):  # done here, where its error is raised if it fails again
+                except Exception:  # done here, where its error is raised if it fails again
                     pending.append(item)
                     self._gone(worker)
                     return
@@ -242,7 +248,7 @@ class SharedJob:
     def _install(self, worker: WorkerProcess, payload: bytes) -> None:
         try:
             worker.install(payload)
-        except (OSError, EOFError):
+        except Exception:  # whatever it is, work is done here
             self._gone(worker)
         else:
             self._ready.add(worker)
@@ -250,6 +256,6 @@ class SharedJob:
     def _gone(self, worker: WorkerProcess) -> None:
         """Its items are done here; another job may try it again."""
         with self._lock:
-            self.workers.remove(worker)
+            self.workers = [w for w in self.workers if w is not worker]
             self._ready.discard(worker)
             self._place_of = {item: None if at is worker else at for item, at in self._place_of.items()}

@@ -2,7 +2,7 @@
 layout is that in which the operation leaves the value, and partial sums reach only operations that accept them.
 
 Decisions of a search are valid, a changed file is refused by its checksum and one of another format by its version
-(`plan.file`), and a step with other operations by `check_operations`. Where rules of sharding have changed since, they
+(`plan.plan`), and a step with other operations by `check_operations`. Where rules of sharding have changed since, they
 may not be. Without this check they would raise an error far from the cause or, for partial sums, give wrong numbers.
 """
 

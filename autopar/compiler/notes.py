@@ -336,6 +336,5 @@ def dense_note(graph: OpGraph, platform: Platform) -> tuple[str, ...]:
     which = "each row" if platform is Platform.GPU else "each row, for the gradient of the matrices,"
     xla = f"XLA for {platform.value.upper()}s"
     return (
-        f"{RAGGED_PRODUCT}: {xla} multiplies {which} with the matrices of all groups that a device has, not its own "
-        "alone (predicted so)",
+        f"{RAGGED_PRODUCT}: {xla} multiplies {which} with the matrices of all groups that a device has (predicted so)",
     )

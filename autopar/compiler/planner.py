@@ -53,8 +53,8 @@ from autopar.sharding.rules import RuleBook
 # Source of candidates: the layouts that the step's code names, as one program on the code's own mesh.
 
 
-SOURCE = "shardings in the code"
-NAME = "as the code has it"
+IN_CODE = "shardings in the code"
+NAME_IN_CODE = "as the code has it"
 
 
 def with_pins_of_code(context: PlanningContext) -> PlanningContext:
@@ -113,24 +113,24 @@ def advised(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
     fewest = min(len(at.mesh.axis_sizes) for at in meshes)
     fresh = dataclasses.replace(context, results=(), to_beat_s=float("inf"))
     outcomes: list[SpmdCandidate | Rejection] = []
-    with context.progress.pass_(SOURCE):
+    with context.progress.pass_(IN_CODE):
         for at in (at for at in meshes if len(at.mesh.axis_sizes) == fewest):
             model, time_s = cost_model(context.cluster, at.mesh), context.deadline.solve_s()
             outcome = search_mesh(fresh, model, at, folds=True, time_limit_s=time_s)
             if isinstance(outcome, SpmdCandidate):
-                outcomes.append(dataclasses.replace(outcome, source=SOURCE, name=NAME))
+                outcomes.append(dataclasses.replace(outcome, source=IN_CODE, name=NAME_IN_CODE))
             else:
-                outcomes.append(dataclasses.replace(outcome, source=SOURCE))
+                outcomes.append(dataclasses.replace(outcome, source=IN_CODE))
     return outcomes
 
 
 def _not_weighed(why: str) -> Rejection:
-    return Rejection(source=SOURCE, why=f"the author's sharding was not weighed: {why}", is_note=True)
+    return Rejection(source=IN_CODE, why=f"the author's sharding was not weighed: {why}", is_note=True)
 
 
 def advice_note(context: PlanningContext, chosen: Candidate) -> list[str]:
     """What the layouts of the code cost beside the plan."""
-    ours = [c for c in context.candidates if isinstance(c, SpmdCandidate) and c.source == SOURCE]
+    ours = [c for c in context.candidates if isinstance(c, SpmdCandidate) and c.source == IN_CODE]
     if not ours:
         return []
     best = min(ours, key=lambda c: (c.peak_bytes > context.limit_bytes, c.step_time_s))

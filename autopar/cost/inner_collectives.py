@@ -168,7 +168,10 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
     if not axes:
         return ()
     avals, found = parts_of_operands(op, strategy, mesh), []
-    program, busiest = function.exchanging_program(avals, mesh.size(axes), platform), function.busiest(mesh.size(axes))
+    count = mesh.size(axes)
+    program, busiest, num_turns = (
+        function.exchanging_program(avals, count, platform), function.busiest(count), float(function.num_turns(count))
+    )  # fmt: skip
     sending = (e for e in equations_of_first_turn(jax_compat.open_jaxpr(program)) if e.primitive.name in _KINDS)
     for eqn in sending:
         for aval in sent_arrays(eqn):
@@ -177,7 +180,7 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
                 IslandCollective(
                     kind=kind, axes=axes, dtype=str(aval.dtype), count=1.0,
                     result_bytes=_in_rows_of_tiles(aval, eqn.primitive.name, platform),
-                    busiest=busiest if kind is CollectiveKind.RAGGED_ALL_TO_ALL else 1.0,
+                    busiest=busiest if kind is CollectiveKind.RAGGED_ALL_TO_ALL else num_turns,
                 )
             )  # fmt: skip
     return tuple(found)

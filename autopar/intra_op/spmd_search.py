@@ -211,7 +211,7 @@ def _problem(
 ) -> tuple[IntraOp, FoldedStep | None]:
     """The integer program of one mesh, and the step with its layers folded where it is that one's.
 
-    Problems so small that they are solved whole (`symmetry.SMALL`) are left whole here too: equal layers may then be
+    Problems so small that they are solved whole (`formulation.SMALL`) are left whole here too: equal layers may then be
     decided differently.
     """
     request, views = context.request, context.views

@@ -28,7 +28,7 @@ from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels.grouped import grouped_places, is_grouped_product
-from autopar.kernels.row_exchange import Devices
+from autopar.kernels.row_exchange import Devices, turns_of
 
 # The rule
 
@@ -481,15 +481,20 @@ class LocalFunction:
 
     def work_in_turn(self, avals: Sequence[Any], count: int, platform: str) -> tuple[float, DenseWork]:
         """(bytes between products, dense products) on one device's parts, of `count` devices that share the exchanged
-        factor, in a first turn: all its room is moved and multiplied, whatever rows there are.
+        factor, in all turns that their load takes: all its room is moved and multiplied, whatever rows there are.
         """
         key = ("in turn", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
         if key not in self._programs:
             program = jax_compat.open_jaxpr(self.exchanging_program(avals, count, platform))
             dense = dense_work(equations_of_first_turn(program), platform)
             self._programs[key] = ragged_work(program).between_bytes, dense
-        found: tuple[float, DenseWork] = self._programs[key]
-        return found
+        between_bytes, dense = self._programs[key]
+        n = self.num_turns(count)
+        return n * between_bytes, DenseWork(n * dense.flops, n * dense.own_flops, n * dense.nbytes)
+
+    def num_turns(self, count: int) -> int:
+        """The turns in which rows are sent to the busiest of `count` devices."""
+        return turns_of(self.busiest(count), count)
 
     def held_bytes(self, avals: Sequence[Any], count: int, platform: str) -> float:
         """What one device holds beside operands and results, of `count` devices that share the exchanged factor."""

@@ -492,6 +492,12 @@ class Pass:
         )
         return next(places, None)
 
+    @functools.cached_property
+    def tile(self) -> int:
+        """The rows of the products are whole tiles of so many."""
+        admitted = (grouped_admits(op.eqn) for op in self.region.products)
+        return math.lcm(*(a.tile for a in admitted if a is not None))
+
     # On arrays
 
     def __call__(self, *arrays: Any, devices: Devices | None = None) -> tuple[Any, ...]:
@@ -551,7 +557,7 @@ class _Run:
     @functools.cached_property
     def exchange(self) -> RowExchange:
         assert self.devices is not None, "rows are sent where devices share experts"
-        return RowExchange(self.devices, self.experts[self.order], self.group_sizes, self.turn)
+        return RowExchange(self.devices, self.experts[self.order], self.group_sizes, self.turn, self.made.tile)
 
     @property
     def takes_turns(self) -> bool:
@@ -559,7 +565,7 @@ class _Run:
         if self.devices is None or not any(is_grouped_product(op.eqn) for op in self.made.ops):
             return False
         num_rows = self.experts.shape[0]
-        return quota(num_rows, self.devices.count) < num_rows
+        return quota(num_rows, self.devices.count, self.made.tile) < num_rows
 
     def results(self) -> tuple[Any, ...]:
         for op in self.made.ops:
@@ -689,9 +695,9 @@ class _Run:
         operands = [self.share_of(op, i, self.read(a, there)) for i, a in enumerate(op.inputs)]
         role = self.region.roles[op.id]
         if isinstance(role, Exit):
+            dims = map(self.dim_of_rows, op.inputs)
             operands = [
-                a if (rows := self.reader.rows_of(atom)) is None else self.of_turn(a, rows.dim, there)
-                for a, atom in zip(operands, op.inputs, strict=True)
+                a if dim is None else self.of_turn(a, dim, there) for a, dim in zip(operands, dims, strict=True)
             ]
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
         part = [tuple(np.shape(a)) for a in operands[:1]]
@@ -706,6 +712,13 @@ class _Run:
         names = self.made.dims.shares.get((op.id, operand), ())
         share = math.prod(self.sizes[x] / self.made.whole_sizes[x] for x in names if x in self.sizes)
         return array if share == 1 else array * jnp.asarray(share, array.dtype)
+
+    def dim_of_rows(self, atom: Atom) -> int | None:
+        """The dimension of rows, of what is the same for all rows too; None of an array without one."""
+        rows = self.reader.rows_of(atom)
+        if rows is not None:
+            return rows.dim
+        return self.region.spread.get(self.reader.front(atom)) if isinstance(atom, int) else None
 
     def of_turn(self, array: Any, dim: int, there: bool) -> Any:
         """The rows that are sent in this turn, without the filling where experts are; zeros in place of others."""

@@ -431,6 +431,8 @@ class RegionReader:
         places = [[d for d, dim in enumerate(dims) if f in dim] for dims in rule.results]
         if rule.factors[f].kind is FactorKind.SUM and not any(places) and len(op.outputs) == 1:
             row = next(a for a in op.inputs if isinstance(a, int) and self.rows_of(a) is not None)
+            if op.primitive == "gather":
+                raise NotUnderstood(op, "single rows that are taken by their place")
             if op.primitive == "scatter-add" and not self.is_zero(op.inputs[0]):
                 raise NotUnderstood(op, "rows that are added to others")
             self.regions[order.experts].roles[op.id] = Exit(rows=row, per_token=1, summed=True)

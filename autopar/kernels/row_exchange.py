@@ -23,11 +23,12 @@ _RAGGED = frozenset({"tpu", "gpu", "cuda", "rocm"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The mesh axes over which experts are split, among how many devices, and the platform of JAX."""
+    """The mesh axes over which experts are split, among how many devices, the platform of JAX, and the other axes."""
 
     axes: tuple[str, ...]
     count: int
     platform: str
+    others: tuple[str, ...] = ()
 
     @property
     def is_ragged(self) -> bool:
@@ -60,17 +61,25 @@ LATER_TURNS = "later turns of experts"
 _ROOM = 2
 
 
-def quota(num_rows: int, count: int) -> int:
-    """For how many of a device's rows another one of `count` has room in a turn."""
-    return min(num_rows, -(-_ROOM * num_rows // count))
+def quota(num_rows: int, count: int, tile: int = 1) -> int:
+    """For how many of a device's rows another one of `count` has room in a turn: in all, whole tiles."""
+    step = tile // math.gcd(tile, count)
+    return min(num_rows, -(-_ROOM * num_rows // (count * step)) * step)
+
+
+def turns_of(load: float, count: int) -> int:
+    """In how many turns rows are sent to a device that gets `load` times an equal share of `count` devices' rows."""
+    return max(1, math.ceil(min(load, count) / min(_ROOM, count)))
 
 
 class RowExchange:
-    """The exchange of the rows of one order in one turn. `experts`: of each sorted row, of `groups` on all devices."""
+    """The exchange of the rows of one order in one turn. `experts`: of each sorted row its expert; `sizes`: how many
+    rows each of all experts has here; `tile`: the rows for which there is room are a multiple of it.
+    """
 
-    def __init__(self, devices: Devices, experts: Any, sizes: Any, turn: Any = 0) -> None:
+    def __init__(self, devices: Devices, experts: Any, sizes: Any, turn: Any = 0, tile: int = 1) -> None:
         self.devices, self.num_rows = devices, experts.shape[0]
-        self.quota, self.me = quota(self.num_rows, devices.count), lax.axis_index(devices.axes)
+        self.quota, self.me = quota(self.num_rows, devices.count, tile), lax.axis_index(devices.axes)
         count, own = devices.count, sizes.shape[0] // devices.count
         before = jnp.asarray(turn * self.quota, sizes.dtype)  # rows to each device that earlier turns sent
 
@@ -94,8 +103,9 @@ class RowExchange:
 
     @property
     def num_turns(self) -> Any:
-        """In how many turns all rows of these devices are sent."""
-        return -(-jnp.max(self.whole) // self.quota)
+        """In how many turns all rows are sent: equally many on all devices, whose collectives are in one program."""
+        turns = -(-jnp.max(self.whole) // self.quota)
+        return lax.pmax(turns, self.devices.others) if self.devices.others else turns
 
     def in_turn(self) -> Any:
         """Of each sorted row whether it is sent in this turn."""

@@ -152,7 +152,8 @@ def _on_part(
         array, dim = function.exchanged
         axes = (*reads, *results)[array].dims[dim]
         names, platform = tuple(mesh.axis_names[a] for a in axes), mesh.devices.flat[0].platform
-        devices = Devices(axes=names, count=logical.size(axes), platform=platform) if names else None
+        others = tuple(name for name in mesh.axis_names if name not in names)
+        devices = Devices(axes=names, count=logical.size(axes), platform=platform, others=others) if names else None
         return tuple(function.function(*parts, devices=devices))
     if is_opaque(eqn):
         shapes = [

@@ -30,7 +30,7 @@ from autopar.kernels.operation import (
     ragged_work,
 )
 from autopar.kernels.ragged_experts import EXPERT_FACTOR
-from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share
+from autopar.kernels.row_exchange import Devices, RowExchange, busiest_share, quota, turns_of
 from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies, strategy_of
@@ -451,10 +451,28 @@ def test_a_mixture_with_a_shared_expert_equals_plain_jit(recipe, devices, skew):
     equals_jit(step(shared, skew=skew), devices, layers=2, plan=recipe)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("recipe", [recipes.expert_parallel(), recipes.data_parallel()], ids=["experts", "data"])
-def test_a_router_that_prefers_one_expert_drops_no_rows(recipe):
-    equals_jit(step(scattered, skew=100.0), 4, plan=recipe)
+def counted(x, p, chosen, weights):
+    """With a sum over sorted rows of what is the same for each."""
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    out = gated(x[order // TOP_K], p, jnp.bincount(flat, length=EXPERTS)) * weights.reshape(-1)[order][:, None]
+    rows = jnp.zeros(EXPERTS).at[flat[order]].add(1.0)
+    return jnp.zeros_like(x).at[order // TOP_K].add(out) * (1 + 0.1 * jnp.max(rows))
+
+
+@pytest.mark.parametrize(
+    ("layer", "devices", "recipe"),
+    [
+        (scattered, 4, recipes.expert_parallel()),
+        (counted, 4, recipes.expert_parallel()),
+        pytest.param(scattered, 4, recipes.data_parallel(), marks=pytest.mark.slow),
+        pytest.param(LAYERS_AS_WRITTEN["biased"], 4, recipes.expert_parallel(), marks=pytest.mark.slow),
+        pytest.param(scattered, 8, recipes.expert_parallel(4), marks=pytest.mark.slow),  # two groups of devices
+        pytest.param(LAYERS_AS_WRITTEN["unsorted"], 8, recipes.expert_parallel(), marks=pytest.mark.slow),
+    ],
+)
+def test_a_router_that_prefers_one_expert_drops_no_rows(layer, devices, recipe):
+    equals_jit(step(layer, skew=100.0), devices, plan=recipe)
 
 
 @pytest.mark.slow
@@ -601,16 +619,41 @@ def planned(recipe, **search):
     return autopar.plan(step(scattered), *shapes, plan=recipe, cluster=cluster, cache_dir=None, search=search).record
 
 
+@pytest.mark.parametrize(
+    ("rows", "devices", "tile", "room"),
+    [(64, 2, 1, 64), (64, 4, 1, 32), (65, 4, 1, 33), (64, 8, 1, 16), (3, 8, 1, 1), (32, 4, 128, 32), (128, 6, 128, 64)],
+)
+def test_there_is_room_for_twice_an_equal_share_in_whole_tiles(rows, devices, tile, room):
+    assert quota(rows, devices, tile) == room
+    assert devices * room % tile == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "devices", "turns"), [(1, 8, 1), (2, 8, 1), (2.1, 8, 2), (8, 8, 4), (4, 4, 2), (2, 2, 1), (1, 1, 1)]
+)
+def test_a_device_with_more_rows_gets_them_in_more_turns(load, devices, turns):
+    assert turns_of(load, devices) == turns
+
+
 def test_devices_wait_for_the_busiest_one():
-    loads = [1] * 8, [7, 3, 3, 3, 3, 3, 3, 3], [7, 1, 1, 1, 1, 1, 1, 1]  # the busiest device: 1, 2 and 4 times a share
+    loads = (
+        [1] * 8,
+        [10.5, *[6.5] * 7],
+        [14, *[6] * 7],
+        [7, *[1] * 7],
+    )  # the busiest device: 1, 1.5, 2 and 4 times a share
     plans = [planned(recipes.expert_parallel(), expert_load=load).predicted for load in loads]
-    assert plans[0].compute_time_s < plans[1].compute_time_s < plans[2].compute_time_s
+    times_s = [plan.compute_time_s for plan in plans]
+    assert times_s == sorted(times_s)
+    assert len(set(times_s)) == 4
     sends = {of[0].kind: of for of in zip(*(plan.collectives for plan in plans), strict=True)}
-    for kind, (once, twice, four) in sends.items():
-        assert once.sent_bytes == twice.sent_bytes == four.sent_bytes
-        more_s = twice.time_s - once.time_s
+    for kind, (once, more, twice, four) in sends.items():
+        assert once.sent_bytes == more.sent_bytes == twice.sent_bytes == four.sent_bytes
+        more_s = more.time_s - once.time_s
         assert (more_s > 1e-6 * once.time_s) == (kind == "ragged-all-to-all")
-        assert four.time_s - once.time_s == pytest.approx(3 * more_s, abs=1e-9 * once.time_s)  # the rest is latency
+        assert twice.time_s - once.time_s == pytest.approx(2 * more_s, abs=1e-9 * once.time_s)  # the rest is latency
+        # Four times a share takes two turns, of each of which devices tell one another the sizes.
+        assert (four.time_s > twice.time_s) == (kind in ("ragged-all-to-all", "all-to-all", "all-gather"))
     assert "ragged-all-to-all" in sends
 
 
