@@ -245,7 +245,7 @@ def decoder_arguments(layers, examples, length, width):
     return state, {"tokens": tokens, "segments": segments}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [POLICIES.dots_with_no_batch_dims_saveable, POLICIES.dots_saveable])
 def test_many_layers_under_a_policy_are_planned(saved):
     args = jax.eval_shape(lambda: decoder_arguments(layers=8, examples=8, length=1024, width=256))
@@ -317,7 +317,7 @@ def cross_arguments(layers=2, text=6):
     return state, batch | {"given": jnp.arange(text) < 1 + jnp.arange(B)[:, None] % text}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -189,7 +189,7 @@ def is_alone(group):
     return False
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program):
     """A process that imports the user's program again would train again."""
     ran = program()
@@ -200,6 +200,7 @@ def test_a_program_without_a_main_guard_runs_once_and_ends_quietly(program):
     assert is_alone(ran.pid)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_their_program(program, how):
     ran = program("print(job.workers[0].process.pid, flush=True)", "time.sleep(60)")

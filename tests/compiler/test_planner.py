@@ -136,6 +136,7 @@ def test_every_mesh_and_baseline_that_lost_says_why():
     assert all(r.why.startswith(("not searched", "slower", "not evaluated", "no pipeline")) for r in pipelines)
 
 
+@pytest.mark.slow
 def test_every_pipeline_that_was_weighed_and_one_program_say_why_they_lost():
     plan = planned(chain(8, 16_384, 32_768), two_hosts())
     texts = {(r.text, r.step_time_s) for r in plan.record.rejected}

@@ -120,6 +120,7 @@ def test_pipelines_are_looked_at_though_they_may_not_pay():
     assert 2 in [plan.record.pipeline and len(plan.record.pipeline.stages) for plan in plans]
 
 
+@pytest.mark.slow
 def test_a_program_may_be_near_a_pipeline():
     """Two hosts with a slow link between them: two stages are the fastest, under several schedules, then four in a V,
     then one program, then micro-batches.

@@ -28,7 +28,7 @@ def are_equal(one, other):
     return all(np.array_equal(a, b) for a, b in zip(fields(one), fields(other), strict=True))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("screens", [False, True])
 def test_a_shared_table_is_the_same(monkeypatch, worker, screens):
     on, places = dataclasses.replace(cluster(), num_hosts=4), set()

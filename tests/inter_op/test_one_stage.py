@@ -153,7 +153,7 @@ def blocks_step(weights, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_bytes", [600_000_000, 250_000_000])
 def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit_bytes):
     args = [jax.ShapeDtypeStruct((256, 256), "float32")] * 6, jax.ShapeDtypeStruct((65_536, 256), "float32")
@@ -180,7 +180,7 @@ def test_no_request_is_faster_than_the_search_where_the_batch_is_too_large(limit
     assert float("inf") in of_requests_s
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", [{}, {"num_microbatches": 4}])
 def test_recomputation_that_fits_where_the_tables_say_that_none_does_is_found(request_):
     """Of small layers eight micro-batches take longer than four that recompute, of which the tables say too much."""

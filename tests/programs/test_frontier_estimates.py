@@ -44,7 +44,7 @@ def best_of_all(options: dict[str, int], cluster: Cluster) -> float:
     return min(times_s)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options", "memory_bytes"),
     [

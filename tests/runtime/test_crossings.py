@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 240
 PROCESSES = 2
@@ -23,6 +25,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 def test_numbers_stay_between_unequal_meshes_of_two_processes():
     ports = []
     for _ in range(PROCESSES + 1):

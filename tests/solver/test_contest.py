@@ -178,6 +178,7 @@ def core_of(limited: Limited, *, rounds: int, seed: int = 0) -> PricedCore:
     return core
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
 def test_bounds_at_prices_hold_and_fixing_keeps_every_cheaper_choice(seed: int) -> None:
