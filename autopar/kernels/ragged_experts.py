@@ -695,10 +695,8 @@ class _Run:
         operands = [self.share_of(op, i, self.read(a, there)) for i, a in enumerate(op.inputs)]
         role = self.region.roles[op.id]
         if isinstance(role, Exit):
-            dims = map(self.dim_of_rows, op.inputs)
-            operands = [
-                a if dim is None else self.of_turn(a, dim, there) for a, dim in zip(operands, dims, strict=True)
-            ]
+            atoms = zip(operands, op.inputs, strict=True)
+            operands = [self.of_turn(array, self.dim_of_rows(a), there) for array, a in atoms]
         whole = [tuple(v.aval.shape) for v in op.eqn.invars[:1]]
         part = [tuple(np.shape(a)) for a in operands[:1]]
         sizes = self.local_shape(op.outputs[-1], there)
@@ -720,9 +718,9 @@ class _Run:
             return rows.dim
         return self.region.spread.get(self.reader.front(atom)) if isinstance(atom, int) else None
 
-    def of_turn(self, array: Any, dim: int, there: bool) -> Any:
+    def of_turn(self, array: Any, dim: int | None, there: bool) -> Any:
         """The rows that are sent in this turn, without the filling where experts are; zeros in place of others."""
-        if not there and not self.takes_turns:
+        if dim is None or (not there and not self.takes_turns):
             return array
         is_row = self.exchange.is_row() if there else self.exchange.in_turn()
         is_row = is_row.reshape([-1 if d == dim else 1 for d in range(array.ndim)])
