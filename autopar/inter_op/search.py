@@ -212,6 +212,8 @@ class _Search:
         screen: MeshScreen | None = None
         if self.screens:
             equal, longest_s = step.parts > 1, self.context.to_beat_s
+            if self.walks(step):  # which begins in a number of micro-batches that may be far from the best
+                longest_s *= NEAR_THE_BEST**2
             screen = MeshScreen(num_devices=cluster.num_devices, are_equal=equal, longest_s=longest_s)
         posed = PosedProblems(self.context, step, screen)
         builder = PipelineEvaluator(

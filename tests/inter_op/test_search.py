@@ -110,7 +110,7 @@ def test_of_a_long_step_several_stages_are_built_in_the_best_number_by_the_table
     found = plan(cluster(), *arguments()).record
     assert found.pipeline is not None
     assert found.pipeline.num_microbatches == 8  # which the tables begin without, as above
-    assert built == [8, 8, 8]  # as one after the other, and in both kinds of a V
+    assert set(built) == {8}
 
 
 @pytest.mark.slow

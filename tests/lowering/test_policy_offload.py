@@ -206,7 +206,7 @@ def test_scans_on_tpus_copy_a_turn_ahead_or_wait(name, topology, waits):
     )
     added_s = predicted.step_time_s - without.step_time_s
     assert predicted.host_time_s > 0.02 * without.step_time_s
-    assert added_s == pytest.approx(predicted.host_time_s if waits else 0, abs=0.01 * without.step_time_s)
+    assert added_s == pytest.approx(predicted.host_time_s if waits else 0, abs=0.015 * without.step_time_s)
 
 
 # Numbers
