@@ -67,7 +67,8 @@ class WorkerProcess:
             self.process.wait()
 
     def _ask(self, sent: bytes) -> Any:
-        assert self._connection is not None, "it was started"
+        if self._connection is None:  # another object's question was its last
+            raise OSError("the process is gone")
         try:
             self._connection.send_bytes(sent)
             answer = self._connection.recv_bytes()

@@ -169,9 +169,8 @@ def exchanges(op: Op, strategy: Strategy, mesh: LogicalMesh, platform: str) -> t
         return ()
     avals, found = parts_of_operands(op, strategy, mesh), []
     count = mesh.size(axes)
-    program, busiest, num_turns = (
-        function.exchanging_program(avals, count, platform), function.busiest(count), float(function.num_turns(count))
-    )  # fmt: skip
+    program = function.exchanging_program(avals, count, platform)
+    busiest, num_turns = function.busiest(count), float(function.num_turns(count))
     sending = (e for e in equations_of_first_turn(jax_compat.open_jaxpr(program)) if e.primitive.name in _KINDS)
     for eqn in sending:
         for aval in sent_arrays(eqn):
