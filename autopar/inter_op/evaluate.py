@@ -232,8 +232,8 @@ class PipelineEvaluator:
         return PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=hoist_casts, name=name)
 
     def settle(self) -> None:
-        """Builds estimates, the best first, until no other can be better than the best that is built, as far off as
-        estimates may be (`ESTIMATE_ERROR`, `PEAK_ERROR`).
+        """Builds estimates, the best first, until no other promises more than the best that is built, of those that may
+        fit (`PEAK_ERROR`); with much effort also those that may be better by what estimates err.
         """
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
@@ -252,7 +252,8 @@ class PipelineEvaluator:
 
     def may_be_better(self, estimate: PipelineEstimate) -> bool:
         fits = estimate.peak_bytes <= (1 + PEAK_ERROR) * self.limit_bytes
-        time_s = (1 - ESTIMATE_ERROR) * estimate.step_time_s
+        error = ESTIMATE_ERROR if self.context.request.effort is Effort.THOROUGH else 0.0
+        time_s = (1 - error) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:

@@ -19,6 +19,7 @@ from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstim
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_costs import LayerPolicies
 from autopar.inter_op.staged import StagedStep
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.intra_op.mesh_searches import baseline_bindings
 from autopar.ir.graph import Section
 from autopar.sharding.binding import Binding
@@ -247,7 +248,8 @@ def _in_some_layers(
 
     assert evaluated.best is not None, "one fits"
     first = of(0)
-    if first is None or first.fits(limit_bytes) or first.step_time_s >= evaluated.best.step_time_s:
+    worth_s = (1 - ESTIMATE_ERROR) * evaluated.best.step_time_s  # no mix is faster than what keeps all
+    if first is None or first.fits(limit_bytes) or first.step_time_s >= worth_s:
         return
     # The bytes that are kept err where all is: much of it is fused.
     for mix in (mixes.num_layers, mixes.last):

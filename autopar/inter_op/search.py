@@ -56,6 +56,7 @@ from autopar.inter_op.stage_problems import (
     why_no_pipeline,
 )
 from autopar.inter_op.staged import least_handed_out_s
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.layout import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
@@ -89,6 +90,13 @@ def why_too_large(graph: OpGraph, cluster: Cluster, limit_bytes: int) -> str | N
         f"the state and the sums of {graph.num_microbatches} micro-batches, split over all devices, take "
         f"{text_of_bytes(held / cluster.num_devices)} on each"
     )
+
+
+def fewest_microbatches(microbatched: MicrobatchedStep, cluster: Cluster, limit_bytes: int) -> int:
+    """The least number of micro-batches in which the step may fit, if layers keep their inputs alone."""
+    held, m = held_bytes(microbatched.graph), microbatched.graph.num_microbatches
+    kept = m * sum(microbatched.layers.crossing_bytes)
+    return math.ceil(kept / max(limit_bytes * cluster.num_devices - held, 1))
 
 
 # The least time of a pipeline in a number of micro-batches, from its operations alone.
@@ -184,21 +192,32 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     refuse_callbacks(traced.jaxpr, traced.name)
 
     def search(hoist_casts: bool) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
-        wants_others = context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1
-        return _Search(context=context, hoist_casts=hoist_casts, screens=not wants_others).run()
+        request = context.request
+        wants_others = request.effort is Effort.THOROUGH or context.keep_tolerance > 1
+        is_free = not wants_others and not request.names_pipeline and context.cluster.num_devices > 1
+        return _Search(
+            context=context,
+            hoist_casts=hoist_casts,
+            screens=not wants_others,
+            begins_with_one=is_free and not context.program_fits,
+        ).run()
 
     yield from retry_without_hoisted_casts(search, context.limit_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    """One search, with copies of the state hoisted out of the micro-batches or made in each of them. `screens`:
-    meshes far from the fastest are left out.
+    """One search, with copies of the state hoisted out of the micro-batches or made in each of them.
+
+    Attributes:
+        screens: Meshes far from the fastest are left out.
+        begins_with_one: One stage comes first, and several only where a bound says that they may be faster.
     """
 
     context: PlanningContext
     hoist_casts: bool
     screens: bool
+    begins_with_one: bool = False
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
@@ -221,37 +240,22 @@ class _Search:
             cuts,
             functools.cache(lambda groups, m: self.microbatched(self.split(len(groups), groups), m)),
         )
-        requested = self.context.request.num_microbatches
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
-        answered = AnsweredProblems(self.context.progress, within, self.context.keep_tolerance)
-        if self.several_may_pay(step, cuts, posed, builder):
-            for problems in self.first_problems(step, cuts, posed):
-                answered.solve(problems)
-                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
-            if step.parts == 1:
-                answered.solve_one_stage()  # plain gradient accumulation is always built too
-        tried = {next(iter(cuts))} if self.walks(step) else set(cuts)
-        if self.walks(step):
-            for more in self.stages_in_other_numbers(step, cuts, posed, answered, tried):
-                answered.solve(more)
-                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
-        builder.search(answered.posed, len(answered.several), within, answers=answered.answers)
-        if requested is None:
-            for more in self.stages_in_other_numbers(step, cuts, posed, builder, tried):
-                answered.add(more, builder.search(more, len(more), within, within * builder.longest_s))
-        if not self.context.deadline.passed:
-            if requested is not None and not builder.one_stage_fits(requested):  # one stage is always tried
-                limit_bytes = int(OVERSTATED * self.context.limit_bytes)
-                self.one_stage(step, requested, cuts, posed, builder, limit_bytes)
-            if requested is None:
-                self.one_stage_in_other_numbers(step, cuts, posed, builder, answered.of_one_stage())
-            row = LogicalMesh(axis_sizes=(cluster.num_devices,))
-            hides = cluster.num_devices > 1 and cost_model(cluster, row).overlap.kinds
-            others = self.other_numbers(step, cuts)
-            refine_one_stage(builder, others, (0.0,) if hides else ())
-            refine_in_other_counts(builder, others)
-            recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
-            self.in_a_v(cuts, builder)
+        to_beat_s, tolerance = self.context.to_beat_s, self.context.keep_tolerance
+        answered = AnsweredProblems(self.context.progress, within, tolerance, to_beat_s)
+        alone: dict[int, Tried] = {}
+        first = tuple(cuts)
+        if self.begins_with_one:
+            alone = self.begin_with_one_stage(step, cuts, posed, builder)
+            answered.to_beat_s = min(to_beat_s, self.fastest_s(builder))
+        if not self.begins_with_one or self.context.stages_may_beat(answered.to_beat_s):
+            self.several_stages(step, first, cuts, posed, builder, answered)
+            if not self.context.deadline.passed:
+                self.one_stage_otherwise(step, cuts, posed, builder, answered, alone)
+        builder.settle()
+        built_s = min(to_beat_s, self.fastest_s(builder))
+        if self.begins_with_one and built_s > (1 + ESTIMATE_ERROR) * answered.to_beat_s:
+            return dataclasses.replace(self, begins_with_one=False).run()  # what several had to beat was an estimate
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
             return dataclasses.replace(self, screens=False).run()
@@ -260,6 +264,96 @@ class _Search:
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = self.nothing(why_no_pipeline(answered.answers))
         return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+
+    def fastest_s(self, builder: PipelineEvaluator) -> float:
+        """The time of the fastest that was evaluated and fits; inf: there is none."""
+        best = builder.best
+        return best.step_time_s if best is not None and best.fits(self.context.limit_bytes) else math.inf
+
+    def several_stages(
+        self,
+        step: SplitStep,
+        first: Sequence[int],
+        cuts: dict[int, MicrobatchedStep],
+        posed: PosedProblems,
+        builder: PipelineEvaluator,
+        answered: AnsweredProblems,
+    ) -> None:
+        """Several stages in the `first` numbers of micro-batches and beside the best of them: by the tables, then
+        built.
+        """
+        walks, requested = self.walks(step), self.context.request.num_microbatches
+        if answered.to_beat_s < self.context.to_beat_s:
+            posed.screen_from(NEAR_THE_BEST**2 * answered.to_beat_s if walks else answered.to_beat_s)
+            first = self.may_beat(answered.to_beat_s, step, first, cuts)
+        if first and self.several_may_pay(step, {m: cuts[m] for m in first}, posed, builder):
+            for problems in self.first_problems(step, {m: cuts[m] for m in first}, posed):
+                answered.solve(problems)
+                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
+            if step.parts == 1 and not self.begins_with_one:
+                answered.solve_one_stage()  # plain gradient accumulation is always built too
+        tried = set(first[:1]) if walks else set(first)
+        if walks:
+            for more in self.stages_in_other_numbers(step, cuts, posed, answered, tried):
+                answered.solve(more)
+                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
+        builder.search(answered.posed, len(answered.several), answered.within, answers=answered.answers)
+        if requested is None:
+            for more in self.stages_in_other_numbers(step, cuts, posed, builder, tried):
+                within = answered.within
+                answered.add(more, builder.search(more, len(more), within, within * builder.longest_s))
+
+    def may_beat(
+        self, to_beat_s: float, step: SplitStep, first: Sequence[int], cuts: dict[int, MicrobatchedStep]
+    ) -> tuple[int, ...]:
+        """Of the first numbers of micro-batches those in which several stages may take less; where that is none of a
+        walk, the next larger one, as they wait less for one another there.
+        """
+        found = tuple(m for m in first if self.several_may_be_faster(cuts[m], to_beat_s))
+        if found or not self.walks(step):
+            return found
+        for m in [m for m in divisors(num_examples(self.context.traced)) if m >= 2 * max(first)][:2]:
+            more = self.cut_in(step, m, cuts)
+            if more is not None and self.several_may_be_faster(more, to_beat_s):
+                return (m,)
+        return ()
+
+    def begin_with_one_stage(
+        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
+    ) -> dict[int, Tried]:
+        """One stage in the numbers of micro-batches in which it was tried: it bounds what several may take. It ends
+        where that bound is far below it.
+        """
+        alone = self.first_of_one_stage(step, cuts, posed, builder)
+        least_s = min(least_pipeline_s(cut, self.context.cluster, self.context.request) for cut in cuts.values())
+        self.one_stage_in_other_numbers(step, cuts, posed, builder, alone, NEAR_THE_BEST * least_s)
+        return alone
+
+    def one_stage_otherwise(
+        self,
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
+        posed: PosedProblems,
+        builder: PipelineEvaluator,
+        answered: AnsweredProblems,
+        alone: dict[int, Tried],
+    ) -> None:
+        """One stage in other numbers of micro-batches, where it may come near the best, and under other decisions."""
+        requested, limit_bytes = self.context.request.num_microbatches, self.context.limit_bytes
+        if requested is not None and not builder.one_stage_fits(requested):  # one stage is always tried
+            self.one_stage(step, requested, cuts, posed, builder, int(OVERSTATED * limit_bytes))
+        if requested is None:
+            found = alone or answered.of_one_stage()
+            if not found and math.isinf(self.fastest_s(builder)) and not self.begins_with_one:
+                found = self.first_of_one_stage(step, cuts, posed, builder)
+            self.one_stage_in_other_numbers(step, cuts, posed, builder, found)
+        row = LogicalMesh(axis_sizes=(self.context.cluster.num_devices,))
+        hides = self.context.cluster.num_devices > 1 and cost_model(self.context.cluster, row).overlap.kinds
+        others = self.other_numbers(step, cuts)
+        refine_one_stage(builder, others, (0.0,) if hides else ())
+        refine_in_other_counts(builder, others)
+        recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
+        self.in_a_v(cuts, builder)
 
     def needs_left_out(self, screen: MeshScreen, best: PipelineCandidate | PipelineEstimate | None) -> bool:
         """Whether meshes that a screen left out may be needed, as the tables promised too much: none fits, where there
@@ -294,23 +388,25 @@ class _Search:
         """
         for number, m in enumerate(cuts):
             least = self.context.cluster.num_devices if number and self.walks(step) else 0
-            yield posed.of(cuts[m], sizes_between=(least, math.inf))
+            most = self.context.cluster.num_devices - 1 if self.begins_with_one else math.inf
+            if least <= most:
+                yield posed.of(cuts[m], sizes_between=(least, most))
 
     def several_may_pay(
-        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
+        self, step: SplitStep, first: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
     ) -> bool:
         """Whether several stages may be faster than one. Where the whole batch is asked for as one micro-batch they
         wait for one another; then one is built first, and is enough if it fits and sends little (`least_in_turn_s`).
         """
-        if not any(map(self.several_may_be_faster, cuts.values())):
+        if not any(map(self.several_may_be_faster, first.values())):
             return False
         request, cluster = self.context.request, self.context.cluster
         in_turn = request.num_microbatches == 1 and request.admits_one_program
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
-        smaller = [size for size in posed.sizes(len(cuts[1].layers)) if size < cluster.num_devices] if in_turn else []
+        smaller = [size for size in posed.sizes(len(first[1].layers)) if size < cluster.num_devices] if in_turn else []
         if not smaller or wants_others:
             return True
-        self.one_stage(step, 1, cuts, posed, builder, self.context.limit_bytes)
+        self.one_stage(step, 1, first, posed, builder, self.context.limit_bytes)
         builder.settle()
         found = builder.best_built
         if found is None or not found.fits(self.context.limit_bytes):
@@ -394,10 +490,10 @@ class _Search:
         is_of_another = not context.program_fits and context.least_s < context.keep_tolerance * context.to_beat_s
         return is_of_another or self.several_may_be_faster(microbatched)
 
-    def several_may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
-        """Whether several stages in these micro-batches may take less than the plan that is there."""
+    def several_may_be_faster(self, microbatched: MicrobatchedStep, to_beat_s: float = math.inf) -> bool:
+        """Whether several stages in these micro-batches may take less than the plan that is there, and `to_beat_s`."""
         context = self.context
-        too_long_s = context.keep_tolerance * context.to_beat_s
+        too_long_s = context.keep_tolerance * min(context.to_beat_s, to_beat_s)
         return too_long_s == math.inf or (
             least_pipeline_s(microbatched, context.cluster, context.request, too_long_s) < too_long_s
         )
@@ -473,38 +569,53 @@ class _Search:
         numbers = (candidate.num_microbatches for candidate in self.context.fitting)
         return next((number for number in numbers if number is not None), None)
 
+    def first_of_one_stage(
+        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
+    ) -> dict[int, Tried]:
+        """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it does,
+        if all of the state and what crosses from layer to layer are shared by the devices; empty where it does not fit.
+        """
+        limit_bytes, most = self.context.limit_bytes, max(cuts)
+        least = float(self.number_that_fits or fewest_microbatches(cuts[most], self.context.cluster, limit_bytes))
+        for m in divisors(num_examples(self.context.traced)):
+            if m < least or m > max(most, least) or self.context.deadline.passed:
+                continue
+            found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes))
+            if builder.one_stage_fits(m):
+                return {m: found}
+            # Twice as many micro-batches need half of the memory at least.
+            peak_bytes = builder.best_of[1, m][0].peak_bytes if (1, m) in builder.best_of else 2 * limit_bytes
+            least = m * peak_bytes / limit_bytes
+        return {}
+
     def one_stage_in_other_numbers(
         self,
         step: SplitStep,
         cuts: dict[int, MicrobatchedStep],
         posed: PosedProblems,
         builder: PipelineEvaluator,
-        estimated: dict[int, Tried],
+        known: dict[int, Tried],
+        longest_s: float = math.inf,
     ) -> None:
-        """One stage in fewer and more micro-batches while that is faster (`next_numbers`), and may come near the best.
-        Adds to the dictionary.
+        """One stage in fewer and more micro-batches while that is faster (`next_numbers`), and may come near the best,
+        or takes no longer than `longest_s`. Adds to the dictionaries.
 
         Args:
-            estimated: One stage by the tables in each number of micro-batches in which it fits.
+            known: One stage by the tables in each number of micro-batches in which it fits.
         """
         limit_bytes, overstated = self.context.limit_bytes, OVERSTATED
-        if not estimated:
-            if builder.best is not None and builder.best.fits(limit_bytes):
-                return
-            m = self.number_that_fits or max(cuts)  # the tables err
-            estimated = {m: self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))}
-            if not builder.one_stage_fits(m):
-                return
-        numbers, largest = divisors(num_examples(self.context.traced)), max(estimated)
+        numbers, largest = divisors(num_examples(self.context.traced)), max((*known, *cuts))
         share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
         whole = () if rest else divisors(share)
-        tried = {m: _tried(builder, m, known) for m, known in estimated.items()}
-        while not self.context.deadline.passed:
-            best_s = (
-                builder.best.step_time_s if builder.best is not None and builder.best.fits(limit_bytes) else math.inf
-            )
-            within = numbers_within(numbers, tried, NEAR_THE_BEST * best_s)
-            near = next_numbers(within, tried, limit_bytes, largest, whole)
+        known |= {m: _tried(builder, m, each) for m, each in known.items()}
+        while known and not self.context.deadline.passed:
+            best_s = self.fastest_s(builder)
+            if best_s > longest_s or not self.context.stages_may_beat(best_s):
+                return
+            # In one micro-batch it is a program, of which those that fit were found.
+            whole_too = numbers if not self.context.program_fits else [m for m in numbers if m > 1 or m in known]
+            within = numbers_within(whole_too, known, NEAR_THE_BEST * best_s)
+            near = next_numbers(within, known, limit_bytes, largest, whole)
             if not near:
                 return
             m = near[0]  # what comes of it decides on the others
@@ -512,7 +623,7 @@ class _Search:
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
                 overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
-            tried[m] = _tried(builder, m, found)
+            known[m] = _tried(builder, m, found)
 
     def one_stage(
         self,

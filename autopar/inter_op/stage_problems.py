@@ -21,6 +21,7 @@ from autopar.hardware.collective_cost import Link
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.decide_stages import BuildLimits, choice_of
 from autopar.inter_op.search_space import (
+    NEAR_THE_BEST,
     BestStages,
     Tried,
     chunk_numbers,
@@ -509,18 +510,19 @@ Answer = StagePlan | NoStages
 class AnsweredProblems:
     """Problems of several stages, then those of one stage, each with its answer by the tables.
 
-    What takes `within` times as long as the best so far, or longer, is not searched for; `tolerance` times that where
-    others than the best are wanted.
+    What takes `within` times as long as the best so far, or is far from the plan without stages (`to_beat_s`), is not
+    searched for; `tolerance` times that where others than the best are wanted.
     """
 
-    def __init__(self, progress: Progress, within: float, tolerance: float) -> None:
-        self.progress, self.within, self.tolerance = progress, within, tolerance
+    def __init__(self, progress: Progress, within: float, tolerance: float, to_beat_s: float) -> None:
+        self.progress, self.within, self.tolerance, self.to_beat_s = progress, within, tolerance, to_beat_s
         self.several: list[tuple[Posed, Answer]] = []
         self.alone: list[tuple[Posed, Answer]] = []
 
     def solve(self, posed: Sequence[Posed]) -> None:
         """Problems of several stages in a number of micro-batches more."""
-        under_s = self.within * self.tolerance * self.fastest_s
+        # The first numbers of micro-batches may be far from the best.
+        under_s = self.tolerance * min(self.within * self.fastest_s, NEAR_THE_BEST**2 * self.to_beat_s)
         with self.progress.pass_("stages"):
             self.add(posed, best_stages([problem for problem, _ in posed], self.within, under_s))
 
@@ -555,7 +557,7 @@ class AnsweredProblems:
         if not found:
             return None
         answer, (problem, (m, options)) = min(found, key=lambda plan: plan[0].step_time_s)
-        if answer.step_time_s > within * min(a.step_time_s for a, _ in plans):
+        if answer.step_time_s > within * min(self.to_beat_s, *(a.step_time_s for a, _ in plans)):
             return None
         groups = answer.stages[: len(answer.stages) // problem.chunks]
         return BestStages(m, [options[stage.option].mesh.num_devices for stage in groups])

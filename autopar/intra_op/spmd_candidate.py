@@ -58,7 +58,8 @@ class SpmdCandidate:
 
     `ran` is its simulation and `compute_s` the seconds of each operation, by its number, without collectives.
     `shared_out_s` is the step time without communication if every operation were split over all devices, each of which
-    still runs its kernels. `name` names the constraints of a baseline.
+    still runs its kernels. `hidden_s`: the least objective on its mesh where of sends that can hide only a part counts,
+    if it is known. `name` names the constraints of a baseline.
     """
 
     model: CostModel
@@ -69,6 +70,7 @@ class SpmdCandidate:
     compute_s: Mapping[int, float] = dataclasses.field(repr=False)
     step_time_s: float
     shared_out_s: float
+    hidden_s: float | None = None
     pins: PinsOnMesh | None = None
     source: str = "logical meshes"
     name: str = ""

@@ -77,24 +77,44 @@ def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
 
 
 def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
-    """Whether a mesh of three axes may pay: where two axes gained next to nothing over one, a third is not tried.
+    """Whether a mesh of three axes may pay: one that splits an axis of the best mesh of two axes, where that gained
+    more than next to nothing over one.
 
     The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
     """
     num_axes = len(mesh.axis_sizes)
-    if num_axes < 3 or context.request.effort is Effort.THOROUGH:
+    if num_axes < 3 or context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1:
         return True
     times_s: dict[int, float] = {}
+    on_one_less: list[SpmdCandidate] = []
     for outcome in context.results:
         if isinstance(outcome, SpmdCandidate) and outcome.peak_bytes <= context.limit_bytes:
             axes, time_s = len(outcome.model.links.mesh.axis_sizes), outcome.step_time_s
+            on_one_less += [outcome] if axes == num_axes - 1 else []
         elif isinstance(outcome, Rejection) and outcome.least_s is not None:
             axes, time_s = len(outcome.axis_sizes), outcome.least_s
         else:
             continue
         times_s[axes] = min(times_s.get(axes, math.inf), time_s)
     one_axis_less_s, most_axes_s = times_s.get(num_axes - 2, math.inf), times_s.get(num_axes - 1, math.inf)
-    return math.isinf(one_axis_less_s) or math.isinf(most_axes_s) or most_axes_s < one_axis_less_s * (1 - WORTHWHILE)
+    if math.isinf(one_axis_less_s) or math.isinf(most_axes_s):
+        return True
+    best = min(on_one_less, key=lambda c: c.step_time_s, default=None)
+    splits = best is None or _splits_an_axis(mesh, best.model.links.mesh, context.cluster)
+    return most_axes_s < one_axis_less_s * (1 - WORTHWHILE) and splits
+
+
+def _splits_an_axis(mesh: LogicalMesh, of: LogicalMesh, cluster: Cluster) -> bool:
+    """Whether a mesh is another with one axis split in two: neighbouring ones, or where all axes are on the same links
+    any two.
+    """
+    sizes, wanted = mesh.axis_sizes, of.axis_sizes
+    if len(set(cluster.axis_links(sizes))) > 1:
+        joined = [(*sizes[:i], sizes[i] * sizes[i + 1], *sizes[i + 2 :]) for i in range(len(sizes) - 1)]
+        return wanted in joined
+    pairs = itertools.combinations(range(len(sizes)), 2)
+    joined = [(sizes[i] * sizes[j], *(n for k, n in enumerate(sizes) if k not in (i, j))) for i, j in pairs]
+    return sorted(wanted) in map(sorted, joined)
 
 
 def fastest_fitting(context: PlanningContext) -> SpmdCandidate | None:
@@ -145,6 +165,35 @@ def slower(context: PlanningContext, model: CostModel, least_s: float, step_time
     )
 
 
+def hides(context: PlanningContext, model: CostModel) -> bool:
+    """Whether the program of a mesh is solved under other exposures too. A recipe means the plan that its source
+    describes, which does not count on what is hidden.
+    """
+    request = context.request
+    several = bool(model.overlap.kinds) and request.binding is None and model.links.mesh.num_devices > 1
+    return several and request.effort is not Effort.QUICK
+
+
+def _gains_little(
+    context: PlanningContext, intra_op: IntraOp, solved: dict[Exposure, Solution], time_limit_s: float
+) -> bool:
+    """Whether the integer program of a mesh of three axes, with what can hide hidden, has an optimum that is hardly
+    less than that of the best mesh of fewer, where one fits. Adds the solution to those that are known.
+    """
+    best, num_axes = fastest_fitting(context), len(intra_op.model.links.mesh.axis_sizes)
+    wants_all = context.keep_tolerance > 1 or context.request.effort is Effort.THOROUGH
+    if best is None or num_axes < 3 or wants_all or not hides(context, intra_op.model):
+        return False
+    known = (c for c in context.candidates if isinstance(c, SpmdCandidate) and c.peak_bytes <= context.limit_bytes)
+    of_best = (c.hidden_s * best.step_time_s / c.step_time_s for c in known if c.hidden_s is not None)
+    wanted_s = (1 - WORTHWHILE) * min(of_best, default=math.inf)
+    if wanted_s == math.inf:
+        return False
+    solved[HIDDEN] = intra_op.solve(time_limit_s=time_limit_s, exposure=HIDDEN, cutoff_s=wanted_s)
+    return solved[HIDDEN].bound >= wanted_s
+
+
+HIDDEN = Exposure(EXPOSED_FRACTION)
 IMPOSSIBLE = "impossible"  # what is said of a mesh on which constraints leave nothing
 LONG_STEP = 5_000  # operations; whatever is done to a longer step takes long
 
@@ -176,6 +225,10 @@ def search_mesh(
     mesh = model.links.mesh
     intra_op, step = _problem(context, model, pins, folds=folds)
     slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), extra_s_of(context)
+    solved: dict[Exposure, Solution] = {}
+    if _gains_little(context, intra_op, solved, time_limit_s):
+        why = f"its integer program, with what can hide hidden, gains less than {WORTHWHILE:.0%}"
+        return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
     # Without overlap the objective is nearly the step's time, and its bound one of that.
     is_time = not model.overlap.kinds
     free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
@@ -188,6 +241,7 @@ def search_mesh(
         step=step,
         costs=intra_op.costs if step is None else tables_of(context, context.graph, model).costs,
         free=free,
+        solved=solved,
         pins=pins,
         until_s=until_s,
     )
@@ -201,6 +255,7 @@ def search_mesh(
     if ways[-1].ran.end_s >= slow_s:
         return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
     best, memory = search.candidate(ways)
+    best = dataclasses.replace(best, hidden_s=search.hidden_s)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, memory, exposure)
@@ -250,7 +305,8 @@ def _intra_op(
 class _MeshSearch:
     """The integer program of one mesh, its solution for the least time, and the deadline of the search on it.
 
-    `step`: the folded step of the program, None where the program is of the whole graph.
+    `step`: the folded step of the program, None where the program is of the whole graph. `solved`: the solutions
+    by what they charge of sends that can hide.
     """
 
     context: PlanningContext
@@ -258,6 +314,7 @@ class _MeshSearch:
     step: FoldedStep | None
     costs: NodeCosts
     free: Solution
+    solved: dict[Exposure, Solution]
     pins: PinsOnMesh | None
     until_s: float
 
@@ -307,23 +364,28 @@ class _MeshSearch:
 
     @property
     def hides(self) -> bool:
-        """Whether the program is solved under other exposures too. A recipe means the plan that its source describes,
-        which does not count on what is hidden.
-        """
-        model, request = self.intra_op.model, self.context.request
-        several = bool(model.overlap.kinds) and request.binding is None and model.links.mesh.num_devices > 1
-        return several and request.effort is not Effort.QUICK
+        return hides(self.context, self.intra_op.model)
+
+    @property
+    def hidden_s(self) -> float | None:
+        """The least objective where of what can hide only a part counts; None where it was not looked for."""
+        solution = self.solved.get(HIDDEN)
+        return solution.objective if solution is not None and solution.choice else None
+
+    def under(self, exposure: Exposure) -> Solution:
+        """The solution under an exposure."""
+        if exposure not in self.solved:
+            self.solved[exposure] = self.intra_op.solve(time_limit_s=self.left_s, exposure=exposure)
+        return self.solved[exposure]
 
     def solutions(self) -> Iterator[tuple[Solution, Exposure]]:
         """The solutions under one exposure after the other, each choice once."""
         weighed: set[tuple[int, ...]] = set()
         for exposure in itertools.chain([ALL_EXPOSED], self.exposures() if self.hides else ()):
-            if exposure == ALL_EXPOSED:
-                solution = self.free
-            else:
-                solution = self.intra_op.solve(time_limit_s=self.left_s, exposure=exposure)
-                if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-                    continue
+            solution = self.free if exposure == ALL_EXPOSED else self.under(exposure)
+            if solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+                continue
+            if exposure != ALL_EXPOSED:
                 solution = self.at_full_cost(solution)
             if tuple(solution.choice) not in weighed:
                 weighed.add(tuple(solution.choice))
@@ -331,7 +393,7 @@ class _MeshSearch:
 
     def exposures(self) -> Iterator[Exposure]:
         """Of what is sent before a loop it depends on all else that is whether it hides: both are tried."""
-        yield Exposure(EXPOSED_FRACTION)
+        yield HIDDEN
         if self.intra_op.sends_before_loops:
             yield Exposure(EXPOSED_FRACTION, before_loops=False)
 
