@@ -340,26 +340,23 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
 
 def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
-    seconds: a quick search ends with it, and so does any whose bound is near; the search over stages leaves out what
-    takes longer; ways to write a step that differ in what scans compute again are compared by it. Its update comes
-    after the micro-batches, with the stacks that the search over stages does without.
+    seconds: a quick search ends with it; ways to write a step that differ in what scans compute again are compared by
+    it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
     """
     request, traced = context.request, context.traced
     has_scans = any(op.blocks for op in context.graph.block.ops)
-    is_shared = context.cluster.num_devices > 1
     is_compared = (has_scans or request.effort is Effort.QUICK) and admits_one_program(traced, context.cluster, request)
     is_asked = is_compared or traced.stacked_over > 0
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
-    if not (is_asked or is_shared) or not is_free or not is_even or context.fastest_s < math.inf:
+    if not is_asked or not is_free or not is_even or context.fastest_s < math.inf:
         return context
     alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
-    longest_s = math.inf if is_asked else context.least_s / (1 - LOST)
     what = "fewest micro-batches", alike, context.limit_bytes, context.keep_tolerance, context.cluster
-    return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context, longest_s))))
+    return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context))))
 
 
-def _one_stage_that_fits(context: PlanningContext, longest_s: float) -> Iterator[Candidate | Rejection]:
+def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejection]:
     num_devices, source = context.cluster.num_devices, "one stage in the fewest micro-batches"
     try:
         examples = num_examples(context.traced)
@@ -371,10 +368,6 @@ def _one_stage_that_fits(context: PlanningContext, longest_s: float) -> Iterator
             request = dataclasses.replace(context.request, binding=binding, num_stages=1, num_microbatches=number)
             asked = _for_stages(dataclasses.replace(context, request=request))
             found: PipelineEstimate | PipelineCandidate | None = estimated_one_stage(asked, keeps=True)
-            if found is not None and found.fits(context.limit_bytes) and found.step_time_s > longest_s:
-                why = f"not built: it would take {text_of_s(found.step_time_s)}, which bounds no search over stages"
-                yield Rejection(source=source, why=why)
-                return
             if found is None or found.peak_bytes <= (1 + PEAK_ERROR) * context.limit_bytes:
                 (found,) = requested_pipelines(asked)
                 if found.fits(context.limit_bytes):

@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from autopar.cost.usage import compute_times_s
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.decide_stages import StageChoice
@@ -141,7 +143,7 @@ def refine_one_stage(evaluated: PipelineEvaluator, others: MicrobatchCounts, cou
     numbers: dict[StageChoice, int] = {}
     for saving in dict.fromkeys((keeps_all, choice)):  # what keeps all is mostly faster, and bounds the other
         known_to_fit = saving == choice and best.fits(evaluated.limit_bytes)
-        number = m if known_to_fit else _first_that_may_fit(evaluated, others, m, saving)
+        number = m if known_to_fit else first_that_may_fit(evaluated, others, m, saving)
         if number is not None:
             numbers[saving] = number
     weighed = [(1, keeps_all)] if evaluated.context.weighed_one_program else []
@@ -174,7 +176,7 @@ def _near_the_best(evaluated: PipelineEvaluator) -> PipelineEstimate | None:
     return found if found.fits(evaluated.limit_bytes) and is_near else None
 
 
-def _first_that_may_fit(
+def first_that_may_fit(
     evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice
 ) -> int | None:
     """The first number of micro-batches, from m on, in which a choice may fit; None where there is none.
@@ -252,11 +254,17 @@ def _in_some_layers(
     if first is None or first.fits(limit_bytes) or first.step_time_s >= worth_s:
         return
     # The bytes that are kept err where all is: much of it is fused.
+    times_s = {0: first.step_time_s}
     for mix in (mixes.num_layers, mixes.last):
         found = of(mix)
-        if found is None or found.fits(limit_bytes):
+        if found is None:
+            return
+        times_s[mix] = found.step_time_s
+        if found.fits(limit_bytes):
             break
-    if found is None or not found.fits(limit_bytes):
+        if found.step_time_s >= evaluated.best.step_time_s:
+            return  # what fits computes more again
+    if not found.fits(limit_bytes):
         return
     for _ in range(TRIED_MIXES):
         over = max(mix for mix, nbytes in peak_bytes.items() if nbytes > limit_bytes)
@@ -266,6 +274,8 @@ def _in_some_layers(
         share = (peak_bytes[over] - limit_bytes) / (peak_bytes[over] - peak_bytes[under])
         wanted_bytes = mixes.kept_bytes(over) - share * (mixes.kept_bytes(over) - mixes.kept_bytes(under))
         mix = next((n for n in range(over + 1, under) if mixes.kept_bytes(n) <= wanted_bytes), under - 1)
+        if np.interp(mix, list(times_s), list(times_s.values())) >= evaluated.best.step_time_s:
+            break
         choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
         refined = evaluated.refined(m, choice, mixes.name_of(mix), binding)
         if refined is None:

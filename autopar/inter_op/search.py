@@ -17,9 +17,11 @@ from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
+from autopar.inter_op.decide_stages import StageChoice
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.one_stage import (
     MicrobatchCounts,
+    first_that_may_fit,
     least_in_turn_s,
     recompute_in_some_layers,
     refine_in_other_counts,
@@ -93,7 +95,7 @@ def why_too_large(graph: OpGraph, cluster: Cluster, limit_bytes: int) -> str | N
 
 
 def fewest_microbatches(microbatched: MicrobatchedStep, cluster: Cluster, limit_bytes: int) -> int:
-    """The least number of micro-batches in which the step may fit, if layers keep their inputs alone."""
+    """The least number of micro-batches in which the step may fit, whatever layers recompute: their inputs are kept."""
     held, m = held_bytes(microbatched.graph), microbatched.graph.num_microbatches
     kept = m * sum(microbatched.layers.crossing_bytes)
     return math.ceil(kept / max(limit_bytes * cluster.num_devices - held, 1))
@@ -572,21 +574,23 @@ class _Search:
     def first_of_one_stage(
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
     ) -> dict[int, Tried]:
-        """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it does,
-        if all of the state and what crosses from layer to layer are shared by the devices; empty where it does not fit.
+        """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it may fit
+        without recomputation, else in the most; empty where it does not fit.
         """
-        limit_bytes, most = self.context.limit_bytes, max(cuts)
-        least = float(self.number_that_fits or fewest_microbatches(cuts[most], self.context.cluster, limit_bytes))
-        for m in divisors(num_examples(self.context.traced)):
-            if m < least or m > max(most, least) or self.context.deadline.passed:
-                continue
-            found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes))
-            if builder.one_stage_fits(m):
-                return {m: found}
-            # Twice as many micro-batches need half of the memory at least.
-            peak_bytes = builder.best_of[1, m][0].peak_bytes if (1, m) in builder.best_of else 2 * limit_bytes
-            least = m * peak_bytes / limit_bytes
-        return {}
+        limit_bytes, cluster, most = self.context.limit_bytes, self.context.cluster, max(cuts)
+        m = self.number_that_fits
+        if m is None:
+            keeps_all = StageChoice(
+                schedule=schedules_of(self.context.request, cluster)[0],
+                chunks=1,
+                first_layers=(0,),
+                group_meshes=(LogicalMesh(axis_sizes=(cluster.num_devices,)),),
+                policies=("nothing",) * len(cuts[most].layers),
+            )
+            fewest = fewest_microbatches(cuts[most], cluster, limit_bytes)
+            m = first_that_may_fit(builder, self.other_numbers(step, cuts), fewest, keeps_all) or most
+        found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes))
+        return {m: found} if builder.one_stage_fits(m) else {}
 
     def one_stage_in_other_numbers(
         self,
@@ -604,13 +608,13 @@ class _Search:
             known: One stage by the tables in each number of micro-batches in which it fits.
         """
         limit_bytes, overstated = self.context.limit_bytes, OVERSTATED
-        numbers, largest = divisors(num_examples(self.context.traced)), max((*known, *cuts))
+        numbers, largest = divisors(num_examples(self.context.traced)), max(known, default=0)
         share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
         whole = () if rest else divisors(share)
         known |= {m: _tried(builder, m, each) for m, each in known.items()}
         while known and not self.context.deadline.passed:
             best_s = self.fastest_s(builder)
-            if best_s > longest_s or not self.context.stages_may_beat(best_s):
+            if best_s > longest_s or (len(known) > 1 and not self.context.stages_may_beat(best_s)):
                 return
             # In one micro-batch it is a program, of which those that fit were found.
             whole_too = numbers if not self.context.program_fits else [m for m in numbers if m > 1 or m in known]
