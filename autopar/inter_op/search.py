@@ -324,10 +324,10 @@ class _Search:
         self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
     ) -> dict[int, Tried]:
         """One stage in the numbers of micro-batches in which it was tried: it bounds what several may take. It ends
-        where that bound is far below it.
+        where it is far above what these take at least.
         """
-        alone = self.first_of_one_stage(step, cuts, posed, builder)
         least_s = min(least_pipeline_s(cut, self.context.cluster, self.context.request) for cut in cuts.values())
+        alone = self.first_of_one_stage(step, cuts, posed, builder, NEAR_THE_BEST**2 * least_s)
         self.one_stage_in_other_numbers(step, cuts, posed, builder, alone, NEAR_THE_BEST * least_s)
         return alone
 
@@ -572,10 +572,16 @@ class _Search:
         return next((number for number in numbers if number is not None), None)
 
     def first_of_one_stage(
-        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
+        self,
+        step: SplitStep,
+        cuts: dict[int, MicrobatchedStep],
+        posed: PosedProblems,
+        builder: PipelineEvaluator,
+        longest_s: float = math.inf,
     ) -> dict[int, Tried]:
         """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it may fit
-        without recomputation, else in the most; empty where it does not fit.
+        without recomputation, else in the most; empty where it does not fit, or the work of its devices takes longer
+        than `longest_s`.
         """
         limit_bytes, cluster, most = self.context.limit_bytes, self.context.cluster, max(cuts)
         m = self.number_that_fits
@@ -589,7 +595,10 @@ class _Search:
             )
             fewest = fewest_microbatches(cuts[most], cluster, limit_bytes)
             m = first_that_may_fit(builder, self.other_numbers(step, cuts), fewest, keeps_all) or most
-        found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes))
+        screen = None
+        if longest_s < math.inf:
+            screen = MeshScreen(num_devices=cluster.num_devices, is_of_one=True, longest_s=longest_s)
+        found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes), screen)
         return {m: found} if builder.one_stage_fits(m) else {}
 
     def one_stage_in_other_numbers(
@@ -637,18 +646,19 @@ class _Search:
         posed: PosedProblems,
         builder: PipelineEvaluator,
         limit_bytes: int,
+        screen: MeshScreen | None = None,
     ) -> Tried:
         """One stage in a number of micro-batches, as built where that fits, else by the tables; inf seconds: it does
-        not fit, or the step admits no such split. The pipeline is built where it may be the best; where it does not
-        fit, the tables say what would.
+        not fit, the step admits no such split, or the screen leaves out all meshes. The pipeline is built where it may
+        be the best; where it does not fit, the tables say what would.
         """
         microbatched = self.cut_in(step, m, cuts)
         if microbatched is None:
             return _NOTHING
         with self.context.progress.pass_("layer costs"):
-            priced = posed.priced(microbatched, [self.context.cluster.num_devices])
+            priced = posed.priced(microbatched, [self.context.cluster.num_devices], screen)
         name = schedules_of(self.context.request, self.context.cluster)[0]
-        for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)):
+        for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)) if priced else ():
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
             # The tables err, and an estimate takes little time.
             is_estimated = self.context.keep_tolerance <= 1 and builder.short(m) is not None

@@ -292,8 +292,9 @@ def largest_peak_bytes(tried: Mapping[int, Tried], best: int, m: int) -> float:
 
 
 def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -> list[int]:
-    """The numbers in which several stages are tried next: half of the fastest so far where none is below, double where
-    none is above; then those midway between it and the next ones on either side, by their ratio.
+    """The numbers in which several stages are tried next: double of the fastest so far where none is above, in which
+    they wait less for one another; half where none is below; then those midway between it and the next ones on either
+    side, by their ratio.
 
     Args:
         numbers: All that the batch admits, in rising order.
@@ -302,10 +303,10 @@ def next_for_stages(numbers: Sequence[int], tried: Collection[int], best: int) -
     """
     below, above = max((m for m in tried if m < best), default=None), min((m for m in tried if m > best), default=None)
     found = []
-    if below is None:
-        found += [m for m in numbers if 2 * m <= best][-1:]
     if above is None:
         found += [m for m in numbers if m >= 2 * best][:1]
+    if below is None:
+        found += [m for m in numbers if 2 * m <= best][-1:]
     for low, high in ((below, best), (best, above)):
         if low is not None and high is not None:
             between = [m for m in numbers if low < m < high]

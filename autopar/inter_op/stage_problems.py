@@ -115,6 +115,7 @@ class MeshScreen:
 
     Attributes:
         num_devices: Of the cluster. What takes all of them is never left out: one stage has rules of its own.
+        is_of_one: Whether it is for one stage, left out where the work of a device alone takes longer.
         are_equal: Whether all stages lie on the same mesh.
         longest_s: The step time from which on pipelines are of no use; inf while none is known.
         least_device_s: Seconds of one device for all layers on the mesh that takes fewest.
@@ -123,6 +124,7 @@ class MeshScreen:
     """
 
     num_devices: int
+    is_of_one: bool = False
     are_equal: bool = False
     longest_s: float = math.inf
     least_device_s: float = math.inf
@@ -138,7 +140,7 @@ class MeshScreen:
         under their fastest decisions; they take `fastest_s` on the fastest mesh of as many devices.
         """
         if num_devices == self.num_devices:
-            return True
+            return not self.is_of_one or ran.busy_s <= self.longest_s
         if ran.end_s > MUCH_SLOWER * fastest_s:
             self.has_left_out = True
             return False

@@ -255,7 +255,6 @@ def search_mesh(
     if ways[-1].ran.end_s >= slow_s:
         return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
     best, memory = search.candidate(ways)
-    best = dataclasses.replace(best, hidden_s=search.hidden_s)
     if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
         return best
     return search.leaner(best, memory, exposure)
@@ -419,7 +418,7 @@ class _MeshSearch:
         made = []
         for way in reversed(ways):
             candidate, memory = with_memory(graph, model, way)
-            made.append((dataclasses.replace(candidate, pins=self.pins), memory))
+            made.append((dataclasses.replace(candidate, pins=self.pins, hidden_s=self.hidden_s), memory))
             if candidate.peak_bytes <= limit_bytes:
                 return made[-1]
         return min(made, key=lambda each: each[0].peak_bytes)
