@@ -264,7 +264,7 @@ def _in_some_layers(
             break
         if found.step_time_s >= evaluated.best.step_time_s:
             return  # what fits computes more again
-    if not found.fits(limit_bytes):
+    else:
         return
     for _ in range(TRIED_MIXES):
         over = max(mix for mix, nbytes in peak_bytes.items() if nbytes > limit_bytes)

@@ -265,7 +265,11 @@ class _Search:
         slow = builder.best is None and found_any  # the reason is not memory
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = self.nothing(why_no_pipeline(answered.answers))
-        return (*(builder.results() or (nothing,)), *uneven_stages(step, cluster)), copies
+        others = uneven_stages(step, cluster)
+        if self.begins_with_one and not answered.several:
+            why = "not searched: a bound says that they are no faster than one by as much as their search is worth"
+            others.append(Rejection(source=SOURCE, text="several stages", why=why))
+        return (*(builder.results() or (nothing,)), *others), copies
 
     def fastest_s(self, builder: PipelineEvaluator) -> float:
         """The time of the fastest that was evaluated and fits; inf: there is none."""
