@@ -68,10 +68,11 @@ class MicrobatchCounts:
         return max((self._sharing(n), n) for n in self.numbers if n <= m)[1]
 
     def take_too_long(self, m: int, best: PipelineCandidate | PipelineEstimate | None) -> bool:
-        """Whether recipes take longer than the best in m micro-batches. They split nothing but examples, so that
-        devices repeat the work of others where there are fewer examples.
+        """Whether recipes take longer than the best in m micro-batches, or without one far longer than they may at
+        least. They split nothing but examples, so that devices repeat the work of others where there are fewer.
         """
-        return best is not None and self.least_s * self.num_devices / self._sharing(m) > best.step_time_s
+        longest_s = best.step_time_s if best is not None else NEAR_THE_BEST * self.least_s
+        return self.least_s * self.num_devices / self._sharing(m) > longest_s
 
     def _sharing(self, m: int) -> int:
         """The devices over which recipes split the examples of a micro-batch."""
@@ -152,16 +153,20 @@ def refine_one_stage(evaluated: PipelineEvaluator, others: MicrobatchCounts, cou
             own = dataclasses.replace(saving, group_meshes=(mesh,), terms=(), over_limit=())
             if (number, saving) not in weighed and evaluated.may_gain(number, saving):
                 evaluated.refined(number, own, BY_ITSELF)
-        of_recipes = _of_recipes(evaluated, others, number, saving)
-        for name, binding in baseline_bindings(evaluated.cluster):
-            if of_recipes is None or (of_recipes, saving) in weighed:
-                continue
-            if evaluated.may_gain(of_recipes, saving):
-                evaluated.refined(of_recipes, saving, name, binding)
+        in_number = _number_of_recipes(evaluated, others, number, saving)
+        if in_number is not None and (in_number, saving) not in weighed:
+            of_recipes(evaluated, others, in_number, saving)
     for count in counts:
         terms = tuple(dataclasses.replace(t, exposed_fraction=count) for t in choice.terms)
         if numbers.get(choice) == m and terms != choice.terms and evaluated.may_gain(m, choice):
             evaluated.refined(m, dataclasses.replace(choice, terms=terms), f"hidden sends count {count:g}")
+
+
+def of_recipes(evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice) -> None:
+    """Evaluates one stage under data parallelism and ZeRO, which may come near the best."""
+    for name, binding in baseline_bindings(evaluated.cluster):
+        if not others.take_too_long(m, evaluated.best) and evaluated.may_gain(m, choice):
+            evaluated.refined(m, choice, name, binding)
 
 
 def _near_the_best(evaluated: PipelineEvaluator) -> PipelineEstimate | None:
@@ -196,7 +201,9 @@ def first_that_may_fit(
     return None
 
 
-def _of_recipes(evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice) -> int | None:
+def _number_of_recipes(
+    evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice
+) -> int | None:
     """The number of micro-batches of recipes where other decisions have m: fewer, where more devices share the examples
     and that may fit. None where recipes take too long, since devices repeat the work of others.
     """

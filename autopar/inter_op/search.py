@@ -23,6 +23,7 @@ from autopar.inter_op.one_stage import (
     MicrobatchCounts,
     first_that_may_fit,
     least_in_turn_s,
+    of_recipes,
     recompute_in_some_layers,
     refine_in_other_counts,
     refine_one_stage,
@@ -584,8 +585,8 @@ class _Search:
         longest_s: float = math.inf,
     ) -> dict[int, Tried]:
         """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it may fit
-        without recomputation, else in the most; empty where it does not fit, or the work of its devices takes longer
-        than `longest_s`.
+        without recomputation, where recipes come first, else in the most; empty where it does not fit, where the work
+        of its devices takes longer than `longest_s`, and where a recipe is as near to the bound as a search is worth.
         """
         limit_bytes, cluster, most = self.context.limit_bytes, self.context.cluster, max(cuts)
         m = self.number_that_fits
@@ -598,7 +599,11 @@ class _Search:
                 policies=("nothing",) * len(cuts[most].layers),
             )
             fewest = fewest_microbatches(cuts[most], cluster, limit_bytes)
-            m = first_that_may_fit(builder, self.other_numbers(step, cuts), fewest, keeps_all) or most
+            others = self.other_numbers(step, cuts)
+            m = first_that_may_fit(builder, others, fewest, keeps_all) or most
+            of_recipes(builder, others, m, keeps_all)
+            if not self.context.stages_may_beat(self.fastest_s(builder)):
+                return {}
         screen = None
         if longest_s < math.inf:
             screen = MeshScreen(num_devices=cluster.num_devices, is_of_one=True, longest_s=longest_s)
