@@ -522,6 +522,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         stacked_over=staged.step.traced.stacked_over,
         per_microbatch=traced.per_microbatch,
         expert_load=traced.expert_load,
+        row_blocks=traced.row_blocks is not None,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         exchange_options=exchange_options_of(
@@ -577,6 +578,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         uneven_over=traced.uneven_over,
         per_microbatch=traced.per_microbatch,
         expert_load=traced.expert_load,
+        row_blocks=traced.row_blocks is not None,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         least_step_time_s=context.least_s,

@@ -1,0 +1,202 @@
+"""Ragged products in blocks of rows, where XLA multiplies each row with the matrices of all groups.
+
+XLA's compiler for GPUs expands a ragged product into a dense one with masked copies of the rows, that for TPUs so for
+the gradient of the matrices: as many times the arithmetic as there are groups. In blocks, each turn of a loop takes the
+next rows of every group, as many of each as a block has, and multiplies them by one product in batches of groups:
+
+    product of rows    gather [g, b, k], product with [g, k, n] -> [g, b, n], scatter into [m, n]
+    sum over rows      gather [g, b, k] and [g, b, n], product added to [g, k, n]
+
+No matrix is copied, and none but the rows of a turn. There are as many turns as the largest group has blocks, so that
+the arithmetic is that of the largest group, times the groups: never more than the dense product's, but for what fills
+the last block. Results are those of the primitive: rows behind those of all groups, and matrices of groups without
+rows, are zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.hardware.kinds import DeviceKind, Platform
+
+# Blocks are whole tiles of matrix units' kernels: cuBLAS and Triton multiply up to 128 rows in one, as do TPUs.
+_TILE = 128
+# The loop finds out whether there is another turn, and moves rows to the blocks and back, beside its product.
+_SMALL_KERNELS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape:
+    """[rows, inner] x [groups, inner, columns], or the sum over rows of [rows, inner] x [rows, columns] for each group.
+
+    `dtype`, `made`: the types of operands and of the result.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    groups: int
+    sums_rows: bool
+    dtype: Any
+    made: Any
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns
+
+    @property
+    def added_in(self) -> Any:
+        """The type in which sums over rows are added up from turn to turn."""
+        return sum_type(self.made)
+
+
+def sum_type(made: Any) -> Any:
+    """The type in which parts of a sum of this type are added up, so that it is rounded once, as in one product."""
+    is_short = jnp.issubdtype(made, jnp.floating) and jnp.dtype(made).itemsize < jnp.dtype(jnp.float32).itemsize
+    return jnp.dtype(jnp.float32 if is_short else made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlocks:
+    """How ragged products are made on a device: in blocks, or as they are written, whichever takes less time."""
+
+    device: DeviceKind
+
+    def __repr__(self) -> str:  # a part of the texts of equations
+        return f"RowBlocks({self.device.name})"
+
+    def block(self, shape: ProductShape) -> int | None:
+        """The rows of a group that a turn takes; None where the product as it is written takes less time."""
+        return _block(self.device, shape)
+
+    def held_bytes(self, shape: ProductShape) -> float:
+        """What a product in blocks holds beside its operands and its result; zero of one that is as written."""
+        block = self.block(shape)
+        if block is None:
+            return 0.0
+        itemsize, made = shape.dtype.itemsize, shape.made.itemsize
+        rows = shape.groups * min(block, shape.rows)
+        if not shape.sums_rows:
+            return float(rows * (shape.inner * itemsize + shape.columns * made))
+        taken, num = rows * (shape.inner + shape.columns) * itemsize, shape.groups * shape.inner * shape.columns
+        if shape.added_in == shape.made:
+            return float(taken)
+        # The result takes the place of the rows, once they are added to a sum of another type.
+        return float(num * shape.added_in.itemsize + max(0, taken - num * made))
+
+    def time_s(self, shape: ProductShape, filled: float = 1.0, skew: float = 1.0) -> float:
+        """Seconds of a product in blocks, of which this share of the rows is in groups (`_in_blocks_s`)."""
+        block = self.block(shape)
+        return 0.0 if block is None else _in_blocks_s(self.device, shape, block, filled, skew)
+
+
+@functools.lru_cache(4096)
+def _block(device: DeviceKind, shape: ProductShape) -> int | None:
+    sizes = [_TILE]
+    while sizes[-1] < shape.rows:
+        sizes.append(2 * sizes[-1])
+    time_s, block = min((_in_blocks_s(device, shape, size), size) for size in sizes)
+    return block if time_s < _as_written_s(device, shape) else None
+
+
+def _in_blocks_s(device: DeviceKind, shape: ProductShape, block: int, filled: float = 1.0, skew: float = 1.0) -> float:
+    """Seconds of a product in blocks of so many rows.
+
+    The largest group is `skew` times as large as the mean, or as large as that of rows that choose their groups at
+    random: it exceeds the mean m by sqrt(2 m ln(groups)), as the largest of so many normal variables of variance m
+    does. Of its last block half is filling.
+    """
+    itemsize, made, rows = shape.dtype.itemsize, shape.made.itemsize, shape.groups * block
+    mean = filled * shape.rows / shape.groups
+    largest = min(filled * shape.rows, max(skew * mean, mean + math.sqrt(2.0 * mean * math.log(shape.groups))))
+    turns = 1.0 if block >= shape.rows else max(1.0, largest / block + 0.5)
+    num = shape.groups * shape.inner * shape.columns
+    if shape.sums_rows:
+        copied = float(rows * (shape.inner + shape.columns) * itemsize)
+        moved = copied + 2.0 * num * shape.added_in.itemsize
+        once = num * (shape.added_in.itemsize + (made if shape.added_in != shape.made else 0))
+    else:
+        copied = float(rows * (shape.inner * itemsize + shape.columns * made))
+        moved, once = copied + num * itemsize, shape.rows * shape.columns * made
+    product_s = max(
+        2.0 * block * num / device.flops_per_s(shape.dtype.name) + device.fill_s(shape.dtype.name),
+        device.memory_s(moved),
+    )
+    turn_s = product_s + device.memory_s(2.0 * copied) + device.launch_overhead_s
+    turn_s += _SMALL_KERNELS * device.small_kernel_s + device.loop_turn_s
+    return turns * turn_s + device.memory_s(float(once)) + device.small_kernel_s
+
+
+def _as_written_s(device: DeviceKind, shape: ProductShape) -> float:
+    """Seconds of the dense product that XLA makes of it (`operation.masked_rows`)."""
+    masked = shape.rows * shape.groups * (shape.inner + (shape.columns if shape.sums_rows else 0))
+    copied_s = device.memory_s(2.0 * masked * shape.dtype.itemsize) if device.platform is Platform.GPU else 0.0
+    multiplied_s = shape.flops * shape.groups / device.flops_per_s(shape.dtype.name)
+    return multiplied_s + device.fill_s(shape.dtype.name) + copied_s + device.launch_overhead_s
+
+
+# On arrays
+
+
+def product_of_rows(
+    rows: Any, matrices: Any, sizes: Any, block: int, dims: tuple[int, int], **options: Any
+) -> jax.Array:
+    """Rows [m, k], in order of their groups, times the matrix of each one's group: [m, n].
+
+    `dims`: of the matrices, those of groups and of k. `options`: those of `jax.lax.dot_general`.
+    """
+    num_rows, num_groups = rows.shape[0], sizes.shape[0]
+    groups, inner = dims
+
+    def product(taken: Any) -> jax.Array:
+        return lax.dot_general(taken, matrices, (((2,), (inner,)), ((0,), (groups,))), **options)
+
+    def add(at: Any, is_row: Any, made: Any) -> Any:
+        # Places that are none are out of bounds, each another one.
+        others = num_rows + jnp.arange(num_groups * block, dtype=at.dtype)
+        at = jnp.where(is_row.reshape(-1), at.reshape(-1), others)
+        taken = product(rows.at[at.reshape(num_groups, block)].get(mode="clip"))
+        return made.at[at].set(taken.reshape(-1, taken.shape[-1]), mode="drop", unique_indices=True)
+
+    of_one = jax.eval_shape(product, jax.ShapeDtypeStruct((num_groups, block, rows.shape[1]), rows.dtype))
+    return _in_turns(add, jnp.zeros((num_rows, of_one.shape[-1]), of_one.dtype), sizes, block)
+
+
+def sum_over_rows(left: Any, right: Any, sizes: Any, block: int, made: Any, **options: Any) -> jax.Array:
+    """The sum over the rows of each group of left [m, k] times right [m, n]: [g, k, n] of type `made`.
+
+    `options`: those of `jax.lax.dot_general`.
+    """
+    dtype = sum_type(made)
+
+    def add(at: Any, is_row: Any, sums: Any) -> Any:
+        def taken(array: Any) -> Any:
+            rows = array.at[at].get(mode="clip")
+            return jnp.where(is_row[..., None], rows, jnp.zeros_like(rows))
+
+        numbers = ((1,), (1,)), ((0,), (0,))
+        return sums + lax.dot_general(taken(left), taken(right), numbers, preferred_element_type=dtype, **options)
+
+    zeros = jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), dtype)
+    return _in_turns(add, zeros, sizes, block).astype(made)
+
+
+def _in_turns(add: Any, made: Any, sizes: Any, block: int) -> Any:
+    """What turns make together. `add` takes, of each group, the places of the rows of a turn and which of them are."""
+    sizes = sizes.astype(jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes
+    num_turns = -(-jnp.max(sizes) // block)
+
+    def turn(carried: tuple[Any, Any]) -> tuple[Any, Any]:
+        number, made = carried
+        within = number * block + jnp.arange(block, dtype=sizes.dtype)
+        return number + 1, add(starts[:, None] + within, within < sizes[:, None], made)
+
+    return lax.while_loop(lambda carried: carried[0] < num_turns, turn, (jnp.zeros_like(num_turns), made))[1]
