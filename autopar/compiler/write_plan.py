@@ -16,9 +16,9 @@ from autopar.compiler.notes import (
     batch_notes,
     bound_stages,
     bound_step,
-    dense_note,
     island_notes,
     offload_notes,
+    ragged_notes,
     recipe_notes,
     recomputation_notes,
     stack_notes,
@@ -637,7 +637,7 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
     platform = context.cluster.device.platform
     unlike = unlike_assumed(context.request.compiler_options, platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = [*replicated_notes(graph, context.cluster.num_devices), *dense_note(graph, platform)]
+    notes = [*replicated_notes(graph, context.cluster.num_devices), *ragged_notes(graph, platform)]
     if untied:
         paths = ", ".join(traced.in_paths[i] for i in untied[:3])
         notes.append(

@@ -111,18 +111,24 @@ def dims_of(eqn: Any) -> Dims | None:
 
 def in_blocks(eqn: Any, device: DeviceKind | None) -> Any:
     """The equation of a product that may be made in blocks of rows, where XLA makes a dense one for such a device; any
-    other equation as it is. Precisions of operands alone are kept: those of sums are the compiler's.
+    other equation as it is, and products of complex numbers or of an algorithm that says how sums are rounded.
     """
     if device is None or eqn.primitive.name != RAGGED_PRODUCT or (dims := dims_of(eqn)) is None:
         return eqn
-    is_dense = device.platform is Platform.GPU or (device.platform is Platform.TPU and dims.sums_rows)
     levels = eqn.params["precision"]
     levels = levels if isinstance(levels, tuple) else (levels,)
-    if not is_dense or not all(level is None or isinstance(level, lax.Precision) for level in levels):
+    is_plain = all(level is None or isinstance(level, lax.Precision) for level in levels)
+    is_plain &= not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
+    if not is_plain or not is_dense(device.platform, dims):
         return eqn
     names = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
     params = {name: eqn.params[name] for name in names}
     return jax_local.with_primitive(eqn, _PRIMITIVE, dims=dims, call=RowBlocks(device=device), **params)
+
+
+def is_dense(platform: Platform, dims: Dims) -> bool:
+    """Whether XLA's compiler for a platform multiplies each row with the matrices of all groups."""
+    return platform is Platform.GPU or (platform is Platform.TPU and dims.sums_rows)
 
 
 def blocks_of(eqn: Any, parts: Sequence[Any] | None = None) -> tuple[RowBlocks, ProductShape] | None:

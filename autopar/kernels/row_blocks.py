@@ -166,7 +166,7 @@ def product_of_rows(
         return made.at[at].set(taken.reshape(-1, taken.shape[-1]), mode="drop", unique_indices=True)
 
     of_one = jax.eval_shape(product, jax.ShapeDtypeStruct((num_groups, block, rows.shape[1]), rows.dtype))
-    return _in_turns(add, jnp.zeros((num_rows, of_one.shape[-1]), of_one.dtype), sizes, block)
+    return _in_turns(add, _zeros((num_rows, of_one.shape[-1]), of_one.dtype, rows), sizes, block)
 
 
 def sum_over_rows(left: Any, right: Any, sizes: Any, block: int, made: Any, **options: Any) -> jax.Array:
@@ -184,8 +184,16 @@ def sum_over_rows(left: Any, right: Any, sizes: Any, block: int, made: Any, **op
         numbers = ((1,), (1,)), ((0,), (0,))
         return sums + lax.dot_general(taken(left), taken(right), numbers, preferred_element_type=dtype, **options)
 
-    zeros = jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), dtype)
+    zeros = _zeros((sizes.shape[0], left.shape[1], right.shape[1]), dtype, right)
     return _in_turns(add, zeros, sizes, block).astype(made)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, rows: Any) -> jax.Array:
+    """Zeros that rows come before: XLA for GPUs fills all arrays of a program that are filled by a constant in one
+    kernel (jaxlib 0.10.2), and they would all be held from there on.
+    """
+    first = rows[0, 0]
+    return jnp.broadcast_to(((first < 0) & (first > 0)).astype(dtype), shape)
 
 
 def _in_turns(add: Any, made: Any, sizes: Any, block: int) -> Any:
