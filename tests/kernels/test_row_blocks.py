@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +202,7 @@ WAYS = [
     (None, 1, 2, dict(scanned=True, checkpoint=True)),
     (recipes.expert_parallel(), 4, 2, {}),
     (recipes.combine(ep=2, tp=2), 4, 2, dict(scanned=True)),
-    (recipes.combine(dp=2, zero=3), 2, 2, dict(dtype=jnp.bfloat16)),
+    (recipes.combine(dp=2, zero=3), 2, 2, dict(scanned=True)),
     (recipes.expert_parallel(), 8, 2, dict(checkpoint=True, skew=100.0)),
     (recipes.combine(pp=2, ep=2, num_microbatches=2), 8, 2, {}),
     (recipes.combine(pp=2, num_microbatches=2), 2, 2, dict(skew=100.0)),
@@ -226,3 +228,22 @@ def test_a_mixture_in_blocks_beside_a_shared_expert_equals_plain_jit(monkeypatch
 def test_products_in_blocks_that_stand_alone_equal_plain_jit(devices, monkeypatch):
     in_blocks_of(monkeypatch, 7, everywhere=True)
     equals_jit(test_grouped.step(test_grouped.ragged), test_grouped.arguments(), devices)
+
+
+# Programs for GPUs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the CUDA plugin")
+@pytest.mark.parametrize("function", PRODUCTS)
+def test_programs_for_gpus_hold_the_rows_of_a_turn_and_copy_no_matrix(function):
+    rows, inner, columns, groups = 16384, 1024, 2048, 32
+    eqn = equation(PRODUCTS[function], *shapes(rows, inner, columns, groups))
+    where = jax.sharding.NamedSharding(aot.target_mesh("gpu:h100:1", (1,), ("x",)), jax.sharding.PartitionSpec())
+    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=where) for v in eqn.invars]
+    program = jax.jit(lambda *args: jax_compat.bind(eqn, args)).lower(*operands).compile()
+    held = program.memory_analysis().temp_size_in_bytes
+    assert held == pytest.approx(bytes_in_blocks(eqn), rel=0.07)
+    made = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", program.as_text())]
+    assert max(made) == groups * inner * columns  # the matrices, and no masked rows
+    assert len(re.findall(r" while\(", program.as_text())) == 1
