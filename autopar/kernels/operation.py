@@ -260,8 +260,7 @@ def ragged_work(program: Any) -> KernelWork:
         if is_grouped_product(eqn):
             _, (matrices, _) = grouped_places(eqn)
             del arrays[matrices]
-            if not is_in_blocks(eqn):  # these have their own
-                product_bytes += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
+            product_bytes += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
         elif eqn.primitive.name in ("gather", "scatter-add", "sort"):
             between_bytes += sum(v.aval.size * jax_compat.itemsize(v.aval) for v in arrays)
     return KernelWork(flops=flops_in(program), product_bytes=product_bytes, between_bytes=between_bytes)

@@ -1,7 +1,6 @@
 """Ragged products in blocks of rows: equal to the primitive, chosen by time, in steps and in programs for GPUs."""
 
 import functools
-import importlib.util
 import math
 import re
 
@@ -234,7 +233,7 @@ def test_products_in_blocks_that_stand_alone_equal_plain_jit(devices, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda13") is None, reason="needs the CUDA plugin")
+@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 @pytest.mark.parametrize("function", PRODUCTS)
 def test_programs_for_gpus_hold_the_rows_of_a_turn_and_copy_no_matrix(function):
     rows, inner, columns, groups = 16384, 1024, 2048, 32
