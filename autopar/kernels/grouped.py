@@ -80,7 +80,14 @@ def _call_grouped(*args: Any, dims: Dims, call: Megablox | RowBlocks, **params: 
     return (jax_local.megablox().gmm(lhs, rhs, sizes, transpose_rhs=call.transposed, **options),)
 
 
-_PRIMITIVE = jax_local.primitive(GROUPED_PRODUCT, _call_grouped)
+def _call_written(*args: Any, dims: Dims, call: Megablox | RowBlocks, **params: Any) -> tuple[Any, ...]:
+    """The same, of ragged products without blocks."""
+    if isinstance(call, RowBlocks):
+        return (lax.ragged_dot_general(*args, **params),)
+    return _call_grouped(*args, dims=dims, call=call, **params)
+
+
+_PRIMITIVE = jax_local.primitive(GROUPED_PRODUCT, _call_grouped, like=_call_written)
 
 
 def is_grouped_product(eqn: Any) -> bool:
