@@ -31,7 +31,7 @@ from autopar.common import jax_compat, jax_local
 from autopar.hardware.kinds import DeviceKind, Platform
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact
-from autopar.kernels.row_blocks import ProductShape, RowBlocks, product_of_rows, sum_over_rows
+from autopar.kernels.row_blocks import ProductShape, RowBlocks, Turns, product_of_rows, sum_over_rows
 
 # A part of a dimension: (number of the part, parts).
 Part = tuple[Any, int]
@@ -173,14 +173,16 @@ def _ragged_product(
         return lax.ragged_dot_general(lhs, rhs, sizes, numbers, **options)
 
     made = jax.eval_shape(as_written, lhs, rhs, sizes).dtype
-    block = call.block(_shape_of(lhs, rhs, sizes, dims, numbers, made))
+    shape = _shape_of(lhs, rhs, sizes, dims, numbers, made)
+    block = call.block(shape)
     if block is None:
         return as_written(lhs, rhs, sizes)
+    turns = Turns(block=block, least_groups=call.least_groups(shape, block))
     rows = jnp.moveaxis(lhs, dims.rows, 0)
     if dims.sums_rows:
         right = jnp.moveaxis(rhs, numbers.dot_dimension_numbers[0][1][0], 0)
-        return sum_over_rows(rows, right, sizes, block, made, precision=precision)
-    return product_of_rows(rows, rhs, sizes, block, _places_in_matrices(dims), **options)
+        return sum_over_rows(rows, right, sizes, turns, made, precision=precision)
+    return product_of_rows(rows, rhs, sizes, turns, _places_in_matrices(dims), **options)
 
 
 def _places_in_matrices(dims: Dims) -> tuple[int, int]:

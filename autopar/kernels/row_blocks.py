@@ -7,10 +7,10 @@ next rows of every group, as many of each as a block has, and multiplies them by
     product of rows    gather [g, b, k], product with [g, k, n] -> [g, b, n], scatter into [m, n]
     sum over rows      gather [g, b, k] and [g, b, n], product added to [g, k, n]
 
-No matrix is copied, and none but the rows of a turn. There are as many turns as the largest group has blocks, so that
-the arithmetic is that of the largest group, times the groups: never more than the dense product's, but for what fills
-the last block. Results are those of the primitive: rows behind those of all groups, and matrices of groups without
-rows, are zero.
+No matrix is copied, and none but the rows of a turn. Groups whose rows are all taken are multiplied still, so where few
+have rows left, a second loop takes one block of one group in a turn, with a copy of its matrix: rows that a router
+sends to few groups take no more turns than there are blocks of them. Results are those of the primitive: rows behind
+those of all groups, and matrices of groups without rows, are zero.
 """
 
 from __future__ import annotations
@@ -76,15 +76,21 @@ class RowBlocks:
         """The rows of a group that a turn takes; None where the product as it is written takes less time."""
         return _block(self.device, shape)
 
+    def least_groups(self, shape: ProductShape, block: int) -> int:
+        """How many groups must have rows left for a turn of all to take no more time than a turn for each of these."""
+        all_s, one_s = _turn_s(self.device, shape, block, shape.groups), _turn_s(self.device, shape, block, 1)
+        return min(shape.groups, math.ceil(all_s / one_s))
+
     def held_bytes(self, shape: ProductShape) -> float:
         """What a product in blocks holds beside its operands and its result; zero of one that is as written."""
         block = self.block(shape)
         if block is None:
             return 0.0
         itemsize, made = shape.dtype.itemsize, shape.made.itemsize
-        rows = shape.groups * min(block, shape.rows)
+        rows = shape.groups * block
         if not shape.sums_rows:
-            return float(rows * (shape.inner * itemsize + shape.columns * made))
+            of_row, matrix = shape.inner * itemsize + shape.columns * made, shape.inner * shape.columns * itemsize
+            return float(max(rows * of_row, block * of_row + matrix))
         taken, num = rows * (shape.inner + shape.columns) * itemsize, shape.groups * shape.inner * shape.columns
         if shape.added_in == shape.made:
             return float(taken)
@@ -111,27 +117,37 @@ def _in_blocks_s(device: DeviceKind, shape: ProductShape, block: int, filled: fl
 
     The largest group is `skew` times as large as the mean, or as large as that of rows that choose their groups at
     random: it exceeds the mean m by sqrt(2 m ln(groups)), as the largest of so many normal variables of variance m
-    does. Of its last block half is filling.
+    does. Of its last block half is filling. Turns are those of all groups, which take more time than those of one do
+    where these are made.
     """
-    itemsize, made, rows = shape.dtype.itemsize, shape.made.itemsize, shape.groups * block
-    mean = filled * shape.rows / shape.groups
+    made, mean = shape.made.itemsize, filled * shape.rows / shape.groups
     largest = min(filled * shape.rows, max(skew * mean, mean + math.sqrt(2.0 * mean * math.log(shape.groups))))
     turns = 1.0 if block >= shape.rows else max(1.0, largest / block + 0.5)
-    num = shape.groups * shape.inner * shape.columns
     if shape.sums_rows:
-        copied = float(rows * (shape.inner + shape.columns) * itemsize)
-        moved = copied + 2.0 * num * shape.added_in.itemsize
-        once = num * (shape.added_in.itemsize + (made if shape.added_in != shape.made else 0))
+        rounded = made if shape.added_in != shape.made else 0
+        once = shape.groups * shape.inner * shape.columns * (shape.added_in.itemsize + rounded)
     else:
-        copied = float(rows * (shape.inner * itemsize + shape.columns * made))
-        moved, once = copied + num * itemsize, shape.rows * shape.columns * made
+        once = shape.rows * shape.columns * made
+    return turns * _turn_s(device, shape, block, shape.groups) + device.memory_s(float(once)) + device.small_kernel_s
+
+
+def _turn_s(device: DeviceKind, shape: ProductShape, block: int, groups: int) -> float:
+    """Seconds of a turn of so many groups, of all or of one: a matrix of one is cut out, or a sum put in its place."""
+    itemsize, made, rows = shape.dtype.itemsize, shape.made.itemsize, groups * block
+    num, is_one = groups * shape.inner * shape.columns, groups < shape.groups
+    cut = num if is_one else 0
+    if shape.sums_rows:
+        copied = float(rows * (shape.inner + shape.columns) * itemsize + cut * shape.added_in.itemsize)
+        moved = copied + 2.0 * num * shape.added_in.itemsize
+    else:
+        copied = float(rows * (shape.inner * itemsize + shape.columns * made) + cut * itemsize)
+        moved = copied + num * itemsize
     product_s = max(
         2.0 * block * num / device.flops_per_s(shape.dtype.name) + device.fill_s(shape.dtype.name),
         device.memory_s(moved),
     )
-    turn_s = product_s + device.memory_s(2.0 * copied) + device.launch_overhead_s
-    turn_s += _SMALL_KERNELS * device.small_kernel_s + device.loop_turn_s
-    return turns * turn_s + device.memory_s(float(once)) + device.small_kernel_s
+    started_s = device.launch_overhead_s + (_SMALL_KERNELS + is_one) * device.small_kernel_s + device.loop_turn_s
+    return product_s + device.memory_s(2.0 * copied) + started_s
 
 
 def _as_written_s(device: DeviceKind, shape: ProductShape) -> float:
@@ -145,47 +161,60 @@ def _as_written_s(device: DeviceKind, shape: ProductShape) -> float:
 # On arrays
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """`block`: the rows of a group that a turn takes; `least_groups`: with how many groups that have rows left a turn
+    takes those of all.
+    """
+
+    block: int
+    least_groups: int
+
+
 def product_of_rows(
-    rows: Any, matrices: Any, sizes: Any, block: int, dims: tuple[int, int], **options: Any
+    rows: Any, matrices: Any, sizes: Any, turns: Turns, dims: tuple[int, int], **options: Any
 ) -> jax.Array:
     """Rows [m, k], in order of their groups, times the matrix of each one's group: [m, n].
 
     `dims`: of the matrices, those of groups and of k. `options`: those of `jax.lax.dot_general`.
     """
-    num_rows, num_groups = rows.shape[0], sizes.shape[0]
-    groups, inner = dims
+    num_rows, (groups, inner) = rows.shape[0], dims
 
-    def product(taken: Any) -> jax.Array:
-        return lax.dot_general(taken, matrices, (((2,), (inner,)), ((0,), (groups,))), **options)
+    def product(taken: Any, of: Any) -> jax.Array:
+        return lax.dot_general(taken, of, (((2,), (inner,)), ((0,), (groups,))), **options)
 
-    def add(at: Any, is_row: Any, made: Any) -> Any:
+    def add(at: Any, is_row: Any, made: Any, group: Any) -> Any:
+        of = matrices if group is None else lax.dynamic_slice_in_dim(matrices, group, 1, groups)
         # Places that are none are out of bounds, each another one.
-        others = num_rows + jnp.arange(num_groups * block, dtype=at.dtype)
-        at = jnp.where(is_row.reshape(-1), at.reshape(-1), others)
-        taken = product(rows.at[at.reshape(num_groups, block)].get(mode="clip"))
-        return made.at[at].set(taken.reshape(-1, taken.shape[-1]), mode="drop", unique_indices=True)
+        others = num_rows + jnp.arange(at.size, dtype=at.dtype).reshape(at.shape)
+        at = jnp.where(is_row, at, others)
+        taken = product(rows.at[at].get(mode="clip"), of)
+        return made.at[at.reshape(-1)].set(taken.reshape(-1, taken.shape[-1]), mode="drop", unique_indices=True)
 
-    of_one = jax.eval_shape(product, jax.ShapeDtypeStruct((num_groups, block, rows.shape[1]), rows.dtype))
-    return _in_turns(add, _zeros((num_rows, of_one.shape[-1]), of_one.dtype, rows), sizes, block)
+    of_one = jax.eval_shape(product, jax.ShapeDtypeStruct((sizes.shape[0], 1, rows.shape[1]), rows.dtype), matrices)
+    return _in_turns(add, _zeros((num_rows, of_one.shape[-1]), of_one.dtype, rows), sizes, turns)
 
 
-def sum_over_rows(left: Any, right: Any, sizes: Any, block: int, made: Any, **options: Any) -> jax.Array:
+def sum_over_rows(left: Any, right: Any, sizes: Any, turns: Turns, made: Any, **options: Any) -> jax.Array:
     """The sum over the rows of each group of left [m, k] times right [m, n]: [g, k, n] of type `made`.
 
     `options`: those of `jax.lax.dot_general`.
     """
     dtype = sum_type(made)
 
-    def add(at: Any, is_row: Any, sums: Any) -> Any:
+    def add(at: Any, is_row: Any, sums: Any, group: Any) -> Any:
         def taken(array: Any) -> Any:
             rows = array.at[at].get(mode="clip")
             return jnp.where(is_row[..., None], rows, jnp.zeros_like(rows))
 
         numbers = ((1,), (1,)), ((0,), (0,))
-        return sums + lax.dot_general(taken(left), taken(right), numbers, preferred_element_type=dtype, **options)
+        more = lax.dot_general(taken(left), taken(right), numbers, preferred_element_type=dtype, **options)
+        if group is None:
+            return sums + more
+        return lax.dynamic_update_slice_in_dim(sums, lax.dynamic_slice_in_dim(sums, group, 1) + more, group, 0)
 
     zeros = _zeros((sizes.shape[0], left.shape[1], right.shape[1]), dtype, right)
-    return _in_turns(add, zeros, sizes, block).astype(made)
+    return _in_turns(add, zeros, sizes, turns).astype(made)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, rows: Any) -> jax.Array:
@@ -196,15 +225,27 @@ def _zeros(shape: tuple[int, ...], dtype: Any, rows: Any) -> jax.Array:
     return jnp.broadcast_to(((first < 0) & (first > 0)).astype(dtype), shape)
 
 
-def _in_turns(add: Any, made: Any, sizes: Any, block: int) -> Any:
-    """What turns make together. `add` takes, of each group, the places of the rows of a turn and which of them are."""
-    sizes = sizes.astype(jnp.int32)
+def _in_turns(add: Any, made: Any, sizes: Any, turns: Turns) -> Any:
+    """What turns of all groups, and then of one, make together. `add` takes the places of the rows of a turn, of each
+    of its groups, which of them are rows, what was made, and the group; None: all.
+    """
+    block, sizes = turns.block, sizes.astype(jnp.int32)
     starts = jnp.cumsum(sizes) - sizes
-    num_turns = -(-jnp.max(sizes) // block)
+    num_blocks = -(-sizes // block)
+    num_turns = jnp.sort(num_blocks)[-turns.least_groups]
+    left = jnp.maximum(num_blocks - num_turns, 0)
+    ends = jnp.cumsum(left)
 
-    def turn(carried: tuple[Any, Any]) -> tuple[Any, Any]:
-        number, made = carried
-        within = number * block + jnp.arange(block, dtype=sizes.dtype)
-        return number + 1, add(starts[:, None] + within, within < sizes[:, None], made)
+    def rows(first: Any, group_sizes: Any, group_starts: Any, made: Any, group: Any) -> Any:
+        within = first + jnp.arange(block, dtype=sizes.dtype)
+        return add(group_starts[:, None] + within, within < group_sizes[:, None], made, group)
 
-    return lax.while_loop(lambda carried: carried[0] < num_turns, turn, (jnp.zeros_like(num_turns), made))[1]
+    def of_all(number: Any, made: Any) -> Any:
+        return rows(number * block, sizes, starts, made, None)
+
+    def of_one(number: Any, made: Any) -> Any:
+        group = jnp.sum(number >= ends, dtype=sizes.dtype)
+        first = (num_turns + number - (ends - left)[group]) * block
+        return rows(first, sizes[group][None], starts[group][None], made, group)
+
+    return lax.fori_loop(0, ends[-1], of_one, lax.fori_loop(0, num_turns, of_all, made))

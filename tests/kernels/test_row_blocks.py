@@ -52,9 +52,10 @@ def shapes(rows, inner, columns, groups, dtype=jnp.bfloat16):
     return *(jax.ShapeDtypeStruct(shape, dtype) for shape in of), jax.ShapeDtypeStruct((groups,), jnp.int32)
 
 
-def in_blocks_of(monkeypatch, rows, everywhere=False):
+def in_blocks_of(monkeypatch, rows, everywhere=False, least_groups=2):
     """All products in blocks of so many rows; on all devices, where asked."""
     monkeypatch.setattr(RowBlocks, "block", lambda self, shape: rows)
+    monkeypatch.setattr(RowBlocks, "least_groups", lambda self, shape, block: min(least_groups, shape.groups))
     if everywhere:
         monkeypatch.setattr(grouped, "is_dense", lambda platform, dims: True)
 
@@ -63,11 +64,11 @@ def in_blocks_of(monkeypatch, rows, everywhere=False):
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (0, 24, 0), (5, 0, 19), (1, 2, 3), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 24, 128])
+@pytest.mark.parametrize(("rows", "least_groups"), [(1, 2), (5, 1), (5, 2), (5, 3), (24, 2), (128, 2)])
 @pytest.mark.parametrize("function", PRODUCTS)
-def test_products_in_blocks_are_those_of_the_primitive(function, rows, sizes, monkeypatch):
+def test_products_in_blocks_are_those_of_the_primitive(function, rows, least_groups, sizes, monkeypatch):
     """Rows behind those of all groups, and matrices of groups without rows, are zero."""
-    in_blocks_of(monkeypatch, rows)
+    in_blocks_of(monkeypatch, rows, least_groups=least_groups)
     numbers = np.random.default_rng(0)
     args = [jnp.asarray(numbers.normal(size=a.shape), jnp.float32) for a in shapes(M, K, N, E)[:3]]
     args.append(jnp.array(sizes, jnp.int32))
@@ -158,6 +159,13 @@ def test_the_block_is_the_fastest_and_takes_less_time_than_a_dense_product(group
         assert chosen_s <= blocks.time_s(shape)
 
 
+@pytest.mark.parametrize("function", ["forward", "of_matrices"])
+def test_few_groups_with_rows_left_are_multiplied_by_themselves(function):
+    """A turn of all groups is left for those of one where these take less time."""
+    of, shape = blocks_of(equation(PRODUCTS[function], *shapes(65536, 2048, 768, 64)))
+    assert 1 < of.least_groups(shape, of.block(shape)) < 64
+
+
 # Their memory and their work
 
 
@@ -245,4 +253,4 @@ def test_programs_for_gpus_hold_the_rows_of_a_turn_and_copy_no_matrix(function):
     assert held == pytest.approx(bytes_in_blocks(eqn), rel=0.07)
     made = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", program.as_text())]
     assert max(made) == groups * inner * columns  # the matrices, and no masked rows
-    assert len(re.findall(r" while\(", program.as_text())) == 1
+    assert len(re.findall(r" while\(", program.as_text())) == 2  # of all groups, and of one
