@@ -83,7 +83,7 @@ _RAGGED = {
     "layers": 1, "width": 1024, "heads": 8, "ragged": 1024, "vocabulary": 8192, "length": 1024, "batch": 32,
 }  # fmt: skip
 # Dense in 32 and in 16 bits, a mixture of experts, one whose rows are sorted under expert parallelism (one expert on a
-# device, and eight, whose products are made in blocks of rows), a long context, that with fused attention, a recurrence.
+# device; eight, whose products are made in blocks of rows), a long context, that with fused attention, a recurrence.
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "one-layer gpt": lambda: plain("one_layer_gpt"),
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
