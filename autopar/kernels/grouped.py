@@ -133,6 +133,16 @@ def in_blocks(eqn: Any, device: DeviceKind | None) -> Any:
     return jax_local.with_primitive(eqn, _PRIMITIVE, dims=dims, call=RowBlocks(device=device), **params)
 
 
+def with_room(eqn: Any, room: int) -> Any:
+    """The equation of a product that may be in blocks, with room for so many times the rows that groups have; any other
+    equation as it is.
+    """
+    if blocks_of(eqn) is None:
+        return eqn
+    params = eqn.params | {"call": dataclasses.replace(eqn.params["call"], room=room)}
+    return jax_local.with_primitive(eqn, _PRIMITIVE, **params)
+
+
 def is_dense(platform: Platform, dims: Dims) -> bool:
     """Whether XLA's compiler for a platform multiplies each row with the matrices of all groups."""
     return platform is Platform.GPU or (platform is Platform.TPU and dims.sums_rows)

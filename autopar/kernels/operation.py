@@ -28,7 +28,7 @@ from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels.grouped import blocks_of, grouped_places, is_grouped_product
-from autopar.kernels.row_exchange import Devices, room_of, turns_of
+from autopar.kernels.row_exchange import Devices, turns_of
 
 # The rule
 
@@ -415,19 +415,19 @@ def dense_work(
     eqns: Iterable[Any],
     platform: str,
     split: int = 1,
-    filled: float = 1.0,
+    load: float = 1.0,
     skew_of: Callable[[int], float] = lambda groups: 1.0,
 ) -> DenseWork:
     """That of XLA's compilers: all ragged products on GPUs (`masked_rows`), the gradient of the matrices on TPUs. It is
     as much however the rows are spread over groups. Products in blocks take what one of `split` devices does with its
-    share of the rows, of which a part is `filled`, the largest of so many groups `skew_of` times as large as the mean.
+    share of the rows, of `load` times as many as are expected, the largest of so many groups `skew_of` times the mean.
     """
     flops = own_flops = nbytes = blocks_s = 0.0
     for eqn in eqns:
         own = 2.0 * (multiplications(eqn) or 0.0)
         if (of := blocks_of(eqn)) is not None and is_in_blocks(eqn):
             part = dataclasses.replace(of[1], rows=-(-of[1].rows // split))
-            own_flops, blocks_s = own_flops + own, blocks_s + of[0].time_s(part, filled, skew_of(part.groups))
+            own_flops, blocks_s = own_flops + own, blocks_s + of[0].time_s(part, load, skew_of(part.groups))
         elif _is_as_written(eqn) and (platform == "gpu" or (platform == "tpu" and _sums_groups(eqn))):
             flops, own_flops = flops + own * eqn.invars[2].aval.shape[-1], own_flops + own
             copies = masked_rows(eqn, platform).items()
@@ -524,9 +524,9 @@ class LocalFunction:
         key = ("in turn", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
         if key not in self._programs:
             program = jax_compat.open_jaxpr(self.exchanging_program(avals, count, platform))
-            filled = self.busiest(count) / (self.num_turns(count) * room_of(count))
             eqns, busiest = equations_of_first_turn(program), self.busiest(count)
-            dense = dense_work(eqns, platform, 1, filled, lambda groups: self.busiest(count * groups) / busiest)
+            load, skew_of = busiest / self.num_turns(count), lambda groups: self.busiest(count * groups) / busiest
+            dense = dense_work(eqns, platform, 1, load, skew_of)
             self._programs[key] = ragged_work(program).between_bytes, dense
         between_bytes, dense = self._programs[key]
         n = self.num_turns(count)

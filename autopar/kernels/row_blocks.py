@@ -65,16 +65,20 @@ def sum_type(made: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:
-    """How ragged products are made on a device: in blocks, or as they are written, whichever takes less time."""
+    """How ragged products are made on a device: in blocks, or as they are written, whichever takes less time.
+
+    `room`: for how many times as many rows as groups are expected to have there is room.
+    """
 
     device: DeviceKind
+    room: int = 1
 
     def __repr__(self) -> str:  # a part of the texts of equations
-        return f"RowBlocks({self.device.name})"
+        return f"RowBlocks({self.device.name}, {self.room})"
 
     def block(self, shape: ProductShape) -> int | None:
         """The rows of a group that a turn takes; None where the product as it is written takes less time."""
-        return _block(self.device, shape)
+        return _block(self.device, shape, self.room)
 
     def least_groups(self, shape: ProductShape, block: int) -> int:
         """How many groups must have rows left for a turn of all to take no more time than a turn for each of these."""
@@ -97,23 +101,25 @@ class RowBlocks:
         # The result takes the place of the rows, once they are added to a sum of another type.
         return float(num * shape.added_in.itemsize + max(0, taken - num * made))
 
-    def time_s(self, shape: ProductShape, filled: float = 1.0, skew: float = 1.0) -> float:
-        """Seconds of a product in blocks, of which this share of the rows is in groups (`_in_blocks_s`)."""
+    def time_s(self, shape: ProductShape, load: float = 1.0, skew: float = 1.0) -> float:
+        """Seconds of a product in blocks of `load` times as many rows as groups are expected to have (`_in_blocks_s`);
+        zero of one that is as written.
+        """
         block = self.block(shape)
-        return 0.0 if block is None else _in_blocks_s(self.device, shape, block, filled, skew)
+        return 0.0 if block is None else _in_blocks_s(self.device, shape, block, load / self.room, skew)
 
 
 @functools.lru_cache(4096)
-def _block(device: DeviceKind, shape: ProductShape) -> int | None:
+def _block(device: DeviceKind, shape: ProductShape, room: int) -> int | None:
     sizes = [_TILE]
     while sizes[-1] < shape.rows:
         sizes.append(2 * sizes[-1])
-    time_s, block = min((_in_blocks_s(device, shape, size), size) for size in sizes)
+    time_s, block = min((_in_blocks_s(device, shape, size, 1 / room), size) for size in sizes)
     return block if time_s < _as_written_s(device, shape) else None
 
 
 def _in_blocks_s(device: DeviceKind, shape: ProductShape, block: int, filled: float = 1.0, skew: float = 1.0) -> float:
-    """Seconds of a product in blocks of so many rows.
+    """Seconds of a product in blocks of so many rows, of which this share is in groups.
 
     The largest group is `skew` times as large as the mean, or as large as that of rows that choose their groups at
     random: it exceeds the mean m by sqrt(2 m ln(groups)), as the largest of so many normal variables of variance m

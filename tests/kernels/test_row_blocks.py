@@ -14,7 +14,7 @@ from autopar import recipes
 from autopar.common import jax_compat
 from autopar.hardware import presets
 from autopar.kernels import grouped
-from autopar.kernels.grouped import blocks_of, in_blocks
+from autopar.kernels.grouped import blocks_of, in_blocks, with_room
 from autopar.kernels.operation import DenseWork, bytes_in_blocks, dense_work, held_bytes
 from autopar.kernels.row_blocks import ProductShape, RowBlocks
 from autopar.xla import aot
@@ -157,6 +157,15 @@ def test_the_block_is_the_fastest_and_takes_less_time_than_a_dense_product(group
     for rows in (128, 256, 512, 1024, 2048, 65536):
         monkeypatch.setattr(RowBlocks, "block", lambda self, shape, rows=rows: rows)
         assert chosen_s <= blocks.time_s(shape)
+
+
+@pytest.mark.parametrize("function", ["forward", "of_matrices"])
+def test_room_that_is_not_filled_makes_no_larger_blocks(function):
+    """Where devices exchange rows there is room for twice as many as come."""
+    of, shape = blocks_of(equation(PRODUCTS[function], *shapes(65536, 2048, 768, 64)))
+    roomy, wide = blocks_of(with_room(equation(PRODUCTS[function], *shapes(2 * 65536, 2048, 768, 64)), 2))
+    assert roomy.block(wide) == of.block(shape) < of.block(wide)
+    assert of.time_s(shape) < roomy.time_s(wide) < 1.1 * of.time_s(shape)  # but for the zeros of a larger result
 
 
 @pytest.mark.parametrize("function", ["forward", "of_matrices"])
