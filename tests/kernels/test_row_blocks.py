@@ -264,3 +264,19 @@ def test_programs_for_gpus_hold_the_rows_of_a_turn_and_copy_no_matrix(function):
     made = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", program.as_text())]
     assert max(made) == groups * inner * columns  # the matrices, and no masked rows
     assert len(re.findall(r" while\(", program.as_text())) == 2  # of all groups, and of one
+
+
+# What a plan says
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [(3, "is made in blocks of the rows of each group where that takes less time: XLA for GPUs multiplies each row"),
+     (None, "XLA for GPUs multiplies each row with the matrices of all groups that a device has (predicted so)")],
+    ids=["in blocks", "as written"],
+)  # fmt: skip
+def test_a_plan_says_how_ragged_products_are_made(rows, said, monkeypatch):
+    in_blocks_of(monkeypatch, rows)
+    made = autopar.parallelize(step(scattered), cluster="dgx-h100:1", cache_dir=None)
+    (note,) = (note for note in made.plan(state(1), batch()).record.notes if "ragged_dot_general" in note)
+    assert said in note
