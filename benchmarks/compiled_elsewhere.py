@@ -68,10 +68,10 @@ def zoo(
     return case.step, case.shapes(), {"search": autopar.Search(attention=attention), "plan": plan}
 
 
-def ragged() -> tuple[Callable, tuple, dict[str, Any]]:
+def ragged(experts: int) -> tuple[Callable, tuple, dict[str, Any]]:
     from autopar import recipes
 
-    return zoo("moe", plan=recipes.expert_parallel(), **_RAGGED)
+    return zoo("moe", plan=recipes.expert_parallel(), experts=experts, **_RAGGED)
 
 
 _LARGE = {"layers": 4, "width": 2048, "heads": 16, "vocabulary": 32_768, "length": 1024, "batch": 32}
@@ -80,16 +80,16 @@ _LONG = {
     "length": 8192, "batch": 8, "block": 1024, "dtype": "bfloat16",
 }  # fmt: skip
 _RAGGED = {
-    "layers": 1, "width": 1024, "heads": 8, "experts": 8, "ragged": 1024, "vocabulary": 8192, "length": 1024,
-    "batch": 32,
+    "layers": 1, "width": 1024, "heads": 8, "ragged": 1024, "vocabulary": 8192, "length": 1024, "batch": 32,
 }  # fmt: skip
-# Dense in 32 and in 16 bits, a mixture of experts, one whose rows are sorted under expert parallelism, a long context,
-# that with fused attention, a recurrence.
+# Dense in 32 and in 16 bits, a mixture of experts, one whose rows are sorted under expert parallelism (one expert on a
+# device; eight, whose products are made in blocks of rows), a long context, that with fused attention, a recurrence.
 MODELS: dict[str, Callable[[], tuple[Callable, tuple, dict[str, Any]]]] = {
     "one-layer gpt": lambda: plain("one_layer_gpt"),
     "gpt 4x2048 bf16": lambda: zoo("gpt_bf16", **_LARGE),
     "one-layer moe": lambda: plain("one_layer_moe"),
-    "ragged moe": ragged,
+    "ragged moe": lambda: ragged(8),
+    "ragged moe of 64": lambda: ragged(64),
     "llama 8k": lambda: zoo("llama", **_LONG),
     "llama 8k blockwise": lambda: zoo("llama", "blockwise", **_LONG | {"block": _LONG["length"]}),
     "lstm": lambda: zoo("lstm", width=1024, features=256, length=128, batch=512),

@@ -31,6 +31,8 @@ NONE = {
     "sharding.constraints.LARGEST_NAMED": "rows that are shown",
     "sharding.pins.CLOSEST_SHOWN": "rows that are shown",
     "sharding.resharding.SIZES_BYTES": "sizes for which paths are found: each value takes the cheapest",
+    "kernels.row_blocks._TILE": "of kernels of other libraries: blocks of any number of these are tried",
+    "kernels.row_blocks._SMALL_KERNELS": "of the program that runs",
     "kernels.row_exchange._ROOM": "of the program that runs: rows beyond it take another turn",
     "attention.mask_terms.RELATIVE_ERROR": "rounding",
     "attention.form.HIDDEN": "of 32-bit numbers",

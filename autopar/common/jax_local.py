@@ -22,17 +22,23 @@ from jax.extend import core as jax_core
 from jax.interpreters import batching, mlir
 
 
-def primitive(name: str, function: Callable[..., Any], batched: Callable[..., Any] | None = None) -> Any:
+def primitive(
+    name: str,
+    function: Callable[..., Any],
+    batched: Callable[..., Any] | None = None,
+    like: Callable[..., Any] | None = None,
+) -> Any:
     """A new primitive with several results that does what a function of arrays and static parameters does.
 
-    `batched` of arrays, their dimensions under `jax.vmap` and the parameters gives (results, their dimensions).
+    `batched` of arrays, their dimensions under `jax.vmap` and the parameters gives (results, their dimensions). `like`:
+    a function with results of the same shapes and types that takes less time to trace.
     """
     new_primitive = jax_core.Primitive(name)
     new_primitive.multiple_results = True
 
     def shapes(*avals: Any, **params: Any) -> list[Any]:
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        out = jax.eval_shape(functools.partial(function, **params), *args)
+        out = jax.eval_shape(functools.partial(like or function, **params), *args)
         return [jax.core.ShapedArray(a.shape, a.dtype) for a in out]
 
     new_primitive.def_abstract_eval(shapes)

@@ -72,6 +72,7 @@ def with_options_of(plan: Plan, traced: TracedStep) -> TracedStep:
         uneven_over=record.uneven_over,
         per_microbatch=record.per_microbatch,
         expert_load=record.expert_load,
+        row_blocks=record.cluster.device if record.row_blocks else None,
     )
 
 

@@ -18,7 +18,7 @@ from autopar.inter_op.staged import PlannedStage
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by
 from autopar.ir.layout import Layout, local_bytes, replicated
-from autopar.ir.primitives import RAGGED_PRODUCT
+from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import is_island, island_of
 from autopar.kernels.local import dense_work_of
@@ -328,13 +328,20 @@ def _given_up(bound: Bound) -> Iterator[_Note]:
             yield " and ".join(names), why, makers[v], f" {list(values[v].shape)}"
 
 
-def dense_note(graph: OpGraph, platform: Platform) -> tuple[str, ...]:
-    """A note on ragged products that XLA multiplies with the matrices of all groups, where there are any."""
-    ops = (op for op in graph.ops() if op.primitive in (RAGGED_PRODUCT, KERNEL))
-    if not any(dense_work_of(op.eqn, platform.value).flops for op in ops):
-        return ()
+def ragged_notes(graph: OpGraph, platform: Platform) -> tuple[str, ...]:
+    """Notes on ragged products that XLA multiplies with the matrices of all groups, as written and in blocks of rows,
+    where there are any.
+    """
+    ops = (op for op in graph.ops() if op.primitive in (RAGGED_PRODUCT, GROUPED_PRODUCT, KERNEL))
+    works = [dense_work_of(op.eqn, platform.value) for op in ops]
+    xla, notes = f"XLA for {platform.value.upper()}s multiplies", []
     which = "each row" if platform is Platform.GPU else "each row, for the gradient of the matrices,"
-    xla = f"XLA for {platform.value.upper()}s"
-    return (
-        f"{RAGGED_PRODUCT}: {xla} multiplies {which} with the matrices of all groups that a device has (predicted so)",
-    )
+    all_groups = "with the matrices of all groups that a device has"
+    if any(work.blocks_s for work in works):
+        notes.append(
+            f"{RAGGED_PRODUCT} is made in blocks of the rows of each group where that takes less time: {xla} {which} "
+            f"{all_groups}"
+        )
+    if any(work.flops for work in works):
+        notes.append(f"{RAGGED_PRODUCT}: {xla} {which} {all_groups} (predicted so)")
+    return tuple(notes)

@@ -143,6 +143,7 @@ class StepWays:
             scan_recompute=way.scan_recompute,
             per_microbatch=self.request.per_microbatch,
             expert_load=self.request.expert_load,
+            row_blocks=self.cluster.device,
         )
 
     def least_s(self, way: StepWay) -> float:

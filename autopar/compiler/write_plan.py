@@ -16,9 +16,9 @@ from autopar.compiler.notes import (
     batch_notes,
     bound_stages,
     bound_step,
-    dense_note,
     island_notes,
     offload_notes,
+    ragged_notes,
     recipe_notes,
     recomputation_notes,
     stack_notes,
@@ -522,6 +522,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         stacked_over=staged.step.traced.stacked_over,
         per_microbatch=traced.per_microbatch,
         expert_load=traced.expert_load,
+        row_blocks=traced.row_blocks is not None,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         exchange_options=exchange_options_of(
@@ -577,6 +578,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         uneven_over=traced.uneven_over,
         per_microbatch=traced.per_microbatch,
         expert_load=traced.expert_load,
+        row_blocks=traced.row_blocks is not None,
         cluster=context.cluster,
         compiler_options=options_of(context.request.compiler_options, context.cluster.device.platform, largest_axis),
         least_step_time_s=context.least_s,
@@ -635,7 +637,7 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
     platform = context.cluster.device.platform
     unlike = unlike_assumed(context.request.compiler_options, platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = [*replicated_notes(graph, context.cluster.num_devices), *dense_note(graph, platform)]
+    notes = [*replicated_notes(graph, context.cluster.num_devices), *ragged_notes(graph, platform)]
     if untied:
         paths = ", ".join(traced.in_paths[i] for i in untied[:3])
         notes.append(

@@ -42,7 +42,7 @@ from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact
 from autopar.kernels.local import busiest_of, runs_locally
 from autopar.kernels.operation import NAME as KERNEL
-from autopar.kernels.operation import is_kernel
+from autopar.kernels.operation import is_in_blocks, is_kernel
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Key, Pieces
 from autopar.lowering.lower import LoweredEquations
@@ -335,7 +335,8 @@ class NodeCosts:
         """The same by the device's constants, whatever a step took that was timed."""
         device, counts = self.model.device, self._counts(strategies)
         is_ring = op.primitive in ring.PRIMITIVES
-        if is_ring or (runs_locally(op.eqn) and op.primitive not in MATRIX_PRODUCTS):
+        is_alone = op.primitive in MATRIX_PRODUCTS and not is_in_blocks(op.eqn)
+        if is_ring or (runs_locally(op.eqn) and not is_alone):
             moved = zip((*work.operand_bytes, *work.result_bytes), (*counts.operands, *counts.results), strict=True)
             moved_bytes = sum((n / parts for n, parts in moved), np.zeros(len(strategies)))
             one_s = self._attention_s if is_ring else self._local_s

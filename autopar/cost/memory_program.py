@@ -30,8 +30,8 @@ from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile, facts_of, 
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, LogicalMesh, local_bytes
-from autopar.ir.primitives import MATRIX_PRODUCTS
-from autopar.kernels.operation import is_kernel, masked_rows
+from autopar.ir.primitives import GROUPED_PRODUCT, MATRIX_PRODUCTS
+from autopar.kernels.operation import bytes_in_blocks, is_kernel, masked_rows
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,
@@ -364,8 +364,9 @@ class _MemoryWriter:
         order = self.model.order_cost(op)
         if order.rewritten_operand is not None:
             del inputs[order.rewritten_operand]
-        if is_kernel(op.eqn) and op.eqn.params["function"].is_program:
-            rows = self.new(self.rows_of_experts(compute))
+        is_program = is_kernel(op.eqn) and op.eqn.params["function"].is_program
+        if is_program or op.primitive == GROUPED_PRODUCT:
+            rows = self.new(self.rows_of_experts(compute) if is_program else self.rows_in_blocks(compute))
             same = "rows", op.key, compute.results
             steps.append(MemoryStep(inputs=tuple(inputs), outputs=(rows,), kind=kind, fusible=False, key=same))
             inputs.append(rows)
@@ -399,11 +400,20 @@ class _MemoryWriter:
                 steps.append(MemoryStep(inputs=(inputs[i],), outputs=(copy,), kind="select_n", fusible=False, key=key))
                 inputs[i] = copy
 
+    def parts(self, compute: Compute) -> Sequence[Any]:
+        """A device's parts of the operands."""
+        op, strategy = compute.op, compute.strategy
+        whole = [v.aval for v in op.eqn.invars]
+        return whole if strategy is None else parts_of_operands(op, strategy, self.model.links.mesh)
+
+    def rows_in_blocks(self, compute: Compute) -> int:
+        """Bytes of the rows of one turn of a ragged product in blocks of rows."""
+        return int(bytes_in_blocks(compute.op.eqn, self.parts(compute)))
+
     def rows_of_experts(self, compute: Compute) -> int:
         """Bytes of the sorted rows of a pass of a mixture of experts, with room for those that other devices send."""
-        op, strategy, mesh = compute.op, compute.strategy, self.model.links.mesh
-        avals = [v.aval for v in op.eqn.invars] if strategy is None else parts_of_operands(op, strategy, mesh)
-        count = 1 if strategy is None else mesh.size(strategy.ring)
+        avals = self.parts(compute)
+        count = 1 if compute.strategy is None else self.model.links.mesh.size(compute.strategy.ring)
         held = compute.op.eqn.params["function"].held_bytes(avals, count, self.model.device.platform.value)
         return int(held)
 

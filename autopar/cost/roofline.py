@@ -33,7 +33,14 @@ from autopar.attention.work import (
 from autopar.attention.work import flops as attention_flops
 from autopar.hardware.kinds import FULL_FLOAT32, DeviceKind, Platform
 from autopar.ir.graph import FactorKind, Op, OpGraph
-from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS, RAGGED_PRODUCT, is_inexact, multiplications
+from autopar.ir.primitives import (
+    DECOMPOSITIONS,
+    GROUPED_PRODUCT,
+    MATRIX_PRODUCTS,
+    RAGGED_PRODUCT,
+    is_inexact,
+    multiplications,
+)
 from autopar.kernels import cudnn
 from autopar.kernels.local import dense_work_of, local_work, runs_locally
 from autopar.kernels.operation import DenseWork, masked_rows
@@ -279,11 +286,12 @@ def multiplied_share(op: Op, dtype: str, device: DeviceKind) -> float:
     """What devices multiply as a multiple of `flops_of`, of operands of a type of `DeviceKind`.
 
     Libraries for GPUs multiply less of a convolution in whole float32, which no matrix unit takes, with a window or a
-    gradient of 3 x 3 and no strides. Of a ragged product XLA multiplies each row with the matrices of other groups too.
+    gradient of 3 x 3 and no strides. Of a ragged product XLA multiplies each row with the matrices of other groups too;
+    one in blocks of rows is priced by `local_s`.
     """
-    if op.primitive == RAGGED_PRODUCT:
+    if op.primitive in (RAGGED_PRODUCT, GROUPED_PRODUCT):
         dense = dense_work_of(op.eqn, device.platform.value)
-        return dense.flops / dense.own_flops if dense.own_flops else 1.0
+        return dense.flops / dense.own_flops if dense.flops else 1.0
     is_whole = dtype == FULL_FLOAT32 or (dtype == "float32" and FULL_FLOAT32 not in dict(device.peak_flops))
     if op.primitive != "conv_general_dilated" or device.platform is not Platform.GPU or not is_whole:
         return 1.0
@@ -303,7 +311,8 @@ def rounding(op: Op) -> float:
 
 def moved_times(op: Op, device: DeviceKind) -> list[float]:
     """How often each operand is moved: once, and where a ragged product masks it, each copy is written and read."""
-    copies = masked_rows(op.eqn, device.platform.value) if op.primitive == RAGGED_PRODUCT else {}
+    is_ragged = op.primitive in (RAGGED_PRODUCT, GROUPED_PRODUCT)
+    copies = masked_rows(op.eqn, device.platform.value) if is_ragged else {}
     return [1.0 + 2.0 * copies.get(v, 0) for v in op.eqn.invars] if copies else [1.0] * len(op.inputs)
 
 
@@ -334,7 +343,8 @@ def local_s(
     the bytes that one moves between products, and its dense products.
     """
     work, split = local_work(op.eqn), strategy.split
-    dense = dense_work_of(op.eqn, device.platform.value)
+    dense = dense_work_of(op.eqn, device.platform.value, split)
+    blocks_s = dense.blocks_s if in_turn is None else in_turn[1].blocks_s
     between_bytes, dense_flops, masked_bytes = (n / split for n in (work.between_bytes, dense.flops, dense.nbytes))
     if in_turn is not None:
         between_bytes, dense_flops, masked_bytes = in_turn[0], in_turn[1].flops, in_turn[1].nbytes
@@ -342,7 +352,7 @@ def local_s(
     traffic = moved_bytes if work.nbytes is None else work.nbytes / split
     traffic += work.product_bytes * (1.0 if masked_bytes else busiest) / split + between_bytes
     multiplied = (work.flops - dense.own_flops) * busiest / split + dense_flops
-    arithmetic_s = multiplied / device.flops_per_s(dtype) + device.fill_s(dtype)
+    arithmetic_s = multiplied / device.flops_per_s(dtype) + device.fill_s(dtype) + blocks_s
     return max(arithmetic_s, device.memory_s(traffic)) + device.memory_s(masked_bytes) + device.launch_overhead_s
 
 

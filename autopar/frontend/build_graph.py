@@ -23,7 +23,7 @@ from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, V
 from autopar.ir.primitives import MATRIX_PRODUCTS, dtype_text
 from autopar.ir.rewrite import remove_dead
 from autopar.ir.traced_step import TracedStep, WrittenLayout
-from autopar.kernels.grouped import as_grouped_product
+from autopar.kernels.grouped import as_grouped_product, in_blocks
 from autopar.kernels.islands import PLACEMENTS
 from autopar.kernels.local import local_rule
 from autopar.kernels.ragged_experts import ragged_experts, with_load
@@ -221,7 +221,7 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
 
 def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
     """The graph before it is said what is saved of scans. Raises: as `build_graph`."""
-    builder = _Builder(traced.written)
+    builder = _Builder(traced.written, traced.row_blocks)
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
     builder.constants += traced.constants
     for i, (v, path) in enumerate(zip(traced.jaxpr.invars, traced.in_paths, strict=True)):
@@ -276,9 +276,10 @@ def graph_of_body(jaxpr: Any) -> OpGraph:
 
 
 class _Builder:
-    """Numbers values and operations while jaxprs are walked."""
+    """Numbers values and operations while jaxprs are walked. `row_blocks`: as of `TracedStep`."""
 
-    def __init__(self, written: Sequence[tuple[Any, WrittenLayout]] = ()) -> None:
+    def __init__(self, written: Sequence[tuple[Any, WrittenLayout]] = (), row_blocks: Any = None) -> None:
+        self._row_blocks = row_blocks
         self._written_of: dict[Any, list[WrittenLayout]] = {}
         for var, layout in written:
             self._written_of.setdefault(var, []).append(layout)
@@ -333,6 +334,7 @@ class _Builder:
             )
         if (product := as_grouped_product(eqn)) is not None:
             return self._equation(product, ins, stack, count, ops)
+        eqn = in_blocks(eqn, self._row_blocks)
         if name in PLACEMENTS:  # in the body of an island; those of the step are gone
             return ins
         if (inner := called_jaxpr(eqn)) is not None:

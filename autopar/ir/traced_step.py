@@ -59,7 +59,9 @@ class TracedStep:
     `scan_recompute`: what the bodies of its scans save for the backward pass, by the value of a policy or a text of
     `autopar.frontend.recompute_in_scans`; empty: what the code saves.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
-    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets (`ExpertLoad`).
+    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets (`ExpertLoad`). `row_blocks`: the
+    device (`DeviceKind`) whose ragged products are made in blocks of rows where that takes less time
+    (`autopar.kernels.row_blocks`); None: they are as written.
     `changed_in_place` are the paths of leaves that the function replaced in the containers it was given. `placements`
     are what was removed from the code, `written` the layouts among them, by the variable of the jaxpr that each is
     written of. `callbacks` are called when the step has run, with its last results (`autopar.frontend.callbacks`).
@@ -96,6 +98,7 @@ class TracedStep:
     scan_recompute: str = ""
     per_microbatch: tuple[str, ...] = ()
     expert_load: ExpertLoad = ()
+    row_blocks: Any = None
     placements: tuple[Placement, ...] = ()
     written: tuple[tuple[Any, WrittenLayout], ...] = ()
     changed_in_place: tuple[str, ...] = ()

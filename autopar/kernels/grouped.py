@@ -7,7 +7,8 @@ moves their rows to the front. So rows, groups, columns and the inner dimension 
     product of rows (`rows`)       [m, k] x [g, k, n] -> [m, n]    m, n: parts; k, g: each device makes a summand
     sum over rows (its gradient)   [m, k] x [m, n] -> [g, k, n]    k, n, g: parts; m: each device makes a summand
 
-XLA's partitioner splits none of them on a TPU or a GPU, where a ragged product is one call.
+XLA's partitioner splits none of them on a TPU or a GPU, where a ragged product is one call. Where XLA multiplies each
+row with the matrices of all groups, it is made in blocks of rows (`row_blocks`).
 
 Convolutions in groups of channels or of examples run on each device's own groups. XLA's SPMD partitioner is not used
 for them: on a mesh of two axes it doubles the gradient of a depthwise kernel, and where groups are split further it
@@ -22,12 +23,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopar.common import jax_compat, jax_local
+from autopar.hardware.kinds import DeviceKind, Platform
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact
+from autopar.kernels.row_blocks import ProductShape, RowBlocks, Turns, product_of_rows, sum_over_rows
 
 # A part of a dimension: (number of the part, parts).
 Part = tuple[Any, int]
@@ -63,9 +67,11 @@ class Megablox:
     transposed: bool
 
 
-def _call_grouped(*args: Any, dims: Dims, call: Megablox, **_: Any) -> tuple[Any, ...]:
-    """Further parameters are those of a ragged product, for what looks at products by them."""
+def _call_grouped(*args: Any, dims: Dims, call: Megablox | RowBlocks, **params: Any) -> tuple[Any, ...]:
+    """`params` are those of a ragged product; of megablox for what looks at products by them."""
     lhs, rhs, sizes = args
+    if isinstance(call, RowBlocks):
+        return (_ragged_product(lhs, rhs, sizes, dims, call, **params),)
     k, n = lhs.shape[1 - dims.rows], rhs.shape[1 if call.transposed and not dims.sums_rows else -1]
     tiling = call.tiling[0], min(call.tiling[1], k), min(call.tiling[2], n)
     options = {"preferred_element_type": call.dtype, "tiling": tiling, "interpret": call.interpret}
@@ -74,7 +80,14 @@ def _call_grouped(*args: Any, dims: Dims, call: Megablox, **_: Any) -> tuple[Any
     return (jax_local.megablox().gmm(lhs, rhs, sizes, transpose_rhs=call.transposed, **options),)
 
 
-_PRIMITIVE = jax_local.primitive(GROUPED_PRODUCT, _call_grouped)
+def _call_written(*args: Any, dims: Dims, call: Megablox | RowBlocks, **params: Any) -> tuple[Any, ...]:
+    """The same, of ragged products without blocks."""
+    if isinstance(call, RowBlocks):
+        return (lax.ragged_dot_general(*args, **params),)
+    return _call_grouped(*args, dims=dims, call=call, **params)
+
+
+_PRIMITIVE = jax_local.primitive(GROUPED_PRODUCT, _call_grouped, like=_call_written)
 
 
 def is_grouped_product(eqn: Any) -> bool:
@@ -98,6 +111,95 @@ def dims_of(eqn: Any) -> Dims | None:
     if len(groups) == 1 and rows not in left:
         return Dims(rows=rows, groups=groups[0], inner=(left[0], right[0]))
     return Dims(rows=rows, groups=None, inner=None) if not groups and tuple(left) == (rows,) else None
+
+
+# Ragged products in blocks of rows
+
+
+def in_blocks(eqn: Any, device: DeviceKind | None) -> Any:
+    """The equation of a product that may be made in blocks of rows, where XLA makes a dense one for such a device; any
+    other equation as it is, and products of complex numbers or of an algorithm that says how sums are rounded.
+    """
+    if device is None or eqn.primitive.name != RAGGED_PRODUCT or (dims := dims_of(eqn)) is None:
+        return eqn
+    levels = eqn.params["precision"]
+    levels = levels if isinstance(levels, tuple) else (levels,)
+    is_plain = all(level is None or isinstance(level, lax.Precision) for level in levels)
+    is_plain &= not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
+    if not is_plain or not is_dense(device.platform, dims):
+        return eqn
+    names = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
+    params = {name: eqn.params[name] for name in names}
+    return jax_local.with_primitive(eqn, _PRIMITIVE, dims=dims, call=RowBlocks(device=device), **params)
+
+
+def with_room(eqn: Any, room: int) -> Any:
+    """The equation of a product that may be in blocks, with room for so many times the rows that groups have; any other
+    equation as it is.
+    """
+    if blocks_of(eqn) is None:
+        return eqn
+    params = eqn.params | {"call": dataclasses.replace(eqn.params["call"], room=room)}
+    return jax_local.with_primitive(eqn, _PRIMITIVE, **params)
+
+
+def is_dense(platform: Platform, dims: Dims) -> bool:
+    """Whether XLA's compiler for a platform multiplies each row with the matrices of all groups."""
+    return platform is Platform.GPU or (platform is Platform.TPU and dims.sums_rows)
+
+
+def blocks_of(eqn: Any, parts: Sequence[Any] | None = None) -> tuple[RowBlocks, ProductShape] | None:
+    """How a product is made, and its shape, where that may be in blocks of rows; None of all else. `parts`: of its
+    operands, which it is made of.
+    """
+    if eqn.primitive is not _PRIMITIVE or not isinstance(eqn.params["call"], RowBlocks):
+        return None
+    lhs, rhs, sizes = parts or [v.aval for v in eqn.invars]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return eqn.params["call"], _shape_of(lhs, rhs, sizes, eqn.params["dims"], numbers, eqn.outvars[0].aval.dtype)
+
+
+def _shape_of(lhs: Any, rhs: Any, sizes: Any, dims: Dims, numbers: Any, made: Any) -> ProductShape:
+    if dims.sums_rows:
+        columns = rhs.shape[1 - numbers.dot_dimension_numbers[0][1][0]]
+    else:
+        (groups, inner) = _places_in_matrices(dims)
+        columns = rhs.shape[_RANK_OF_MATRICES - groups - inner]
+    return ProductShape(
+        rows=lhs.shape[dims.rows], inner=lhs.shape[1 - dims.rows], columns=columns, groups=sizes.shape[0],
+        sums_rows=dims.sums_rows, dtype=lhs.dtype, made=made,
+    )  # fmt: skip
+
+
+def _ragged_product(
+    lhs: Any, rhs: Any, sizes: Any, dims: Dims, call: RowBlocks, *,
+    ragged_dot_dimension_numbers: Any, precision: Any, preferred_element_type: Any,
+) -> Any:  # fmt: skip
+    """A ragged product in blocks of rows, or as it is written."""
+    numbers = ragged_dot_dimension_numbers
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+
+    def as_written(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return lax.ragged_dot_general(lhs, rhs, sizes, numbers, **options)
+
+    made = jax.eval_shape(as_written, lhs, rhs, sizes).dtype
+    shape = _shape_of(lhs, rhs, sizes, dims, numbers, made)
+    block = call.block(shape)
+    if block is None:
+        return as_written(lhs, rhs, sizes)
+    turns = Turns(block=block, least_groups=call.least_groups(shape, block))
+    rows = jnp.moveaxis(lhs, dims.rows, 0)
+    if dims.sums_rows:
+        right = jnp.moveaxis(rhs, numbers.dot_dimension_numbers[0][1][0], 0)
+        return sum_over_rows(rows, right, sizes, turns, made, precision=precision)
+    return product_of_rows(rows, rhs, sizes, turns, _places_in_matrices(dims), **options)
+
+
+def _places_in_matrices(dims: Dims) -> tuple[int, int]:
+    """The dimensions of groups and of the inner one in the matrices that rows are multiplied with."""
+    assert dims.groups is not None, "of products of rows"
+    assert dims.inner is not None, "of products of rows"
+    return dims.groups, dims.inner[1]
 
 
 # Calls of megablox
@@ -236,7 +338,7 @@ class GroupedAdmits:
 
 def grouped_admits(eqn: Any) -> GroupedAdmits | None:
     """What a strategy of a call of megablox is asked; None of a ragged product, which takes all."""
-    if eqn.primitive is not _PRIMITIVE:
+    if eqn.primitive is not _PRIMITIVE or not isinstance(eqn.params["call"], Megablox):
         return None
     return GroupedAdmits(eqn.params["call"].tiling[0], eqn.params["dims"].rows)
 

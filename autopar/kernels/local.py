@@ -152,9 +152,11 @@ def local_work(eqn: Any) -> KernelWork:
     return opaque_work(eqn)
 
 
-def dense_work_of(eqn: Any, platform: str) -> DenseWork:
-    """Of whole arrays, what `local_work` has of its ragged products once and devices do with each group's matrix."""
+def dense_work_of(eqn: Any, platform: str, split: int = 1) -> DenseWork:
+    """Of whole arrays, what `local_work` has of its ragged products once and devices do with each group's matrix; of
+    those in blocks of rows, what one of `split` devices does.
+    """
     if is_kernel(eqn):
-        work: DenseWork = eqn.params["function"].dense_work([v.aval for v in eqn.invars], platform)
+        work: DenseWork = eqn.params["function"].dense_work([v.aval for v in eqn.invars], platform, split)
         return work
-    return dense_work((eqn,), platform)
+    return dense_work((eqn,), platform, split)

@@ -27,7 +27,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
-from autopar.kernels.grouped import grouped_places, is_grouped_product
+from autopar.kernels.grouped import blocks_of, grouped_places, is_grouped_product
 from autopar.kernels.row_exchange import Devices, turns_of
 
 # The rule
@@ -301,7 +301,8 @@ def held_bytes(closed: Any, platform: str) -> float:
     """The most bytes that a program holds at once between its operands and its results.
 
     Element-by-element results take memory from their first reading by a product, a sort or a collective on. Until then
-    their operands do. Of rows of a ragged product their masked copies (`masked_rows`) take the place.
+    their operands do. Of rows of a ragged product their masked copies (`masked_rows`) take the place; one in blocks of
+    rows holds these beside them.
     """
     jaxpr = jax_compat.open_jaxpr(closed)
     eqns = [e for e in equations_of_first_turn(jaxpr) if not list(jax_compat.jaxprs_in(e))]
@@ -335,6 +336,8 @@ def held_bytes(closed: Any, platform: str) -> float:
         for v, groups in masked_rows(eqn, platform).items():
             if v in grouped and groups > 1 and not _sums_groups(eqn):
                 hold(v, i, i)  # in the other order
+        beside = bytes_in_blocks(eqn)
+        changes[i], changes[i + 1] = changes[i] + beside, changes[i + 1] - beside
     return max(itertools.accumulate(changes), default=0.0)
 
 
@@ -348,7 +351,7 @@ def _gradients_last(eqns: Sequence[Any]) -> list[Any]:
             read.update(_variables(eqn))
     made: set[Any] = set()
     for eqn in eqns:
-        is_gradient = eqn.primitive.name == RAGGED_PRODUCT and read.isdisjoint(eqn.outvars)
+        is_gradient = eqn.primitive.name in (RAGGED_PRODUCT, GROUPED_PRODUCT) and read.isdisjoint(eqn.outvars)
         if is_gradient or not made.isdisjoint(_variables(eqn)):
             made.update(eqn.outvars)
     return sorted(eqns, key=lambda e: not made.isdisjoint(e.outvars))
@@ -366,35 +369,70 @@ def masked_rows(eqn: Any, platform: str) -> dict[Any, int]:
     the order (groups, m, k). That for TPUs (libtpu 0.0.42.1, v5p) makes none: it calls a kernel that multiplies each
     row once, and masks within the product for the gradient of the matrices.
     """
-    if platform != "gpu" or eqn.primitive.name != RAGGED_PRODUCT:
+    if platform != "gpu" or not _is_as_written(eqn):
         return {}
     groups = eqn.invars[2].aval.shape[-1]
     return dict.fromkeys(eqn.invars[: 2 if _sums_groups(eqn) else 1], groups)
 
 
+def _is_as_written(eqn: Any) -> bool:
+    """Whether an equation is a ragged product that XLA's compiler is given."""
+    return eqn.primitive.name == RAGGED_PRODUCT or (blocks_of(eqn) is not None and not is_in_blocks(eqn))
+
+
+def is_in_blocks(eqn: Any) -> bool:
+    """Whether an equation is a ragged product that is made in blocks of rows (`row_blocks`)."""
+    of = blocks_of(eqn)
+    return of is not None and of[0].block(of[1]) is not None
+
+
+def bytes_in_blocks(eqn: Any, operands: Sequence[Any] | None = None) -> float:
+    """What a ragged product in blocks of rows holds beside its operands, or parts of them, and its result; zero of all
+    else.
+    """
+    of = blocks_of(eqn, operands)
+    return 0.0 if of is None else of[0].held_bytes(of[1])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DenseWork:
-    """What ragged products do that multiply rows with the matrices of all groups. `flops`: with all of them;
-    `own_flops`: with those of the rows' own groups; `nbytes`: traffic of masked rows, which are written and read.
+    """What ragged products do beside multiplying each row with the matrix of its own group. `flops`: with all matrices;
+    `own_flops`: of these products and those in blocks of rows, with the own ones; `nbytes`: traffic of masked rows,
+    which are written and read; `blocks_s`: seconds of those in blocks on one device.
     """
 
     flops: float = 0.0
     own_flops: float = 0.0
     nbytes: float = 0.0
+    blocks_s: float = 0.0
+
+    def times(self, count: float) -> DenseWork:
+        """The work of so many."""
+        return DenseWork(*(count * getattr(self, field.name) for field in dataclasses.fields(self)))
 
 
-def dense_work(eqns: Iterable[Any], platform: str) -> DenseWork:
+def dense_work(
+    eqns: Iterable[Any],
+    platform: str,
+    split: int = 1,
+    load: float = 1.0,
+    skew_of: Callable[[int], float] = lambda groups: 1.0,
+) -> DenseWork:
     """That of XLA's compilers: all ragged products on GPUs (`masked_rows`), the gradient of the matrices on TPUs. It is
-    as much however the rows are spread over groups.
+    as much however the rows are spread over groups. Products in blocks take what one of `split` devices does with its
+    share of the rows, of `load` times as many as are expected, the largest of so many groups `skew_of` times the mean.
     """
-    flops = own_flops = nbytes = 0.0
+    flops = own_flops = nbytes = blocks_s = 0.0
     for eqn in eqns:
-        if eqn.primitive.name == RAGGED_PRODUCT and (platform == "gpu" or (platform == "tpu" and _sums_groups(eqn))):
-            own = 2.0 * (multiplications(eqn) or 0.0)
+        own = 2.0 * (multiplications(eqn) or 0.0)
+        if (of := blocks_of(eqn)) is not None and is_in_blocks(eqn):
+            part = dataclasses.replace(of[1], rows=-(-of[1].rows // split))
+            own_flops, blocks_s = own_flops + own, blocks_s + of[0].time_s(part, load, skew_of(part.groups))
+        elif _is_as_written(eqn) and (platform == "gpu" or (platform == "tpu" and _sums_groups(eqn))):
             flops, own_flops = flops + own * eqn.invars[2].aval.shape[-1], own_flops + own
             copies = masked_rows(eqn, platform).items()
             nbytes += sum(2.0 * n * v.aval.size * jax_compat.itemsize(v.aval) for v, n in copies)
-    return DenseWork(flops, own_flops, nbytes)
+    return DenseWork(flops, own_flops, nbytes, blocks_s)
 
 
 def _sums_groups(eqn: Any) -> bool:
@@ -486,11 +524,13 @@ class LocalFunction:
         key = ("in turn", tuple((tuple(a.shape), str(a.dtype)) for a in avals), count, platform)
         if key not in self._programs:
             program = jax_compat.open_jaxpr(self.exchanging_program(avals, count, platform))
-            dense = dense_work(equations_of_first_turn(program), platform)
+            eqns, busiest = equations_of_first_turn(program), self.busiest(count)
+            load, skew_of = busiest / self.num_turns(count), lambda groups: self.busiest(count * groups) / busiest
+            dense = dense_work(eqns, platform, 1, load, skew_of)
             self._programs[key] = ragged_work(program).between_bytes, dense
         between_bytes, dense = self._programs[key]
         n = self.num_turns(count)
-        return n * between_bytes, DenseWork(n * dense.flops, n * dense.own_flops, n * dense.nbytes)
+        return n * between_bytes, dense.times(n)
 
     def num_turns(self, count: int) -> int:
         """The turns in which rows are sent to the busiest of `count` devices."""
@@ -505,12 +545,12 @@ class LocalFunction:
         held: float = self._programs[key]
         return held
 
-    def dense_work(self, avals: Sequence[Any], platform: str) -> DenseWork:
+    def dense_work(self, avals: Sequence[Any], platform: str, split: int = 1) -> DenseWork:
         """`dense_work` of a program of XLA's operations on these whole arrays; none of another kernel."""
-        key = ("dense", tuple((tuple(a.shape), str(a.dtype)) for a in avals), platform)
+        key = ("dense", tuple((tuple(a.shape), str(a.dtype)) for a in avals), platform, split)
         if key not in self._programs:
             eqns = jax_compat.equations_in(jax_compat.open_jaxpr(self.program(avals))) if self.is_program else ()
-            self._programs[key] = dense_work(eqns, platform)
+            self._programs[key] = dense_work(eqns, platform, split, skew_of=self.busiest)
         work: DenseWork = self._programs[key]
         return work
 

@@ -33,7 +33,7 @@ from autopar.ir.rewrite import Fresh, in_order, makers, params_of_part, remove_d
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.ir.traced_step import ExpertLoad
 from autopar.kernels import operation
-from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product
+from autopar.kernels.grouped import grouped_admits, grouped_places, grouped_rule, is_grouped_product, with_room
 from autopar.kernels.index_functions import Known, compressed
 from autopar.kernels.operation import KernelRule, LocalFunction, ragged_work
 from autopar.kernels.ragged_regions import (
@@ -46,7 +46,7 @@ from autopar.kernels.ragged_regions import (
     passes_of,
     slice_of,
 )
-from autopar.kernels.row_exchange import LATER_TURNS, Devices, RowExchange, busiest_share, quota
+from autopar.kernels.row_exchange import LATER_TURNS, Devices, RowExchange, busiest_share, quota, room_of
 from autopar.sharding.rules import RuleBook, equation_key, with_rules
 
 TOKENS, CHOICES, ROWS, EXPERTS = "t", "k", "rows", "experts"
@@ -685,10 +685,11 @@ class _Run:
         return base.at[self.token_of(self.order, role.per_token)].add(rows, mode="promise_in_bounds")
 
     def product(self, op: Op) -> list[Any]:
-        there = self.devices is not None
-        sizes = self.exchange.sizes if there else self.group_sizes
-        operands = [self.read(a, there) for a in op.inputs[:2]]
-        return jax_compat.bind(op.eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
+        sizes, eqn = self.group_sizes, op.eqn
+        if self.devices is not None:
+            sizes, eqn = self.exchange.sizes, with_room(eqn, room_of(self.devices.count))
+        operands = [self.read(a, self.devices is not None) for a in op.inputs[:2]]
+        return jax_compat.bind(eqn, [*operands, sizes.astype(op.eqn.invars[2].aval.dtype)])
 
     def bound(self, op: Op, there: bool) -> list[Any]:
         """An equation on the rows that there are. Sums over them leave out the filling after those of experts."""

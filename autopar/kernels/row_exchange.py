@@ -69,7 +69,12 @@ def quota(num_rows: int, count: int, tile: int = 1) -> int:
 
 def turns_of(load: float, count: int) -> int:
     """In how many turns rows are sent to a device that gets `load` times an equal share of `count` devices' rows."""
-    return max(1, math.ceil(min(load, count) / min(_ROOM, count)))
+    return max(1, math.ceil(min(load, count) / room_of(count)))
+
+
+def room_of(count: int) -> int:
+    """The rows that a device has room for in a turn, of those of `count` devices, as a multiple of an equal share."""
+    return min(_ROOM, count)
 
 
 class RowExchange:

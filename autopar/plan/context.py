@@ -37,6 +37,7 @@ class StepGraphs:
             traced.scan_recompute,
             traced.per_microbatch,
             traced.expert_load,
+            traced.row_blocks,
             traced.stacked_over,
             traced.uneven_over,
         )

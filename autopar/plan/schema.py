@@ -353,6 +353,7 @@ class PlanRecord:
     `uneven_over`: in it examples may be split unevenly over so many devices; 0: only as they divide.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `expert_load`: how many rows each expert was taken to get.
+    `row_blocks`: whether ragged products are made in blocks of rows where that takes less time.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
     `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
@@ -385,6 +386,7 @@ class PlanRecord:
     uneven_over: int = 0
     per_microbatch: tuple[str, ...] = ()
     expert_load: ExpertLoad = ()
+    row_blocks: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
     rejected: tuple[RejectionRecord, ...] = ()
