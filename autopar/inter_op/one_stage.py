@@ -257,7 +257,7 @@ def _in_some_layers(
 
     assert evaluated.best is not None, "one fits"
     first = of(0)
-    worth_s = (1 - ESTIMATE_ERROR) * evaluated.best.step_time_s  # no mix is faster than what keeps all
+    worth_s = (1 - ESTIMATE_ERROR / 2) * evaluated.best.step_time_s  # no mix is faster than what keeps all
     if first is None or first.fits(limit_bytes) or first.step_time_s >= worth_s:
         return
     # The bytes that are kept err where all is: much of it is fused.
