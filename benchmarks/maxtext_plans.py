@@ -18,6 +18,7 @@ import jax
 import autopar
 from autopar.benching import problem_of
 from autopar.command_line.step_files import shapes_only
+from autopar.compiler.notes import dense_note
 from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
@@ -83,7 +84,8 @@ def row_of(name: str) -> dict[str, Any]:
     problem = problem_of(on_cluster(parallel, hardware), state, batch)
     graph = whole_graph(problem.traced, problem.rules, problem.graphs)
     notes = [without_folders(note) for note in plan.record.notes]
-    left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT))]
+    priced = dense_note(graph.annotated, hardware.device.platform)
+    left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT)) and note not in priced]
     found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
     return row | {
         "equations": sum(1 for _ in graph.annotated.ops()),
