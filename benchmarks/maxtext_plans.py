@@ -2,7 +2,7 @@
 
     python -m benchmarks.maxtext_plans              the rows that the table does not have yet    (extra: maxtext)
     python -m benchmarks.maxtext_plans --again gpt-oss-20b
-    python -m benchmarks.maxtext_plans --compiled   and programs of four of them by the TPU's compiler (extra: tpu)
+    python -m benchmarks.maxtext_plans --compiled   and programs of some of them by the TPU's compiler (extra: tpu)
 
 Sequences of 2,048 tokens, one on each of 64 chips of TPU v5p; `effort="quick"`. Nothing is run. Some models have fewer
 layers than their authors gave them, which the table says. Rows are kept at once in
@@ -186,11 +186,12 @@ HEAD = """# MaxText's newest model configurations
 chips of TPU v5p, sequences of 2,048 tokens, `effort="quick"`, MaxText 0.2.5; nothing is run. `equations`: of the step's
 graph, the bodies of loops counted once.
 
-The last columns, of four models (`--compiled`): the plan's program beside MaxText's own (all chips on its axis `fsdp`,
+The last columns, of some models (`--compiled`): the plan's program beside MaxText's own (all chips on its axis `fsdp`,
 its flash attention), both as XLA compiles them for the slice, and what is predicted of them in brackets: the bytes that
 a chip sends in a step, its memory; and the predicted times. MaxText's are by `autopar.lint`, its memory with attention
-as it is written, its time with a kernel where that pays. Predicted are all-gathers. Over all 64 chips XLA makes each an
-all-reduce of zeros and a chip's own part, which sends twice as much; over 32 of them, and on 2x2x4, it gathers."""
+as it is written, its time with a kernel where that pays. Over all 64 chips XLA makes an all-gather an all-reduce of
+zeros and a chip's own part, which sends twice as much and is predicted so; rows without these columns are of costs
+that did not know it."""
 
 
 def main() -> int:
