@@ -48,7 +48,7 @@ COLUMNS = (
 )  # fmt: skip
 CLUSTER, TARGET = "tpu-v5p:4x4x4", "tpu:v5p:4x4x4"
 WHOSE = ("ours", "MaxText's")
-COMPILED = ("qwen3-4b-thinking-2507", "olmo3-7b", "qwen3-480b-a35b", "gpt-oss-20b")
+COMPILED = ("qwen3-4b-thinking-2507", "olmo3-7b", "gpt-oss-20b", "qwen3-480b-a35b")
 GIVEN = ("per_device_batch_size=1", "max_target_length=2048", "override_model_config=true")
 
 
@@ -148,15 +148,17 @@ def _in_own_shardings(given: Sequence[str], hardware: Cluster) -> tuple[Any, Any
 
 
 def _compiled_cells(row: Mapping[str, Any]) -> list[str]:
-    made = [row["compiled"][whose] for whose in WHOSE if whose in row.get("compiled", {})]
-    predicted = [program["predicted"] for program in made]
-    sent = [sum(program["sent_bytes"].values()) for program in made]
-    figures = [
-        [f"{n / 1e9:.1f} ({p['sent_bytes'] / 1e9:.1f}) GB" for n, p in zip(sent, predicted, strict=True)],
-        [f"{x['peak_bytes'] / 1e9:.1f} ({p['peak_bytes'] / 1e9:.1f}) GB" for x, p in zip(made, predicted, strict=True)],
-        [f"{p['step_time_s']:.3g} s" for p in predicted],
-    ]
-    return [*(" / ".join(of_programs) for of_programs in figures), ", ".join({program["by"] for program in made})]
+    if not (programs := row.get("compiled", {})):
+        return [""] * 4
+    figures = [_figures(programs[whose]) if whose in programs else ["-"] * 3 for whose in WHOSE]
+    versions_of = {program["by"] for program in programs.values()}
+    return [*(" / ".join(of_both) for of_both in zip(*figures, strict=True)), ", ".join(versions_of)]
+
+
+def _figures(program: Mapping[str, Any]) -> list[str]:
+    predicted, sent = program["predicted"], sum(program["sent_bytes"].values())
+    both = (sent, predicted["sent_bytes"]), (program["peak_bytes"], predicted["peak_bytes"])
+    return [*(f"{n / 1e9:.1f} ({p / 1e9:.1f}) GB" for n, p in both), f"{predicted['step_time_s']:.3g} s"]
 
 
 def cells(name: str, rows: Rows) -> list[str]:
