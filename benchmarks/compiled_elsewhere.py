@@ -193,7 +193,8 @@ def compiled_by_xla(whole: Any) -> Compiled:
     traffic = collectives.traffic(collectives.collectives(text))
     stats = compiled.memory_analysis()
     # The GPU compiler gives no analysis for cards that are not there.
-    cost = compiled.executable.cost_analysis() or jax_compat.shared_cost_analysis(compiled.executable)
+    executable = getattr(compiled, "executable", compiled)  # of a step of ours, or of `jax.jit`
+    cost = executable.cost_analysis() or jax_compat.shared_cost_analysis(executable)
     return Compiled(
         sent_bytes={kind.value: sent for kind, sent in traffic.bytes.items()},
         counts={kind.value: count for kind, count in traffic.count.items()},

@@ -60,6 +60,7 @@ NONE = {
     "kernels.index_functions._MOST_ROWS": "a limit of what is followed: beyond it an index is not known",
     "kernels.ragged_regions._NO_BOUNDS": "of all numbers",
     "kernels.ragged_regions._DEEPEST": "a limit of what is followed: beyond it numbers may be any",
+    "cost.cost_model._CLOSED": "of a TPU's wires",
     "cost.inner_collectives._ROW_BYTES": "of a TPU's tiles",
     "kernels.call._OTHER_SIZES": "sizes at which shapes are looked at: change no answer",
     "cost.roofline._PASSES_OF_EXCHANGE": "reads and writes of the program that runs",

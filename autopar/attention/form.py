@@ -275,6 +275,12 @@ def linear(node: Expression) -> dict[str, float] | None:
         case ("add" | "sub" as name, (), left, right):
             one, other = linear(left), linear(right)
             return None if one is None or other is None else linear_sum(one, other, 1.0 if name == "add" else -1.0)
+        case ("mul", (), left, right):
+            one, other = linear(left), linear(right)
+            if one is None or other is None or ({*one} - {""} and {*other} - {""}):
+                return None
+            sloped, factor = (one, other) if {*one} - {""} else (other, one)
+            return linear_sum({}, sloped, factor.get("", 0.0))
     return None
 
 

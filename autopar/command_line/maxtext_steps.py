@@ -55,7 +55,13 @@ def is_maxtext(name: str) -> bool:
 
 
 def maxtext_step(
-    name: str, given: Sequence[str], num_devices: int, *, sharded: bool = False, arrays: bool = False
+    name: str,
+    given: Sequence[str],
+    num_devices: int,
+    *,
+    sharded: bool = False,
+    arrays: bool = False,
+    devices: Sequence[Any] | None = None,
 ) -> tuple[Callable[..., Any], Any, Any]:
     """The step of a configuration, its state and its batch.
 
@@ -63,15 +69,16 @@ def maxtext_step(
         name: `maxtext:base.yml`: a file, or one of those that come with MaxText.
         given: What is set in it, as `KEY=VALUE`.
         num_devices: Devices that `per_device_batch_size` counts for.
-        sharded: Whether the step lies as the configuration's own axis rules say, on so many devices of this program
-            (`jax.jit` with shardings), or is a step for one device.
+        sharded: Whether the step lies as the configuration's own axis rules say, on so many devices (`jax.jit` with
+            shardings), or is a step for one device.
         arrays: Whether state and batch are arrays, initialised and synthetic, or their shapes.
+        devices: Those to lie on: of this program, or such as compilers describe (`autopar.xla.aot.target_devices`).
 
     Raises: InvalidArgumentError where MaxText is not installed or refuses the configuration, and for too few devices.
     """
     modules = _modules(name)
     config = _config(modules, name, given, num_devices)
-    mesh = _mesh(modules, name, config, num_devices if sharded else 1)
+    mesh = _mesh(modules, name, config, num_devices if sharded else 1, devices or jax.devices())
     with _told(name, given):
         (state, batch), _, shardings, _, graph = modules.train_compile.get_shaped_inputs(mesh, config)
     of_parameters, shardings = modules.sharding.maybe_update_params_sharding_with_opt(config, shardings)
@@ -105,9 +112,8 @@ def _modules(name: str) -> SimpleNamespace:
         ) from error  # fmt: skip
 
 
-def _mesh(modules: SimpleNamespace, name: str, config: Any, num_devices: int) -> Any:
-    """The configuration's mesh over devices of this program, of which one is enough for one device."""
-    devices = jax.devices()
+def _mesh(modules: SimpleNamespace, name: str, config: Any, num_devices: int, devices: Sequence[Any]) -> Any:
+    """The configuration's mesh over the first of these devices, of which one is enough for one device."""
     if num_devices == 1:
         axes = tuple(config.mesh_axes)
         kinds = (jax.sharding.AxisType.Auto,) * len(axes)

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -30,7 +32,7 @@ from jax.extend.mlir import ir, passmanager
 _OURS = str(Path(__file__).parents[1])
 source_info_util.register_exclusion(_OURS)  # lines of kernels and of their errors are the user's
 _TRACING = str(Path(_OURS, "frontend", "tracing.py"))
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib"))
 Literal = jax_core.Literal
 DropVar = jax_core.DropVar
 JaxprEqn = jax_core.JaxprEqn
@@ -167,24 +169,73 @@ def _unwrapped(function: Any) -> Any:
 def source_line(eqn: Any, inside: tuple[str, str] | None = None) -> str:
     """`file:line (function)` of the user's code that made an equation, or an empty string.
 
-    The step's own code rather than that of installed packages it calls, where both are on the way to the equation.
-    `inside` is a function, by file and name: only code that it calls counts.
+    The step's own code rather than that of installed packages it calls, where both are on the way to the equation. Of
+    packages alone, the one that imports the others: a model's rather than the layers' that it is made of, and theirs
+    rather than that of wrappers. `inside` is a function, by file and name: only code that it calls counts.
     """
     return _line_in_step(eqn.source_info.traceback, inside)
 
 
 @functools.lru_cache(maxsize=4096)
 def _line_in_step(made_at: Any, inside: tuple[str, str] | None) -> str:
+    found = _of_the_user(_frames(made_at, inside))
+    return _text_of_frame(*found) if found else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_nearer(made_at: Any, inside: tuple[str, str] | None, called_at: Any) -> bool:
+    """Whether the function `inside` itself is nearer to the user's code than what calls it."""
+    own = _frames(made_at, inside, itself=True)
+    return _of_the_user([*own, *_frames(called_at, None)]) in [frame for _, frame in own]
+
+
+def _frames(made_at: Any, inside: tuple[str, str] | None, itself: bool = False) -> list[tuple[str, tuple[Any, int]]]:
+    """The frames that the step calls, or that the function `inside` does, also `itself`; with their files, the
+    innermost first.
+    """
     codes, positions = made_at.raw_frames() if made_at else ([], [])
-    installed = None
-    for i, code in enumerate(codes):  # the innermost first
-        if code.co_filename == _TRACING or (code.co_filename, code.co_name) == inside:
-            break  # frames from here on call the step, or the function
-        if is_user_filename(code.co_filename):
-            if not code.co_filename.startswith(_INSTALLED):
-                return _text_of_frame(code, positions[i])
-            installed = installed or (code, positions[i])
-    return _text_of_frame(*installed) if installed else ""
+    frames = []
+    for code, position in zip(codes, positions, strict=True):
+        is_inside = (code.co_filename, code.co_name) == inside
+        if code.co_filename == _TRACING or (is_inside and not itself):
+            break
+        frames.append((code.co_filename, (code, position)))
+        if is_inside:
+            break
+    return frames
+
+
+def _of_the_user(frames: Iterable[tuple[str, Any]]) -> Any:
+    """What stands by the file of the user's frame, of those with their files, the innermost first; None where all are
+    jax's.
+    """
+    installed: dict[str, Any] = {}  # of each package the innermost
+    for path, found in frames:
+        if is_user_filename(path):
+            if not path.startswith(_INSTALLED):
+                return found
+            installed.setdefault(_package_of(path), found)
+    importing = (p for p in installed if not any(p in _imported(other) for other in installed if other != p))
+    return installed[next(importing, next(iter(installed)))] if installed else None
+
+
+def _package_of(path: str) -> str:
+    """The top-level package, or the module of the standard library, of an installed file."""
+    folder = max((root for root in _INSTALLED if path.startswith(root)), key=len)
+    return Path(path).relative_to(folder).parts[0].removesuffix(".py")
+
+
+@functools.cache
+def _imported(package: str) -> frozenset[str]:
+    """The packages of which a loaded module of a package has a module, class or function."""
+    loaded = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] == package and m is not None]
+    values = (value for module in loaded for value in [*vars(module).values()])
+    named = (
+        vars(value).get("__name__") if isinstance(value, ModuleType) else value.__module__  # some modules load late
+        for value in values
+        if isinstance(value, (ModuleType, type, FunctionType))
+    )
+    return frozenset(str(name).partition(".")[0] for name in named)
 
 
 def _text_of_frame(code: Any, position: int) -> str:
@@ -215,12 +266,15 @@ class Caller:
 
     def of(self, eqn: Any, called: Any) -> Caller:
         """The caller of the equations of the jaxpr that an equation calls."""
-        return Caller(eqn if source_line(eqn, self.library) else self.eqn, library_function(called))
+        located = self.located(eqn)
+        return Caller(located if source_line(located) else None, library_function(called))
 
     def located(self, eqn: Any) -> Any:
         """An equation of the inlined trace, with the line of the call where it has none of its own."""
-        has_line = self.eqn is None or source_line(eqn, self.library)
-        return eqn if has_line else at_line_of(self.eqn, eqn)
+        if self.eqn is None or source_line(eqn, self.library):
+            return eqn
+        made_at, called_at = eqn.source_info.traceback, self.eqn.source_info.traceback
+        return eqn if _is_nearer(made_at, self.library, called_at) else at_line_of(self.eqn, eqn)
 
 
 STEP = Caller()  # of the equations of the step itself
@@ -234,18 +288,11 @@ def present_line() -> str:
 def line_of_error(error: BaseException) -> str:
     """`file:line (function)` of the user's code in which an error was raised, or an empty string.
 
-    The user's own code rather than that of installed packages, where both are on the way to it.
+    The user's own code rather than that of installed packages, as `source_line` has it.
     """
-    user_line = installed = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if is_user_filename(code.co_filename) and not code.co_filename.startswith(_OURS):
-            line = f"{code.co_filename}:{number} ({code.co_qualname})"
-            if code.co_filename.startswith(_INSTALLED):
-                installed = line
-            else:
-                user_line = line
-    return user_line or installed
+    raised = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    found = _of_the_user((code.co_filename, (code, number)) for code, number in reversed(raised))
+    return f"{found[0].co_filename}:{found[1]} ({found[0].co_qualname})" if found else ""
 
 
 def at_line_of(eqn: Any, target: Any) -> Any:

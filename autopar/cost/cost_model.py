@@ -36,6 +36,7 @@ from autopar.cost.roofline import (
 from autopar.cost.stream_simulator import KeptWork, Overlap, overlap_of
 from autopar.cost.xla_program import Compiler, compiler_for
 from autopar.hardware.cluster import Cluster, DeviceKind
+from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.kinds import SECTOR_BYTES, Platform
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
 from autopar.ir.layout import Layout, LogicalMesh
@@ -85,7 +86,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
         links=MeshLinks(
             mesh=mesh,
             links=cluster.axis_links(mesh.axis_sizes),
-            scatters_by_all_reduce=sum(n > 1 for n in cluster.torus) == 3,
+            as_all_reduce=_as_all_reduce(cluster),
             joint=cluster.joint_links(mesh.axis_sizes),
         ),
         compiler=dataclasses.replace(
@@ -93,6 +94,19 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
         ),
         overlap=overlap_of(platform, max(mesh.axis_sizes), hides_host_copies=cluster.device.hides_host_copies),
     )
+
+
+_CLOSED = 4  # chips of a dimension, from which on a TPU's torus is one: shorter ones are lines
+
+
+def _as_all_reduce(cluster: Cluster) -> frozenset[CollectiveKind]:
+    """What XLA makes an all-reduce of where it is over all devices (`MeshLinks.as_all_reduce`)."""
+    sizes = [n for n in cluster.torus if n > 1]
+    if len(sizes) < 3:
+        return frozenset()
+    is_closed = min(sizes) >= _CLOSED and cluster.num_devices == cluster.domain_devices
+    gathers = {CollectiveKind.ALL_GATHER} if cluster.device.gathers_by_all_reduce and is_closed else set()
+    return frozenset({CollectiveKind.REDUCE_SCATTER, *gathers})
 
 
 def copied_s(graph: OpGraph, op: Op, layout: Layout, model: CostModel) -> float:

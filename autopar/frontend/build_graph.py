@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -374,10 +375,14 @@ class _Builder:
     def _call(self, eqn: Any, closed: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
+        with self._called_by(eqn, closed):
+            return self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+
+    @contextlib.contextmanager
+    def _called_by(self, eqn: Any, closed: Any) -> Iterator[None]:
         around, self._caller = self._caller, self._caller.of(eqn, closed)
-        outs = self.inline(jaxpr, [*consts, *ins], stack, count, ops)
+        yield
         self._caller = around
-        return outs
 
     def _barrier(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> list[Atom]:
         passing = {atom: None for atom in ins if isinstance(atom, int)}
@@ -389,13 +394,14 @@ class _Builder:
         self.values.append(replace(self.values[atom], id=len(self.values), name=""))
         return len(self.values) - 1
 
-    def _block(self, closed: Any, stack: str, count: float) -> Block:
+    def _block(self, eqn: Any, closed: Any, stack: str, count: float) -> Block:
         """A nested block; constants of its jaxpr are read from the outside (closed over)."""
         jaxpr = jax_compat.open_jaxpr(closed)
         consts = [self.constant(v, c) for v, c in zip(jaxpr.constvars, jax_compat.jaxpr_consts(closed), strict=True)]
         inputs = [self.value(v) for v in jaxpr.invars]
         ops: list[Op] = []
-        outputs = self.inline(jaxpr, [*consts, *inputs], stack, count, ops)
+        with self._called_by(eqn, closed):
+            outputs = self.inline(jaxpr, [*consts, *inputs], stack, count, ops)
         return Block(inputs=tuple(inputs), outputs=tuple(outputs), ops=tuple(ops))
 
     def _loop(self, eqn: Any, ins: list[Atom], stack: str, count: float, ops: list[Op]) -> tuple[int, ...]:
@@ -405,16 +411,16 @@ class _Builder:
         if kind is OpKind.SCAN:
             num_consts, num_carry = jax_compat.scan_counts(params)
             trips = int(params["length"])
-            blocks = (self._block(params["jaxpr"], stack, count * trips),)
+            blocks = (self._block(eqn, params["jaxpr"], stack, count * trips),)
             counts = dict(num_consts=num_consts, num_carry=num_carry, trips=trips)
         elif kind is OpKind.WHILE:
             # The trip count of a while loop is not known: costs inside count once.
-            blocks = tuple(self._block(params[p], stack, count) for p in ("cond_jaxpr", "body_jaxpr"))
+            blocks = tuple(self._block(eqn, params[p], stack, count) for p in ("cond_jaxpr", "body_jaxpr"))
             num_consts = params["cond_nconsts"] + params["body_nconsts"]
             num_carry = len(ins) - num_consts
             counts = dict(num_consts=num_consts, num_carry=num_carry, num_condition_consts=params["cond_nconsts"])
         else:
-            blocks = tuple(self._block(b, stack, count) for b in params["branches"])
+            blocks = tuple(self._block(eqn, b, stack, count) for b in params["branches"])
             counts = {}
         outputs = tuple(self.value(v) for v in eqn.outvars)
         ops.append(self._op(kind, eqn, ins, outputs, stack, count, blocks=blocks, **counts))

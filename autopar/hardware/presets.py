@@ -333,7 +333,12 @@ MI355X = _gpu(
 )
 TPU_V4 = _TPU_HOST.of(_tpu("TPU v4", half=275.0, int8=275.0, memory_gb=32, memory_gb_per_s=1200.0))
 TPU_V5E = _TPU_HOST.of(_tpu("TPU v5e", half=197.0, int8=394.0, memory_gb=16, memory_gb_per_s=819.0, vector_mib=112))
-TPU_V5P = _TPU_HOST.of(_tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, vector_mib=48))
+# libtpu 0.0.42.1 and 0.0.50.1 make all-reduces of gathers over all chips of 4x4x4, 4x4x8 and 4x8x8; over part of them,
+# on 2x2x2 to 2x4x4, and on v4's 4x4x4 they stay what they are.
+TPU_V5P = dataclasses.replace(
+    _TPU_HOST.of(_tpu("TPU v5p", half=459.0, int8=918.0, memory_gb=95, memory_gb_per_s=2765.0, vector_mib=48)),
+    gathers_by_all_reduce=True,
+)
 # What is left of libtpu's rates in a run (`benchmarks.calibrate`: of AI-Hypercomputer's tpu-recipes Llama 8B on 8 and
 # 70B on 32 of v6e, 70B on 64 and 405B on 256 chips of TPU7x in 16 bits).
 _V6E_SUSTAINED, _TPU7X_SUSTAINED = 0.80, 0.90

@@ -397,6 +397,8 @@ class RegionReader:
             raise NotUnderstood(op, "a ragged product of other rows")
         if self.shape(op.inputs[2]) != self.shape(region.products[0].inputs[2]):
             raise NotUnderstood(op, "another number of groups than the products before it")
+        if not are_numbered(self, order, groups := self.shape(op.inputs[2])[0]):
+            raise NotUnderstood(op, f"experts whose numbers may be others than 0 to {groups - 1}")
         if not counts_choices(self, op.inputs[2], order):
             raise NotUnderstood(op, "groups whose sizes are not how often each expert is chosen")
         if not dims.sums_rows:
@@ -512,12 +514,16 @@ def counts_choices(reader: RegionReader, sizes: Atom, order: Order) -> bool:
     if not isinstance(sizes, int):
         return False
     (groups,) = reader.shape(sizes)
-    root = _root(reader, order.experts)
-    lowest, highest = _bounds(reader, root, 0)
-    if lowest < 0 or highest >= groups:
+    if not are_numbered(reader, order, groups):
         return False
-    found = _Counts(reader, root, groups).of(sizes)
+    found = _Counts(reader, _root(reader, order.experts), groups).of(sizes)
     return found is not None and found.source == _COUNTS
+
+
+def are_numbered(reader: RegionReader, order: Order, groups: int) -> bool:
+    """Whether the numbers of the experts of an order are surely those of so many groups."""
+    lowest, highest = _bounds(reader, _root(reader, order.experts), 0)
+    return lowest >= 0 and highest < groups
 
 
 def _root(reader: RegionReader, value: int, through: frozenset[str] = _ONE_OPERAND) -> int:

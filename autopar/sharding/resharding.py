@@ -61,15 +61,16 @@ class ReshardStep(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 class MeshLinks:
     """A logical mesh and the link that each of its axes runs on.
 
-    `scatters_by_all_reduce`: the backend's compiler makes an all-reduce and a slice of a reduce-scatter over all
-    devices, as XLA does on a torus of three dimensions (seen in programs for v5p; over a part of the devices, and on
-    v5e's torus of two dimensions, it stays what it is).
+    `as_all_reduce`: what the backend's compiler makes an all-reduce of, where it is over all devices: a reduce-scatter
+    with a slice behind it, an all-gather with zeros and each device's own part before it. XLA does the first on a torus
+    of three dimensions (seen in programs for v5p; over a part of the devices, and on v5e's torus of two dimensions, it
+    stays what it is), the second on v5p where it is closed (`DeviceKind.gathers_by_all_reduce`).
     `joint`: (axes in ascending order, link) of collectives over several axes at once (`Cluster.joint_links`).
     """
 
     mesh: LogicalMesh
     links: tuple[Link, ...]
-    scatters_by_all_reduce: bool = False
+    as_all_reduce: frozenset[CollectiveKind] = frozenset()
     joint: tuple[tuple[tuple[int, ...], Link], ...] = ()
 
     def link(self, axes: tuple[int, ...]) -> Link:
@@ -92,8 +93,9 @@ class MeshLinks:
             return None
         result_bytes = nbytes / step.after.shards(self.mesh)
         over_all = self.mesh.size(step.axes) == self.mesh.num_devices
-        if kind is CollectiveKind.REDUCE_SCATTER and self.scatters_by_all_reduce and over_all:
-            return CollectiveKind.ALL_REDUCE, result_bytes * self.mesh.size(step.axes)
+        if kind in self.as_all_reduce and over_all:
+            parts = self.mesh.size(step.axes) if kind is CollectiveKind.REDUCE_SCATTER else 1
+            return CollectiveKind.ALL_REDUCE, result_bytes * parts
         return kind, result_bytes
 
 

@@ -13,7 +13,7 @@ from autopar.attention import execute, kernels, ring
 from autopar.attention.form import AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.kernels import Kernel, kernel_of, library_of, visible_share
 from autopar.hardware import presets
-from tests.attention.test_match import causal, distance, graph_of, padded, plain, stock, window_by_addition
+from tests.attention.test_match import causal, counted, distance, graph_of, padded, plain, stock, window_by_addition
 
 SCALED = ("mul", (), ("score",), ("const", 0.25, "float32"))
 POSITIONS = (("iota", "q", "int32"), ("iota", "k", "int32"))
@@ -41,6 +41,7 @@ def by_a_root(q, k, v, batch):
         (plain, DistanceMask(scale=0.5, causal=False)),
         (causal, DistanceMask(scale=1.0, causal=True)),
         (stock, DistanceMask(scale=0.5, causal=True)),
+        (counted, DistanceMask(scale=0.5, causal=True)),
         (by_a_root, DistanceMask(scale=0.5, causal=True)),
         (window_by_addition, None),
         (distance, None),
@@ -57,6 +58,10 @@ def test_masks_are_read_from_what_is_computed_of_positions(attention, mask):
         (("ge", (), *POSITIONS), True),
         (("not", (), ("gt", (), *POSITIONS[::-1])), True),
         (("ge", (), ("sub", (), *POSITIONS), ("const", 0, "int32")), True),
+        (("ge", (), *(("mul", (), at, ("const", 2, "int32")) for at in POSITIONS)), True),
+        (("ge", (), ("mul", (), POSITIONS[0], ("const", 2, "int32")), POSITIONS[1]), False),
+        (("le", (), *(("mul", (), ("const", -1, "int32"), at) for at in POSITIONS)), True),
+        (("ge", (), *(("mul", (), at, at) for at in POSITIONS)), False),  # causal, but not linear in positions
         (("gt", (), *POSITIONS), False),  # a query does not see itself
         (("le", (), *POSITIONS), False),  # it sees what comes later
         (("ge", (), ("add", (), POSITIONS[0], ("const", 1, "int32")), POSITIONS[1]), False),  # and the next one

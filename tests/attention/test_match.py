@@ -78,6 +78,13 @@ def causal(q, k, v, batch):
     )
 
 
+def counted(q, k, v, batch):
+    """As Haliax: ranges are counted from a start, in steps; here with a cast too."""
+    queries, keys = jnp.arange(L) * 2 + 4, (2 * jnp.arange(L).astype(jnp.float32) + 4.0)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(queries[:, None] >= keys, scores, -1e9)), v)
+
+
 def window_by_addition(q, k, v, batch):
     at = jnp.arange(L)
     near = jnp.abs(at[:, None] - at[None, :]) < 3
@@ -160,6 +167,7 @@ def numbers(heads=H):
         (plain, H),
         (by_hand, H),
         (causal, H),
+        (counted, H),
         (window_by_addition, H),
         (padded, H),
         (distance, H),
@@ -302,6 +310,7 @@ def in_16_bits(q, k, v, batch):
     ("attention", "policy"),
     [
         *((rotated, policy) for policy in POLICIES),
+        (counted, "everything"),
         (divided_behind, "everything"),
         (divided_behind, "products of weights"),
         (in_16_bits, "default"),

@@ -22,12 +22,20 @@ from tests.small_steps import chain_step, slow_cluster
 
 @pytest.mark.parametrize(
     ("cluster", "by_all_reduce"),
-    [("tpu-v5p:2x2x2", True), ("tpu-v5p:2x2x1", False), ("tpu-v5e:2x4", False), ("dgx-h100", False)],
+    [
+        ("tpu-v5p:2x2x2", {"reduce-scatter"}),
+        ("tpu-v5p:2x4x4", {"reduce-scatter"}),
+        ("tpu-v5p:4x4x4", {"reduce-scatter", "all-gather"}),
+        ("tpu-v4:4x4x4", {"reduce-scatter"}),
+        ("tpu-v5p:2x2x1", set()),
+        ("tpu-v5e:2x4", set()),
+        ("dgx-h100", set()),
+    ],
 )
-def test_only_on_a_torus_of_three_dimensions_a_scatter_over_all_devices_is_an_all_reduce(cluster, by_all_reduce):
+def test_on_a_torus_of_three_dimensions_collectives_over_all_devices_are_all_reduces(cluster, by_all_reduce):
     cluster = Cluster.parse(cluster)
     links = cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))).links
-    assert links.scatters_by_all_reduce is by_all_reduce
+    assert {kind.value for kind in links.as_all_reduce} == by_all_reduce
 
 
 ON = slow_cluster(4)

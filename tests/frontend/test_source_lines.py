@@ -1,10 +1,15 @@
 """The line of the user's code that an operation of a graph names."""
 
+import functools
+import importlib
 import inspect
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from autopar.common import jax_compat
 from autopar.frontend.build_graph import build_graph
@@ -51,3 +56,60 @@ def test_a_step_of_an_installed_package_has_its_own_lines():
     args = [jax.ShapeDtypeStruct((4,), jnp.float32)]
     graph = build_graph(trace(optax.tree.norm, args, names="a", donate=(), batch=()), RuleBook())
     assert all("optax" in jax_compat.source_line(op.eqn) for op in graph.ops())
+
+
+PACKAGES = {
+    "linted_wrappers": """
+        import jax
+
+        def wrapped(function):
+            return lambda *args: jax.jit(function)(*args)
+        """,
+    "linted_layers": """
+        import jax
+        from linted_wrappers import wrapped
+
+        @wrapped
+        def dense(x, weights):
+            return x @ weights
+
+        def stacked(layer, x, stack, is_scanned):
+            if is_scanned:
+                return jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, stack)[0]
+            return layer(layer(x, stack[0]), stack[1])
+        """,
+    "linted_model": """
+        import jax
+        import jax.numpy as jnp
+        import linted_layers
+        import linted_wrappers
+
+        def layer(x, weights):
+            return linted_layers.dense(x.astype(jnp.bfloat16), weights).astype(jnp.float32)
+
+        def step(stack, x, is_scanned, is_recomputed):
+            made = jax.checkpoint(layer) if is_recomputed else layer
+            return jax.grad(lambda stack: linted_layers.stacked(made, x, stack, is_scanned).sum())(stack)
+        """,
+}
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_of_installed_packages_the_one_that_imports_the_others_has_the_line(
+    tmp_path, monkeypatch, is_scanned, is_recomputed
+):
+    """A model's, not that of layers of a library, nor of wrappers of another."""
+    for name, code in PACKAGES.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code).lstrip())
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(jax_compat, "_INSTALLED", (f"{tmp_path}/", *jax_compat._INSTALLED))
+    step = functools.partial(
+        importlib.import_module("linted_model").step, is_scanned=is_scanned, is_recomputed=is_recomputed
+    )
+    args = [jax.ShapeDtypeStruct((2, 4, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)]
+    graph = build_graph(trace(step, args, names="ab", donate=(), batch=()), RuleBook())
+    lines = {op.primitive: jax_compat.source_line(op.eqn) for op in graph.ops()}
+    assert lines["dot_general"].startswith(f"{tmp_path}/linted_model.py:7:")
+    assert {line.split(":")[0] for line in lines.values() if line} == {f"{tmp_path}/linted_model.py"}

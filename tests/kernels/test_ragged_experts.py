@@ -245,6 +245,11 @@ def dropped(x, p, chosen, weights):
     return jnp.zeros_like(x).at[order // TOP_K].add(out)
 
 
+def by_table(x, p, chosen, weights):
+    """Experts by a table of the state, which may have any numbers."""
+    return scattered(x, p, p["bias"][chosen, 0].astype(jnp.int32), weights)
+
+
 def mixed(x, p, chosen, weights):
     """Neighbours in the sorted order are added up."""
     flat = chosen.reshape(-1)
@@ -343,8 +348,9 @@ def test_numbers_of_experts_are_within_known_limits(numbers, is_found):
     ("layer", "why"),
     [
         (dropped, "groups whose sizes are not how often each expert is chosen"),
+        (by_table, "experts whose numbers may be others than 0 to 7"),
         (mixed, "cumsum"),
-        (backwards, "groups whose sizes are not"),
+        (backwards, "experts whose numbers may be others"),
         (padded, "another number of groups than the products before it"),
         (added, "rows that are added to others"),
         (elsewhere, "rows of other tokens"),

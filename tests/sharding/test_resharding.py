@@ -1,5 +1,7 @@
 """Paths between layouts: literal ones, and what holds for all of them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -186,9 +188,18 @@ def test_a_backend_that_makes_all_reduces_of_reduce_scatters_is_charged_for_them
     mesh = LogicalMesh(axis_sizes=(4,))
     (step,) = paths(1, MeshLinks(mesh=mesh, links=(FAST,))).steps(layout('P(None, unreduced={"x"})'), layout('P("x")'))
     scatters = MeshLinks(mesh=mesh, links=(FAST,))
-    reduces = MeshLinks(mesh=mesh, links=(FAST,), scatters_by_all_reduce=True)
+    reduces = MeshLinks(mesh=mesh, links=(FAST,), as_all_reduce=frozenset({CollectiveKind.REDUCE_SCATTER}))
     assert scatters.as_compiled(step, 1024.0) == (CollectiveKind.REDUCE_SCATTER, 256.0)
     assert reduces.as_compiled(step, 1024.0) == (CollectiveKind.ALL_REDUCE, 1024.0)
+
+
+def test_a_backend_that_gathers_all_devices_by_all_reduces_is_charged_for_them():
+    mesh = LogicalMesh(axis_sizes=(4, 2))
+    both, one = MeshLinks(mesh=mesh, links=(FAST, FAST)), frozenset({CollectiveKind.ALL_GATHER})
+    for split, kind in (('P(("x", "y"))', CollectiveKind.ALL_REDUCE), ('P("x")', CollectiveKind.ALL_GATHER)):
+        (step,) = paths(1, both).steps(layout(split), layout("P(None)"))
+        assert both.as_compiled(step, 1024.0) == (CollectiveKind.ALL_GATHER, 1024.0)
+        assert dataclasses.replace(both, as_all_reduce=one).as_compiled(step, 1024.0) == (kind, 1024.0)
 
 
 def test_a_path_over_a_layout_that_does_not_divide_does_not_fit():
