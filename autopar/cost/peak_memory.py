@@ -43,7 +43,9 @@ from autopar.cost.xla_program import (
     CPU,
     GPU,
     HOST_COPY,
+    HOST_SLICE,
     REDUCTIONS,
+    SCALAR_BYTES,
     TPU,
     Compiler,
     MemoryStep,
@@ -234,7 +236,6 @@ def _shifted(
 # threads busy.
 
 REDUCING = frozenset({"all_reduce", "reduce_scatter"})
-_LARGEST_NUMBER = 16  # bytes
 
 
 def breadth_first(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
@@ -303,7 +304,7 @@ class _FreeingFirst:
         order: list[Kernel] = []
         ready = [i for i, n in enumerate(self.missing) if n == 0]
         # Numbers that are made of arguments, as those of an optimiser of its count: updates wait for nothing else then.
-        self.eager += [i for i in reversed(ready) if 0 < self.made_bytes(i) <= _LARGEST_NUMBER]
+        self.eager += [i for i in reversed(ready) if 0 < self.made_bytes(i) <= SCALAR_BYTES]
         while ready or self.eager or self.late:
             if self.eager:
                 i = self.eager.pop()
@@ -531,7 +532,7 @@ def _in_vector_memory(
         for v in values:
             accesses.setdefault(like.get(v, v), []).append(position)
         moved.append(moved[-1] + sum(nbytes[v] for v in values))
-        if kernel.kind == HOST_COPY:
+        if kernel.kind in (HOST_COPY, HOST_SLICE):
             never.update(like.get(v, v) for v in (kernel.inputs[0], *kernel.outputs))
     waiting: list[tuple[int, LiveRange]] = []
     for r in ranges:
