@@ -148,7 +148,13 @@ def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
 
     state = [jax.ShapeDtypeStruct((W, H // 2, *group, D), jnp.bfloat16) for group in ((2,), (), ())]
     batch = {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)}
-    step = autopar.parallelize(step, plan=recipes.data_parallel(), cluster="dgx-h100", cache_dir=None)
+    step = autopar.parallelize(
+        step,
+        plan=recipes.data_parallel(),
+        search=autopar.Search(attention="as written"),
+        cluster="dgx-h100",
+        cache_dir=None,
+    )
     text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
     in_scores_order, in_weights_order = f"[1,{H // 2},{L},{L},2]", f"[1,{H // 2},2,{L},{L}]"
     made = [line.split(" fusion(")[0] for line in text.splitlines() if " fusion(" in line and "transpose" in line]
