@@ -36,7 +36,7 @@ default_role = "code"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 # Types of fields that have no entry of their own in the API's page.
-nitpick_ignore_regex = [("py:class", r"autopar\..*|jax\..*|numpy\..*")]
+nitpick_ignore_regex = [("py:class", r"autopar\..*|collections\..*|jax\..*|numpy\..*")]
 
 
 def outward(link: re.Match[str]) -> str:

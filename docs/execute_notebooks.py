@@ -28,9 +28,11 @@ def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """Text that came in pieces, as time had it, in one."""
+    """Text that came in pieces, as time had it, in one; without the progress lines of plans that are made."""
     whole: list[nbformat.NotebookNode] = []
     for output in outputs:
+        if output.get("data") == {"text/plain": ""}:
+            continue
         if output.output_type == "stream" and whole and whole[-1].get("name") == output.name:
             whole[-1].text += output.text
         else:

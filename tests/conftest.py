@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -52,11 +53,22 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 
+# Extra -> a module that comes with it.
+_EXTRAS = {"docs": "myst_nb", "gpu": "jax_plugins.xla_cuda13", "published": "transformers", "tpu": "libtpu"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with `@pytest.mark.cases(n)` so many of its cases, evenly spaced, run by default; others are slow."""
+    """Of a test with `@pytest.mark.cases(n)` so many of its cases, evenly spaced, run by default; others are slow.
+
+    Tests with `@pytest.mark.extra(name)` are slow, and skipped where that extra is not installed.
+    """
     cases = collections.defaultdict(list)
     for item in items:
+        for mark in item.iter_markers("extra"):
+            item.add_marker(pytest.mark.slow)
+            if not _is_installed(_EXTRAS[mark.args[0]]):
+                item.add_marker(pytest.mark.skip(reason=f"needs autopar[{mark.args[0]}]"))
         if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of in cases.values():
@@ -65,6 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(of):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]  # without it the look-up of a module in it raises
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def pytest_collection_finish() -> None:

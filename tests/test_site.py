@@ -1,7 +1,6 @@
 """The documentation as a site: its index, the notebooks of its gallery, its figures, and the whole of it."""
 
 import fnmatch
-import importlib.util
 import json
 import os
 import re
@@ -17,8 +16,6 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 LARGEST_BYTES = 200_000
 TIMEOUT_S = 900.0
-
-needs_docs = pytest.mark.skipif(importlib.util.find_spec("myst_nb") is None, reason="needs the extra docs")
 
 
 def run(*arguments: str) -> str:
@@ -58,16 +55,14 @@ def outputs_of(notebook: dict) -> list[list[str]]:
     return [[o["output_type"] for o in cell["outputs"]] for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-@needs_docs
-@pytest.mark.slow
+@pytest.mark.extra("docs")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, tmp_path):
     run("docs/execute_notebooks.py", "--into", str(tmp_path), path.stem)
     assert outputs_of(json.loads((tmp_path / path.name).read_text())) == outputs_of(json.loads(path.read_text()))
 
 
-@needs_docs
-@pytest.mark.slow
+@pytest.mark.extra("docs")
 def test_figures_are_drawn_from_plans(tmp_path):
     run("docs/figures.py", "--into", str(tmp_path))
     assert "zb-h1: " in (tmp_path / "schedules.svg").read_text()
@@ -84,8 +79,7 @@ def built(source: Path, target: Path) -> str:
     return run(*found[1].split(), str(source), str(target))
 
 
-@needs_docs
-@pytest.mark.slow
+@pytest.mark.extra("docs")
 def test_the_site_is_built_without_a_warning(tmp_path):
     built(DOCS, tmp_path / "site")
     api = (tmp_path / "site" / "api.html").read_text()
@@ -95,8 +89,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         assert (tmp_path / "site" / f"{page}.html").is_file()
 
 
-@needs_docs
-@pytest.mark.slow
+@pytest.mark.extra("docs")
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "conf.py").write_text((DOCS / "conf.py").read_text())

@@ -26,7 +26,7 @@ from autopar.cost.cost_model import CostModel
 from autopar.cost.inner_collectives import parts_of_operands
 from autopar.cost.roofline import kernel_under
 from autopar.cost.usage import results_of, rounded_copies
-from autopar.cost.xla_program import SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
+from autopar.cost.xla_program import HOST_COPY, HOST_SLICE, SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
 from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, LogicalMesh, local_bytes
@@ -341,7 +341,9 @@ class _MemoryWriter:
             at, waited_for = env[instruction.value, instruction.source], instruction.behind
             inputs = (at, *(env[key] for key in waited_for if key in env))
             output = self.define(instruction.value, instruction.target, env)
-            steps.append(MemoryStep(inputs=inputs, outputs=(output,), kind="host_copy", fusible=False))
+            is_ahead = self.model.overlap.slices_ahead and instruction.trips > 1 and not instruction.to_host
+            kind = HOST_SLICE if is_ahead else HOST_COPY
+            steps.append(MemoryStep(inputs=inputs, outputs=(output,), kind=kind, fusible=False))
         elif not isinstance(instruction, Leave):
             self.crossing(instruction, env, steps)
 

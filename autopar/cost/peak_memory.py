@@ -42,7 +42,10 @@ from autopar.cost.xla_program import (
     COLLECTIVES,
     CPU,
     GPU,
+    HOST_COPY,
+    HOST_SLICE,
     REDUCTIONS,
+    SCALAR_BYTES,
     TPU,
     Compiler,
     MemoryStep,
@@ -300,6 +303,8 @@ class _FreeingFirst:
         self.eager.clear()  # these wait for what they read
         order: list[Kernel] = []
         ready = [i for i, n in enumerate(self.missing) if n == 0]
+        # Numbers that are made of arguments, as those of an optimiser of its count: updates wait for nothing else then.
+        self.eager += [i for i in reversed(ready) if 0 < self.made_bytes(i) <= SCALAR_BYTES]
         while ready or self.eager or self.late:
             if self.eager:
                 i = self.eager.pop()
@@ -316,6 +321,9 @@ class _FreeingFirst:
                 self.run(i, ready)
         assert len(order) == len(self.kernels), "the kernels depend on each other in a circle"
         return tuple(order)
+
+    def made_bytes(self, i: int) -> int:
+        return sum(self.nbytes[v] for v in self.kernels[i].outputs)
 
     def is_late(self, i: int) -> bool:
         return self.reduces_late and self.kernels[self.sent_by.get(i, i)].kind in REDUCING
@@ -510,12 +518,13 @@ def _in_vector_memory(
     A value lies there at one place for as long as it is alive, unless between two kernels that make or read it others
     move more than `vector_memory_turns` times the bytes of that memory. Values that take the least of it, their bytes
     times the kernels that run meanwhile, are placed first, each at the lowest address that is free all the time; those
-    for which none is free lie in the memory of the device.
+    for which none is free lie in the memory of the device, as does what is copied from or to that of the host.
     """
     room = compiler.vector_memory_bytes
     if not room:
         return {}
     accesses: dict[int, list[int]] = {}
+    never = {*program.arguments, *program.results}
     moved = [0]  # bytes, by the kernels before each position
     kernels, nbytes, like = _kernels(program, compiler)
     for position, (kernel, _) in enumerate(_in_order(program, kernels, nbytes, compiler)):
@@ -523,10 +532,11 @@ def _in_vector_memory(
         for v in values:
             accesses.setdefault(like.get(v, v), []).append(position)
         moved.append(moved[-1] + sum(nbytes[v] for v in values))
-    lasting = {*program.arguments, *program.results}
+        if kernel.kind in (HOST_COPY, HOST_SLICE):
+            never.update(like.get(v, v) for v in (kernel.inputs[0], *kernel.outputs))
     waiting: list[tuple[int, LiveRange]] = []
     for r in ranges:
-        if r.value in lasting or not 0 < _bytes(r, program.nbytes) <= room:
+        if r.value in never or not 0 < _bytes(r, program.nbytes) <= room:
             continue
         at = [r.start, *(p for p in accesses.get(r.value, ()) if r.start < p < r.stop)]
         if all(moved[b] - moved[a + 1] <= compiler.vector_memory_turns * room for a, b in itertools.pairwise(at)):

@@ -20,6 +20,7 @@ from autopar.cost.xla_program import (
     ALIASES,
     ARITHMETIC,
     BARRIER,
+    HOST_SLICE,
     RANDOM_BITS,
     REDUCTIONS,
     SCALAR_BYTES,
@@ -249,6 +250,8 @@ def _halves(
 
 def _twice(step: MemoryStep, inputs: tuple[int, ...], compiler: Compiler) -> tuple[int, ...]:
     """What a kernel needs two buffers for where its program names one."""
+    if step.kind == HOST_SLICE:
+        return step.outputs
     if step.kind in RANDOM_BITS:
         return step.outputs  # two words of the generator's state, of which each bit is made where it is read
     if step.kind in MATRIX_PRODUCTS and step.half_precision and compiler.widens_half_precision:

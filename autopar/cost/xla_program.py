@@ -46,6 +46,8 @@ ALIASES = frozenset(
     {"reshape", "squeeze", "expand_dims", "copy", "bitcast_convert_type", "optimization_barrier", "name"}
 )
 BARRIER = "optimization_barrier"
+HOST_COPY = "host_copy"  # from or to the memory of the host; reads what it waits for, too
+HOST_SLICE = "host_slice"  # such a copy for a turn of a scan, beside which that for the next turn is on its way
 SUM_OF_PIECES = "sum of pieces"  # of products: reads what they read, and sums in 32 bits whatever these are
 # Kernels that are not elementwise but compute what they read on the way in.
 ABSORBING = REDUCTIONS | {

@@ -1,6 +1,5 @@
 """What XLA's compilers for GPUs and TPUs make of attention: read from programs for hardware that is not here."""
 
-import importlib.util
 import math
 import re
 
@@ -12,13 +11,8 @@ import autopar
 from autopar import recipes
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.verification import compile_for_target, traffic_of
-from autopar.xla import aot
 
 B, L, H, D, W = 8, 1536, 4, 128, 256
-needs_gpu_compiler = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])"
-)
 
 
 def train_step(state, batch):
@@ -51,7 +45,7 @@ def scores_written(text):
     return sizes.count(H * L * L)
 
 
-@needs_gpu_compiler
+@pytest.mark.extra("gpu")
 def test_on_gpus_cudnn_runs_blockwise_attention_and_the_predicted_peak_is_that_of_the_compiler():
     plan, made = compiled("blockwise", "dgx-h100", "gpu:h100:8")
     text = made.as_text()
@@ -77,9 +71,12 @@ def cross_step(state, batch):
     ("cluster", "target", "kernels"),
     [
         pytest.param(
-            "dgx-h100", "gpu:h100:8", {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}, marks=needs_gpu_compiler
+            "dgx-h100",
+            "gpu:h100:8",
+            {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"},
+            marks=pytest.mark.extra("gpu"),
         ),
-        pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", {"tpu_custom_call"}, marks=needs_tpu_compiler),
+        pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", {"tpu_custom_call"}, marks=pytest.mark.extra("tpu")),
     ],
 )
 def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kernels):
@@ -104,7 +101,7 @@ def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kerne
     assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.15)
 
 
-@needs_gpu_compiler
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_on_gpus_cudnn_runs_each_step_of_a_ring(size):
     """The step of the own keys, and both kinds of the others', of which there is one more in a loop; bytes and memory
@@ -123,7 +120,7 @@ def test_on_gpus_cudnn_runs_each_step_of_a_ring(size):
     assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
 
 
-@needs_gpu_compiler
+@pytest.mark.extra("gpu")
 def test_on_gpus_scores_are_written_where_attention_is_as_written():
     """Scores, weights, and both gradients, which `score_kernels` counts; and weights of groups of heads with their
     dimensions elsewhere, which it does not.
@@ -132,7 +129,7 @@ def test_on_gpus_scores_are_written_where_attention_is_as_written():
     assert scores_written(made.as_text()) == 4 + 2
 
 
-@needs_gpu_compiler
+@pytest.mark.extra("gpu")
 def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
     """As `score_kernels` has it: of (group, queries, keys) one copy in the order of the scores, (keys, queries, group),
     and weights as (group, queries, keys) beside the gradients of scores.
@@ -151,7 +148,13 @@ def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
 
     state = [jax.ShapeDtypeStruct((W, H // 2, *group, D), jnp.bfloat16) for group in ((2,), (), ())]
     batch = {"x": jax.ShapeDtypeStruct((B, L, W), jnp.bfloat16)}
-    step = autopar.parallelize(step, plan=recipes.data_parallel(), cluster="dgx-h100", cache_dir=None)
+    step = autopar.parallelize(
+        step,
+        plan=recipes.data_parallel(),
+        search=autopar.Search(attention="as written"),
+        cluster="dgx-h100",
+        cache_dir=None,
+    )
     text = compile_for_target(step, "gpu:h100:8", state, batch).as_text()
     in_scores_order, in_weights_order = f"[1,{H // 2},{L},{L},2]", f"[1,{H // 2},2,{L},{L}]"
     made = [line.split(" fusion(")[0] for line in text.splitlines() if " fusion(" in line and "transpose" in line]
@@ -159,8 +162,7 @@ def test_on_gpus_gradients_of_weights_of_grouped_heads_are_copied_in_32_bits():
     assert sum(f"bf16{in_scores_order}" in line and f"bf16{in_weights_order}" in line for line in made) == 1
 
 
-@needs_tpu_compiler
-@pytest.mark.slow
+@pytest.mark.extra("tpu")
 def test_on_tpus_a_kernel_of_pallas_runs_blockwise_attention():
     _, made = compiled("blockwise", "tpu-v5e:2x4", "tpu:v5e:2x4")
     text = made.as_text()

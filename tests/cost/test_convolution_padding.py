@@ -9,7 +9,6 @@ import pytest
 import autopar
 from autopar.cost.memory_program import written_padding
 from autopar.verification import compile_for_target
-from autopar.xla import aot
 
 IMAGES, KERNEL = (2, 8, 8, 3), (3, 3, 3, 5)
 
@@ -83,7 +82,7 @@ def test_the_padded_copy_is_held_until_the_backward_pass():
     assert peak_bytes("SAME") - peak_bytes(((1, 1), (1, 1))) == 64 * 65 * 65 * 8 * 4
 
 
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize(("size", "padded"), [(3, [65]), (7, [65, 69])])
 def test_the_compiler_pads_and_makes_as_much(size, padded):
     """Of images of 64 pixels a side: their gradient, and what a convolution and its kernel's gradient read."""

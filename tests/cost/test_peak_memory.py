@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.cost import peak_memory
 from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep, heap_bytes
-from autopar.cost.xla_program import Tile
+from autopar.cost.xla_program import HOST_COPY, Tile
 from autopar.hardware.kinds import Platform
 from benchmarks.zoo import CASES
 
@@ -30,7 +30,7 @@ class Builder:
 
     def __call__(self, kind: str, *inputs: int, nbytes: int = BIG, **fields) -> int:
         out = self.value(nbytes)
-        fusible = kind not in {"dot_general", "gather", "sort"} and not kind.startswith("reduce")
+        fusible = kind not in {"dot_general", "gather", "sort", HOST_COPY} and not kind.startswith("reduce")
         self.steps.append(MemoryStep(inputs=inputs, outputs=(out,), kind=kind, fusible=fusible, **fields))
         return out
 
@@ -152,6 +152,15 @@ def test_a_parameter_is_updated_in_place_as_soon_as_its_gradient_is_there(compil
     # Six products of the forward pass, then the gradient for the layer below and the one of a weight beside them.
     found = peak(op.program([x, *weights], new, dict(zip(weights, new, strict=True))), compiler)
     assert 7 * BIG <= found <= 8 * BIG
+
+
+def test_a_number_that_every_update_reads_is_there_before_the_gradients():
+    op = Builder()
+    count, x, *weights = op.value(4), op.value(SMALL), *(op.value(BIG) for _ in range(6))
+    gradients = [op("dot_general", x, key=i) for i in range(6)]
+    rate = op("reduce_sum", count, nbytes=4)
+    new = [op("sub", w, g, rate) for w, g in zip(weights, gradients, strict=True)]
+    assert peak(op.program([count, x, *weights], new, dict(zip(weights, new, strict=True)))) == BIG + 4
 
 
 # On TPU the product writes it converted.
@@ -427,6 +436,15 @@ def test_what_waits_least_lies_in_vector_memory_first():
     assert peak_with(0) >= 2 * BIG
     assert BIG <= peak_with(BIG + 2 * SMALL) <= BIG + 3 * SMALL
     assert peak_with(2 * BIG + 2 * SMALL) <= 3 * SMALL
+
+
+def test_what_comes_from_the_hosts_memory_or_goes_there_lies_in_the_devices():
+    op = Builder()
+    in_host, w = op.value(0), op.value(SMALL)
+    here = op(HOST_COPY, in_host)
+    new = op("dot_general", here, w)
+    program = op.program([in_host, w], [op(HOST_COPY, new, nbytes=0)])
+    assert peak(program, dataclasses.replace(TPU, vector_memory_bytes=4 * BIG)) == 2 * BIG
 
 
 @pytest.mark.parametrize(("nbytes", "address"), [(2, 4), (1, 4), (3, None)])

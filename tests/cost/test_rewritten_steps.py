@@ -1,6 +1,5 @@
 """What XLA's TPU compiler makes of operations before it fuses them: literal programs, and one that it compiles."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import jax
@@ -152,7 +151,6 @@ def test_one_number_of_each_row_is_told_from_whole_rows():
 
 
 HEADS, LENGTH, WIDTH, VOCABULARY = 8, 1024, 64, 32_768
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
 
 
 def predicted_and_compiled(step, state, batch):
@@ -169,7 +167,7 @@ def attention(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 @pytest.mark.parametrize("is_computed_again", [True, False])
 def test_attention_as_written_needs_what_was_predicted(is_computed_again):
     def layer(x, weights):
@@ -194,7 +192,7 @@ def test_attention_as_written_needs_what_was_predicted(is_computed_again):
     assert predicted == pytest.approx(compiled, rel=0.1)
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 @pytest.mark.parametrize("way", ["labels", "log-probabilities", "16 bits"])
 def test_a_loss_needs_what_was_predicted(way):
     def step(embedding, batch):

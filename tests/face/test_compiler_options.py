@@ -1,7 +1,6 @@
 """XLA's options in plans: which a plan sets, what a user adds, how they are kept, applied and refused."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +145,7 @@ def test_a_plan_keeps_its_own():
         )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs autopar[gpu]")
+@pytest.mark.extra("gpu")
 def test_gpu_compiler_combines_as_the_options_say():
     case = CASES["mlp"](batch=32)
     state, batch = jax.eval_shape(case.init, jax.random.key(0)), jax.eval_shape(lambda: case.batch(0))
@@ -166,8 +164,7 @@ def test_gpu_compiler_combines_as_the_options_say():
     assert numbers[0] > numbers[None]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs autopar[gpu]")
+@pytest.mark.extra("gpu")
 def test_gpu_compiler_makes_one_of_what_is_exchanged_once_a_step():
     mesh = aot.target_mesh("gpu:h100:8", (8,), ("x",))
 
@@ -188,8 +185,7 @@ def test_gpu_compiler_makes_one_of_what_is_exchanged_once_a_step():
     assert numbers == [(5, 5), (1, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_tpu_compiler_takes_the_options():
     step = autopar.parallelize(
         mlp_step, plan=recipes.zero(3), cluster=autopar.Cluster.preset("tpu-v5e", topology="2x2"), cache_dir=None,

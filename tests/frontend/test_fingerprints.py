@@ -128,7 +128,7 @@ from tests.small_steps import mlp_batch, new_mlp_state, slow_cluster
 logging.basicConfig(level=logging.WARNING)
 step = autopar.parallelize(solving_step, cluster=slow_cluster(2))
 step.plan(new_mlp_state(), mlp_batch())
-print("purity" in step.last_progress.spent_s)
+print("graph" in step.last_progress.spent_s)
 """
 
 

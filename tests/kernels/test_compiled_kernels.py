@@ -1,6 +1,5 @@
 """What XLA makes for TPUs of kernels with a rule: those of jax in Pallas, on parts of a device's shapes."""
 
-import importlib.util
 import math
 import re
 
@@ -14,9 +13,6 @@ from autopar import recipes
 from autopar.verification import compile_for_target
 
 B, L, H, D, W, E = 8, 512, 8, 128, 256, 4
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])"
-)
 
 
 def causal(q, k, v):
@@ -71,7 +67,7 @@ def kernel_results(text):
     return [shape for call in calls for shape in re.findall(r"\w+\[[\d,]*\]", call)]
 
 
-@needs_tpu_compiler
+@pytest.mark.extra("tpu")
 @pytest.mark.parametrize("attention", [flash, splash], ids=["flash", "splash"])
 @pytest.mark.parametrize("has_rule", [True, False], ids=["by a rule", "by its grid"])
 @pytest.mark.parametrize(
@@ -89,7 +85,7 @@ def test_attention_kernels_run_on_each_devices_heads_or_examples(attention, has_
     assert not whole, "no operand of attention is gathered"
 
 
-@needs_tpu_compiler
+@pytest.mark.extra("tpu")
 def test_a_grouped_product_is_split_over_its_columns():
     product = autopar.kernel(grouped, "m k, e k n, e -> m n", whole=("m", "k", "e"))
 
@@ -106,7 +102,7 @@ def test_a_grouped_product_is_split_over_its_columns():
     assert f"bf16[{L},{D}]" in kernel_results(compiled(*args, columns))
 
 
-@needs_tpu_compiler
+@pytest.mark.extra("tpu")
 def test_megablox_without_a_rule_is_split_over_its_columns():
     def step(state, batch):
         sizes = jnp.full((8,), L // 8, jnp.int32)

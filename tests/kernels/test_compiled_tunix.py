@@ -1,6 +1,5 @@
 """What XLA makes for TPUs of Tunix's training step, unmodified, with splash attention in a `shard_map` of its own."""
 
-import importlib.util
 import math
 import re
 
@@ -14,13 +13,9 @@ from autopar.xla.collectives import collectives, traffic
 from benchmarks.zoo.published.tunix_models import tunix_qwen3_splash
 
 B, L, H, D = 8, 512, 2, 128
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])"
-)
 
 
-@pytest.mark.slow
-@needs_tpu_compiler
+@pytest.mark.extra("tpu")
 @pytest.mark.filterwarnings("ignore")  # that package's own
 @pytest.mark.parametrize("recipe", [recipes.data_parallel(), recipes.zero(3), None], ids=["data", "zero 3", "free"])
 def test_splash_attention_runs_on_each_devices_examples(recipe):

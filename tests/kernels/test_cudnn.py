@@ -15,10 +15,8 @@ from autopar.kernels.cudnn import NAMES, is_cudnn_attention
 from autopar.kernels.local import local_rule, local_work
 from autopar.microbatch.example_rules import MixesExamples, places_of_results
 from autopar.verification import compile_for_target
-from autopar.xla import aot
 
 B, L, H, D, W = 8, 256, 8, 64, 128
-needs_gpu_compiler = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +76,7 @@ def triton(q, k, v):
     return mha(q, k, v, None, causal=True)
 
 
-@needs_gpu_compiler
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize("of", [attention, triton], ids=["cuDNN", "Triton"])
 @pytest.mark.parametrize(
     ("recipe", "part"),

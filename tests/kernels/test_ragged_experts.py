@@ -1,7 +1,6 @@
 """Mixtures of experts with sorted rows: found as people write them, and equal to plain jax however they are split."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -499,8 +498,7 @@ def test_what_is_sent_is_what_was_predicted(recipe, sends_rows):
     assert any(of.name == "all-to-all" and of.compiled for of in compared.collectives) == sends_rows
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_rows_sent_on_tpus_are_those_predicted():
     made = autopar.parallelize(
         step(scattered, scanned=True), cluster="tpu-v5p:2x2x1", cache_dir=None, plan=recipes.expert_parallel()

@@ -24,7 +24,6 @@ from autopar.lowering.emit import run_on_parts
 from autopar.sharding.rules import RuleBook
 from autopar.sharding.strategies import Signature, enumerate_strategies
 from autopar.verification import compile_for_target
-from autopar.xla import aot
 from tests.small_steps import assert_close, slow_cluster
 
 E4M3, E8M0, E2M1 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu, jnp.float4_e2m1fn
@@ -186,8 +185,7 @@ def test_a_product_runs_at_the_rate_of_its_format_or_in_bfloat16(cluster, dtype,
     assert seconds(cluster, dtype, scale, block) == pytest.approx(device.launch_overhead_s + arithmetic_s, rel=1e-6)
 
 
-@slow
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize(
     ("recipe", "forward", "gradient"),
     [(autopar.recipes.zero(3), "2048,512", "512,256"), (TENSOR, "8192,256", "256,256")],

@@ -1,7 +1,6 @@
 """What is saved for the backward pass, in the memory of the host: what goes there, when it comes back, its costs."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -178,8 +177,7 @@ def test_the_compiled_stages_need_less():
     assert made.peak.predicted == pytest.approx(made.peak.compiled, rel=0.15)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_a_stage_compiled_for_tpu_hands_on_what_it_saves_in_the_hosts_memory():
     cluster = autopar.Cluster.preset("tpu-v5e", topology="2x4")
     options = {"pp": 2, "num_microbatches": 4, "recompute": "matmuls"}
@@ -201,8 +199,7 @@ def test_a_stage_compiled_for_tpu_hands_on_what_it_saves_in_the_hosts_memory():
     assert stats["nothing", TaskKind.FORWARD].output_size_in_bytes - forward.output_size_in_bytes >= saved
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_one_program_compiled_for_tpu_needs_no_less():
     """Why it is refused. If this fails, the compiler has learned to keep arrays in the host's memory."""
     stats = {}

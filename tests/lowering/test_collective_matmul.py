@@ -1,7 +1,6 @@
 """Products that gather an operand, or scatter their result, piece by piece while they run."""
 
 import dataclasses
-import importlib.util
 import re
 
 import jax
@@ -125,8 +124,7 @@ def test_weights_come_in_pieces_of_what_is_summed_and_of_what_is_not(devices):
     assert_close(made_in_pieces(jax.tree.map(jnp.copy, state), batch), jax.jit(forward)(state, batch))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 @pytest.mark.parametrize(("target", "cluster"), [("tpu:v5p:2x2x2", "tpu-v5p:2x2x2"), ("tpu:v5e:2x2", "tpu-v5e:2x2")])
 def test_compiled_for_a_tpu_no_piece_is_computed_ahead_of_its_turn(target, cluster):
     """Programs that compute all pieces at once take eight times a sum in 32 bits, 1.1 GB."""

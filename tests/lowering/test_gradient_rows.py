@@ -1,6 +1,5 @@
 """Gradients of weights lie row by row in programs for TPUs, as the weights and their moments do."""
 
-import importlib.util
 import re
 import types
 
@@ -76,8 +75,7 @@ def test_parts_that_fill_whole_tiles_are_laid_out_by_rows(shape, layout, said):
     assert ("layout_constraint" in text) is said
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_a_compiled_update_copies_no_state():
     step = autopar.parallelize(experts_step, plan=recipes.zero(3), cluster="tpu-v6e:2x4", cache_dir=None)
     text = compile_for_target(step, "tpu:v6e:2x4", *shapes()).as_text()

@@ -1,7 +1,6 @@
 """The optimiser's state in the memory of the host: where it lies, when it comes and goes, what that costs."""
 
 import dataclasses
-import importlib.util
 import types
 
 import jax
@@ -20,7 +19,6 @@ from autopar.lowering.host_copies import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
 from autopar.verification import compile_for_target
-from autopar.xla import aot
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, grouped, mlp_step, slow_cluster, verified
 
@@ -269,7 +267,7 @@ def test_few_buckets_are_on_a_device_at_once(clips):
     assert waiting == 2 * layers - AHEAD * a_bucket
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
+@pytest.mark.extra("tpu")
 def test_a_compiled_program_for_tpu_is_without_that_memory():
     layers, width = 6, 1024
     state = jax.eval_shape(lambda: new_state(layers, width))
@@ -337,7 +335,7 @@ def test_devices_without_memory_kinds_are_refused(monkeypatch):
         step.init(new_state)
 
 
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.extra("gpu")
 def test_gpus_that_are_not_here_have_no_memory_kinds():
     step = step_under(recipes.zero(1, offload="optimizer"), cluster=autopar.Cluster.preset("dgx-h100"))
     with pytest.raises(UnsupportedError, match=r"pinned_host.*got gpu devices with none"):

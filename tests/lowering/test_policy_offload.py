@@ -1,7 +1,6 @@
 """Offload policies of `jax.checkpoint` under a plan: what goes to the host, its memory and time, and the numbers."""
 
 import dataclasses
-import importlib.util
 import re
 from importlib import metadata
 
@@ -19,7 +18,6 @@ from autopar.ir.graph import HOST, RETURNED, OpKind, Section
 from autopar.lowering.instructions import HostCopy, Loop, host_copies_in
 from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target
-from autopar.xla import aot
 from tests.small_steps import assert_close, slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 64, 16, 32, 4
@@ -279,16 +277,12 @@ def test_a_cluster_must_know_its_link_to_the_host():
     ("target", "cluster"),
     [
         pytest.param(
-            "tpu:v5e:2x4", lambda: autopar.Cluster.preset("tpu-v5e", topology="2x4"),
-            marks=pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])"),
+            "tpu:v5e:2x4", lambda: autopar.Cluster.preset("tpu-v5e", topology="2x4"), marks=pytest.mark.extra("tpu")
         ),
-        pytest.param(
-            "gpu:h100:8", lambda: autopar.Cluster.preset("dgx-h100"),
-            marks=pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])"),
-        ),
+        pytest.param("gpu:h100:8", lambda: autopar.Cluster.preset("dgx-h100"), marks=pytest.mark.extra("gpu")),
     ],
     ids=["tpu", "gpu"],
-)  # fmt: skip
+)
 def test_the_compiled_scan_keeps_each_devices_part_in_the_hosts_memory(target, cluster):
     shapes = jax.eval_shape(lambda: arguments(**LARGE))
     made = {}

@@ -1,7 +1,6 @@
 """Gradients are summed in the type of reductions: within a device, and between devices."""
 
 import collections as counters
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 import autopar
 from autopar import verification
 from autopar.common import jax_compat
-from autopar.xla import aot, collectives
+from autopar.xla import collectives
 from tests.mixed_precision.small_training import training
 from tests.small_steps import MLP_BATCH, slow_cluster
 
@@ -139,11 +138,9 @@ def test_a_gradient_is_not_rounded_to_the_type_of_computation(model):
 
 # Between devices
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
-needs_plugin = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 TARGETS = [
-    pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", marks=needs_libtpu),
-    pytest.param("dgx-h100", "gpu:h100:8", marks=needs_plugin),
+    pytest.param("tpu-v5e:2x4", "tpu:v5e:2x4", marks=pytest.mark.extra("tpu")),
+    pytest.param("dgx-h100", "gpu:h100:8", marks=pytest.mark.extra("gpu")),
 ]
 
 

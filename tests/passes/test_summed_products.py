@@ -144,8 +144,7 @@ def test_on_devices(recipe):
     assert_close(jax.tree.map(np.asarray, got), jax.jit(step)(params, x), 2**-8)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize(("dtype", "kernels"), [("float32", 1), ("bfloat16", 2)])
 def test_a_compiler_for_gpus_adds_up_within_products_of_32_bits(dtype, kernels):
     """As a device's summands are added up under data parallelism, of a size whose contraction XLA does not split."""
@@ -167,8 +166,7 @@ def test_a_compiler_for_gpus_adds_up_within_products_of_32_bits(dtype, kernels):
     assert len(re.findall(r"= \S+ (?:fusion|custom-call|dot|add)\(", entry)) == kernels
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize("of_sum", ["float32", "bfloat16"])
 def test_a_compiler_for_gpus_scales_and_adds_up_within_products_of_8_bits(of_sum):
     def add(total, x, y, scale):

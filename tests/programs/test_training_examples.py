@@ -1,6 +1,5 @@
 """The examples of whole training runs: in two processes, then on from there in one."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -40,8 +39,7 @@ def test_a_run_of_two_processes_goes_on_in_one(tmp_path):
     assert "held-out loss" in text
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs published models")
+@pytest.mark.extra("published")
 def test_a_published_model_is_tuned(tmp_path):
     seen = losses(run("examples/finetune.py", "--folder", str(tmp_path), "--steps", "30"))
     assert sorted(seen) == [9, 19, 29]

@@ -20,8 +20,6 @@ from autopar.xla.aot import CARDS, GpuHosts
 from benchmarks.zoo import CASES
 from tests.xla.spanned_axes import spanned_axes
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (autopar[tpu])")
-
 
 @pytest.mark.parametrize(
     ("spec", "generation", "chips", "num_slices"),
@@ -81,13 +79,13 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
         aot.target_devices("tpu:v5e:2x4")
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 def test_a_slice_that_does_not_exist_is_refused():
     with pytest.raises(InvalidArgumentError, match="a slice that libtpu can describe"):
         aot.target_devices("tpu:v5e:2x3")
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 def test_axes_must_fill_the_slice():
     with pytest.raises(InvalidArgumentError, match="its 8 devices"):
         aot.target_mesh("tpu:v5e:2x4", (2, 2), ("data", "model"))
@@ -97,13 +95,13 @@ def test_axes_must_fill_the_slice():
         aot.target_mesh("tpu:v5e:2x4", (8,), ("data", "model"))
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 def test_of_several_slices_the_first_axis_crosses_them():
     mesh = aot.target_mesh("tpu:v5e:2x4:2", (4, 4), ("data", "model"))
     assert [[d.slice_index for d in row] for row in mesh.devices] == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
 
 
-@needs_libtpu
+@pytest.mark.extra("tpu")
 @pytest.mark.parametrize("spec", ["tpu:v5e:2x4", "tpu:v5p:2x2x2"])
 def test_a_program_compiles_for_the_slice_though_jax_has_other_devices(spec):
     jax.devices()  # the backend of this process is started first, as in a user's session
@@ -118,9 +116,6 @@ def test_a_program_compiles_for_the_slice_though_jax_has_other_devices(spec):
     stats = compiled.memory_analysis()
     assert stats is not None
     assert stats.argument_size_in_bytes == (256 * 256 + 256 * 512) * 4
-
-
-needs_plugin = pytest.mark.skipif(not aot.has_gpu_compiler(), reason="needs the CUDA plugin (autopar[gpu])")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +167,7 @@ def test_a_plugin_that_jax_left_out_is_an_error_with_words(monkeypatch):
         aot.target_devices("gpu:h100:8")
 
 
-@pytest.mark.slow
-@needs_plugin
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize("card", CARDS)
 def test_a_program_compiles_for_cards_that_are_not_there(card):
     mesh = aot.target_mesh(f"gpu:{card}:8", (2, 4), ("data", "model"))
@@ -188,8 +182,7 @@ def test_a_program_compiles_for_cards_that_are_not_there(card):
     assert compiled.memory_analysis().argument_size_in_bytes == (256 * 256 + 256 * 512) * 4
 
 
-@pytest.mark.slow
-@needs_plugin
+@pytest.mark.extra("gpu")
 def test_of_several_hosts_the_first_axis_crosses_them():
     mesh = aot.target_mesh("gpu:h100:2x4", (4, 2), ("data", "model"))
     assert [[d.process_index for d in row] for row in mesh.devices] == [[0, 0], [0, 0], [1, 1], [1, 1]]
@@ -199,8 +192,7 @@ def test_of_several_hosts_the_first_axis_crosses_them():
         aot.target_mesh("gpu:h100:2x4", (2, 2), ("data", "model"))
 
 
-@pytest.mark.slow
-@needs_plugin
+@pytest.mark.extra("gpu")
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_plans_are_held_against_the_program_of_the_gpu_compiler(hosts):
     cluster = Cluster.preset("dgx-h100", hosts=hosts)

@@ -48,8 +48,9 @@ def hk_resnet() -> Case:
         network = hk.nets.ResNet((1, 1, 1, 1), classes, bottleneck=False, channels_per_group=(8, 16, 16, 32))
         return cross_entropy(network(batch["images"], is_training=True), batch["labels"])
 
-    # Many BatchNorms of few values in a row amplify rounding.
-    make_batch = image_batch(batch=32, image=32, channels=3, classes=classes)
+    # Many BatchNorms of few values in a row amplify rounding. Of larger images some input of a ReLU is zero but for
+    # rounding, and gradients differ by 9 % (in float64 by 1e-14).
+    make_batch = image_batch(batch=32, image=16, channels=3, classes=classes)
     return haiku_case(name="hk_resnet", loss=loss, batch=make_batch, tolerance=1e-4)
 
 
