@@ -11,8 +11,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from autopar.cost.usage import compute_times_s
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.decide_stages import StageChoice
@@ -261,12 +259,10 @@ def _in_some_layers(
     if first is None or first.fits(limit_bytes) or first.step_time_s >= worth_s:
         return
     # The bytes that are kept err where all is: much of it is fused.
-    times_s = {0: first.step_time_s}
     for mix in (mixes.num_layers, mixes.last):
         found = of(mix)
         if found is None:
             return
-        times_s[mix] = found.step_time_s
         if found.fits(limit_bytes):
             break
         if found.step_time_s >= evaluated.best.step_time_s:
@@ -281,11 +277,10 @@ def _in_some_layers(
         share = (peak_bytes[over] - limit_bytes) / (peak_bytes[over] - peak_bytes[under])
         wanted_bytes = mixes.kept_bytes(over) - share * (mixes.kept_bytes(over) - mixes.kept_bytes(under))
         mix = next((n for n in range(over + 1, under) if mixes.kept_bytes(n) <= wanted_bytes), under - 1)
-        if np.interp(mix, list(times_s), list(times_s.values())) >= evaluated.best.step_time_s:
-            break
         choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
+        best_s = evaluated.best.step_time_s
         refined = evaluated.refined(m, choice, mixes.name_of(mix), binding)
-        if refined is None:
+        if refined is None or (not refined.fits(limit_bytes) and refined.step_time_s >= best_s):
             break
         peak_bytes[mix] = refined.peak_bytes
 
