@@ -206,7 +206,7 @@ def _frames(made_at: Any, inside: tuple[str, str] | None, itself: bool = False) 
 
 
 def _of_the_user(frames: Iterable[tuple[str, Any]]) -> Any:
-    """What stands by the file of the user's frame, of those with their files, the innermost first; None where all are
+    """The value given with the user's frame, of (file, value) of each frame, the innermost first; None where all are
     jax's.
     """
     installed: dict[str, Any] = {}  # of each package the innermost
@@ -229,11 +229,14 @@ def _package_of(path: str) -> str:
 def _imported(package: str) -> frozenset[str]:
     """The packages of which a loaded module of a package has a module, class or function."""
     loaded = [m for name, m in [*sys.modules.items()] if name.partition(".")[0] == package and m is not None]
-    values = (value for module in loaded for value in [*vars(module).values()])
+    # Some modules load what they have when it is asked for, and some objects run code of theirs when their class is.
+    values = (value for module in loaded for value in [*object.__getattribute__(module, "__dict__").values()])
     named = (
-        vars(value).get("__name__") if isinstance(value, ModuleType) else value.__module__  # some modules load late
+        object.__getattribute__(value, "__dict__").get("__name__")
+        if issubclass(type(value), ModuleType)
+        else value.__module__
         for value in values
-        if isinstance(value, (ModuleType, type, FunctionType))
+        if issubclass(type(value), (ModuleType, type, FunctionType))
     )
     return frozenset(str(name).partition(".")[0] for name in named)
 

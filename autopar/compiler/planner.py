@@ -272,8 +272,7 @@ def faster_split(
 # it needs more memory, and its search over meshes takes minutes (GPT-3 on 1,024).
 WHOLE_UP_TO = 64
 # Where a pipeline is searched for although a single program fits: the share of the step that is lost to sending and to
-# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`). One stage under ZeRO that
-# loses more bounds no search over stages.
+# work done twice. A bound then leaves out what no pipeline can gain (`least_pipeline_s`).
 LOST = 0.1
 NOT_WORTH_SEARCHING = Rejection(
     source=PIPELINES, why="not searched: the program without stages sends and waits too little"

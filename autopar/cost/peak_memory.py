@@ -303,7 +303,7 @@ class _FreeingFirst:
         self.eager.clear()  # these wait for what they read
         order: list[Kernel] = []
         ready = [i for i, n in enumerate(self.missing) if n == 0]
-        # Numbers that are made of arguments, as those of an optimiser of its count: updates wait for nothing else then.
+        # Numbers that are made of arguments, as those of an optimizer of its count: updates wait for nothing else then.
         self.eager += [i for i in reversed(ready) if 0 < self.made_bytes(i) <= SCALAR_BYTES]
         while ready or self.eager or self.late:
             if self.eager:

@@ -245,18 +245,22 @@ def _in_some_layers(
     """
     limit_bytes, mixes = evaluated.limit_bytes, _Mixes(policies, len(plain.policies))
     peak_bytes: dict[int, int] = {}
+    times_s: dict[int, float] = {}
 
     def of(mix: int) -> PipelineEstimate | PipelineCandidate | None:
         choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
         found = evaluated.as_it_is(m, choice, binding) if not evaluated.deadline.passed else None
         if found is not None:
-            peak_bytes[mix] = found.peak_bytes
+            peak_bytes[mix], times_s[mix] = found.peak_bytes, found.step_time_s
         return found
 
-    assert evaluated.best is not None, "one fits"
+    def gains(mix: int) -> bool:
+        """Whether what recomputes more than a mix, and is no faster, may be worth its building."""
+        assert evaluated.best is not None, "one fits"
+        return times_s[mix] < (1 - ESTIMATE_ERROR / 2) * evaluated.best.step_time_s
+
     first = of(0)
-    worth_s = (1 - ESTIMATE_ERROR / 2) * evaluated.best.step_time_s  # no mix is faster than what keeps all
-    if first is None or first.fits(limit_bytes) or first.step_time_s >= worth_s:
+    if first is None or first.fits(limit_bytes) or not gains(0):
         return
     # The bytes that are kept err where all is: much of it is fused.
     for mix in (mixes.num_layers, mixes.last):
@@ -265,24 +269,23 @@ def _in_some_layers(
             return
         if found.fits(limit_bytes):
             break
-        if found.step_time_s >= evaluated.best.step_time_s:
-            return  # what fits computes more again
+        if not gains(mix):
+            return
     else:
         return
     for _ in range(TRIED_MIXES):
         over = max(mix for mix, nbytes in peak_bytes.items() if nbytes > limit_bytes)
         under = min(mix for mix, nbytes in peak_bytes.items() if nbytes <= limit_bytes)
-        if under - over <= 1:
+        if under - over <= 1 or not gains(over):
             break
         share = (peak_bytes[over] - limit_bytes) / (peak_bytes[over] - peak_bytes[under])
         wanted_bytes = mixes.kept_bytes(over) - share * (mixes.kept_bytes(over) - mixes.kept_bytes(under))
         mix = next((n for n in range(over + 1, under) if mixes.kept_bytes(n) <= wanted_bytes), under - 1)
         choice = dataclasses.replace(plain, policies=mixes.policies_of(mix))
-        best_s = evaluated.best.step_time_s
         refined = evaluated.refined(m, choice, mixes.name_of(mix), binding)
-        if refined is None or (not refined.fits(limit_bytes) and refined.step_time_s >= best_s):
+        if refined is None:
             break
-        peak_bytes[mix] = refined.peak_bytes
+        peak_bytes[mix], times_s[mix] = refined.peak_bytes, refined.step_time_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,7 +59,6 @@ from autopar.inter_op.stage_problems import (
     why_no_pipeline,
 )
 from autopar.inter_op.staged import least_handed_out_s
-from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.layout import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
@@ -245,20 +244,20 @@ class _Search:
         )
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
         to_beat_s, tolerance = self.context.to_beat_s, self.context.keep_tolerance
-        answered = AnsweredProblems(self.context.progress, within, tolerance, to_beat_s)
+        answered = AnsweredProblems(self.context.progress, within, tolerance, math.inf)
         alone: dict[int, Tried] = {}
         first = tuple(cuts)
         if self.begins_with_one:
             alone = self.begin_with_one_stage(step, cuts, posed, builder)
             answered.to_beat_s = min(to_beat_s, self.fastest_s(builder))
-        if not self.begins_with_one or self.context.stages_may_beat(answered.to_beat_s):
+        found_late = self.context.deadline.passed and self.fastest_s(builder) < math.inf
+        if not self.begins_with_one or (self.context.stages_may_beat(answered.to_beat_s) and not found_late):
             self.several_stages(step, first, cuts, posed, builder, answered)
             if not self.context.deadline.passed:
                 self.one_stage_otherwise(step, cuts, posed, builder, answered, alone)
         builder.settle()
-        built_s = min(to_beat_s, self.fastest_s(builder))
-        if self.begins_with_one and built_s > (1 + ESTIMATE_ERROR) * answered.to_beat_s:
-            return dataclasses.replace(self, begins_with_one=False).run()  # what several had to beat was an estimate
+        if self.begins_with_one and self.fastest_s(builder) == math.inf and answered.to_beat_s < to_beat_s:
+            return dataclasses.replace(self, begins_with_one=False).run()  # an estimate said that one stage fits
         builder.work_out_near(answered.posed, answered.answers)
         if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
             return dataclasses.replace(self, screens=False).run()
@@ -351,7 +350,7 @@ class _Search:
             self.one_stage(step, requested, cuts, posed, builder, int(OVERSTATED * limit_bytes))
         if requested is None:
             found = alone or answered.of_one_stage()
-            if not found and math.isinf(self.fastest_s(builder)) and not self.begins_with_one:
+            if not found and math.isinf(self.fastest_s(builder)):
                 found = self.first_of_one_stage(step, cuts, posed, builder)
             self.one_stage_in_other_numbers(step, cuts, posed, builder, found)
         row = LogicalMesh(axis_sizes=(self.context.cluster.num_devices,))
@@ -598,7 +597,8 @@ class _Search:
                 group_meshes=(LogicalMesh(axis_sizes=(cluster.num_devices,)),),
                 policies=("nothing",) * len(cuts[most].layers),
             )
-            fewest = fewest_microbatches(cuts[most], cluster, limit_bytes)
+            # In one micro-batch, what keeps all is a program.
+            fewest = max(fewest_microbatches(cuts[most], cluster, limit_bytes), 1 + self.context.weighed_one_program)
             others = self.other_numbers(step, cuts)
             m = first_that_may_fit(builder, others, fewest, keeps_all) or most
             of_recipes(builder, others, m, keeps_all)
@@ -607,8 +607,11 @@ class _Search:
         screen = None
         if longest_s < math.inf:
             screen = MeshScreen(num_devices=cluster.num_devices, is_of_one=True, longest_s=longest_s)
-        found = self.one_stage(step, m, cuts, posed, builder, int(OVERSTATED * limit_bytes), screen)
-        return {m: found} if builder.one_stage_fits(m) else {}
+        for number in sorted({m, max(m, most)}):
+            found = self.one_stage(step, number, cuts, posed, builder, int(OVERSTATED * limit_bytes), screen)
+            if builder.one_stage_fits(number):
+                return {number: found}
+        return {}
 
     def one_stage_in_other_numbers(
         self,

@@ -275,7 +275,9 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
         elif fits and not context.may_gain:
             outcome = not_tried(mesh, context.why_no_gain)
         elif not worth_trying(mesh, context):
-            outcome = not_tried(mesh, f"the axis before it gained less than {WORTHWHILE:.0%}")
+            outcome = not_tried(
+                mesh, f"it splits no axis of the best mesh of two, or the second gained less than {WORTHWHILE:.0%}"
+            )
         else:
             # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
             # long step at once, for others when nothing fits on the first mesh.

@@ -72,8 +72,12 @@ def distinct_meshes(cluster: Cluster, max_axes: int) -> tuple[LogicalMesh, ...]:
 SOURCE = "logical meshes"
 
 
+def rejected(mesh: LogicalMesh, why: str) -> Rejection:
+    return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
+
+
 def not_tried(mesh: LogicalMesh, why: str) -> Rejection:
-    return Rejection(source=SOURCE, text=f"mesh {mesh}", why=f"not tried: {why}", axis_sizes=mesh.axis_sizes)
+    return rejected(mesh, f"not tried: {why}")
 
 
 def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
@@ -178,17 +182,18 @@ def _gains_little(
     context: PlanningContext, intra_op: IntraOp, solved: dict[Exposure, Solution], time_limit_s: float
 ) -> bool:
     """Whether the integer program of a mesh of three axes, with what can hide hidden, has an optimum that is hardly
-    less than that of the best mesh of fewer, where one fits. Adds the solution to those that are known.
+    less than that of the fastest program so far, where one fits. Adds the solution to those that are known.
     """
     best, num_axes = fastest_fitting(context), len(intra_op.model.links.mesh.axis_sizes)
     wants_all = context.keep_tolerance > 1 or context.request.effort is Effort.THOROUGH
     if best is None or num_axes < 3 or wants_all or not hides(context, intra_op.model):
         return False
-    known = (c for c in context.candidates if isinstance(c, SpmdCandidate) and c.peak_bytes <= context.limit_bytes)
-    of_best = (c.hidden_s * best.step_time_s / c.step_time_s for c in known if c.hidden_s is not None)
-    wanted_s = (1 - WORTHWHILE) * min(of_best, default=math.inf)
-    if wanted_s == math.inf:
+    known = [c for c in context.candidates if isinstance(c, SpmdCandidate) and c.hidden_s is not None]
+    fitting = [c for c in known if c.peak_bytes <= context.limit_bytes]
+    of = min(fitting, key=lambda c: c.step_time_s, default=None)
+    if of is None or of.hidden_s is None or (best is not of and best.source == SOURCE):  # the best is slower to fit
         return False
+    wanted_s = (1 - WORTHWHILE) * of.hidden_s * best.step_time_s / of.step_time_s
     solved[HIDDEN] = intra_op.solve(time_limit_s=time_limit_s, exposure=HIDDEN, cutoff_s=wanted_s)
     return solved[HIDDEN].bound >= wanted_s
 
@@ -227,14 +232,14 @@ def search_mesh(
     slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), extra_s_of(context)
     solved: dict[Exposure, Solution] = {}
     if _gains_little(context, intra_op, solved, time_limit_s):
-        why = f"its integer program, with what can hide hidden, gains less than {WORTHWHILE:.0%}"
-        return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
+        return rejected(mesh, f"its integer program, with what can hide hidden, gains less than {WORTHWHILE:.0%}")
     # Without overlap the objective is nearly the step's time, and its bound one of that.
     is_time = not model.overlap.kinds
-    free = intra_op.solve(time_limit_s=time_limit_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
+    left_s = max(until_s - time.perf_counter(), 1.0)
+    free = intra_op.solve(time_limit_s=left_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         why = IMPOSSIBLE if free.status is Status.INFEASIBLE else f"no plan {text_of_limit(time_limit_s)}"
-        return Rejection(source=SOURCE, text=f"mesh {mesh}", why=why, axis_sizes=mesh.axis_sizes)
+        return rejected(mesh, why)
     search = _MeshSearch(
         context=context,
         intra_op=intra_op,
@@ -463,6 +468,7 @@ class _MeshSearch:
             if choice in fitted:
                 return fitted[choice]
             candidate, over_time = self.candidate(self.ways(self.timed(self.at_full_cost(solution))))
+            candidate = dataclasses.replace(candidate, hidden_s=None)  # which is that of the fastest
             fits = fitted[choice] = candidate.peak_bytes <= limit_bytes
             if (not fits, _rank(candidate, fits)) < (not smallest_fits, _rank(smallest, smallest_fits)):
                 smallest = candidate

@@ -9,7 +9,7 @@ next rows of every group, as many of each as a block has, and multiplies them by
 
 No matrix is copied, and none but the rows of a turn. Groups whose rows are all taken are multiplied still, so where few
 have rows left, a second loop takes one block of one group in a turn, with a copy of its matrix: rows that a router
-sends to few groups take no more turns than there are blocks of them. Results are those of the primitive: rows behind
+sends to few groups take no more turns than there are blocks of them. Results are those of the primitive: rows after
 those of all groups, and matrices of groups without rows, are zero.
 """
 
@@ -111,6 +111,8 @@ class RowBlocks:
 
 @functools.lru_cache(4096)
 def _block(device: DeviceKind, shape: ProductShape, room: int) -> int | None:
+    if not shape.rows * shape.inner * shape.columns * shape.groups:
+        return None
     sizes = [_TILE]
     while sizes[-1] < shape.rows:
         sizes.append(2 * sizes[-1])
@@ -198,7 +200,7 @@ def product_of_rows(
         return made.at[at.reshape(-1)].set(taken.reshape(-1, taken.shape[-1]), mode="drop", unique_indices=True)
 
     of_one = jax.eval_shape(product, jax.ShapeDtypeStruct((sizes.shape[0], 1, rows.shape[1]), rows.dtype), matrices)
-    return _in_turns(add, _zeros((num_rows, of_one.shape[-1]), of_one.dtype, rows), sizes, turns)
+    return _in_turns(add, _zeros((num_rows, of_one.shape[-1]), of_one.dtype, rows), sizes, num_rows, turns)
 
 
 def sum_over_rows(left: Any, right: Any, sizes: Any, turns: Turns, made: Any, **options: Any) -> jax.Array:
@@ -220,7 +222,7 @@ def sum_over_rows(left: Any, right: Any, sizes: Any, turns: Turns, made: Any, **
         return lax.dynamic_update_slice_in_dim(sums, lax.dynamic_slice_in_dim(sums, group, 1) + more, group, 0)
 
     zeros = _zeros((sizes.shape[0], left.shape[1], right.shape[1]), dtype, right)
-    return _in_turns(add, zeros, sizes, turns).astype(made)
+    return _in_turns(add, zeros, sizes, left.shape[0], turns).astype(made)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, rows: Any) -> jax.Array:
@@ -231,12 +233,14 @@ def _zeros(shape: tuple[int, ...], dtype: Any, rows: Any) -> jax.Array:
     return jnp.broadcast_to(((first < 0) & (first > 0)).astype(dtype), shape)
 
 
-def _in_turns(add: Any, made: Any, sizes: Any, turns: Turns) -> Any:
-    """What turns of all groups, and then of one, make together. `add` takes the places of the rows of a turn, of each
-    of its groups, which of them are rows, what was made, and the group; None: all.
+def _in_turns(add: Any, made: Any, sizes: Any, num_rows: int, turns: Turns) -> Any:
+    """The result of turns of all groups, and then of one. `add` takes the places of the rows of a turn, of each of its
+    groups, which of them are rows, the result so far, and the group; None: all. Groups end with the rows, of which
+    there are `num_rows`.
     """
-    block, sizes = turns.block, sizes.astype(jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes
+    block, group_ends = turns.block, jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(group_ends[:1]), group_ends[:-1]])
+    sizes = group_ends - starts
     num_blocks = -(-sizes // block)
     num_turns = jnp.sort(num_blocks)[-turns.least_groups]
     left = jnp.maximum(num_blocks - num_turns, 0)

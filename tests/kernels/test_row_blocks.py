@@ -16,7 +16,7 @@ from autopar.hardware import presets
 from autopar.kernels import grouped
 from autopar.kernels.grouped import blocks_of, in_blocks, with_room
 from autopar.kernels.operation import DenseWork, bytes_in_blocks, dense_work, held_bytes
-from autopar.kernels.row_blocks import ProductShape, RowBlocks
+from autopar.kernels.row_blocks import ProductShape, RowBlocks, Turns, product_of_rows, sum_over_rows
 from autopar.xla import aot
 from tests.kernels import test_grouped
 from tests.kernels.ragged_steps import batch, scattered, shared, state, step
@@ -285,3 +285,20 @@ def test_a_plan_says_how_ragged_products_are_made(rows, said, monkeypatch):
     made = autopar.parallelize(step(scattered), cluster="dgx-h100:1", cache_dir=None)
     (note,) = (note for note in made.plan(state(1), batch()).record.notes if "ragged_dot_general" in note)
     assert said in note
+
+
+@pytest.mark.parametrize("sizes", [[5, 5, 5], [12, 0, 0], [0, 11, 3]])
+@pytest.mark.parametrize("sums", [False, True])
+def test_groups_that_ask_for_more_rows_than_there_are_end_with_the_rows(sizes, sums):
+    rows, sizes = jax.random.normal(jax.random.key(0), (10, 3)), jnp.array(sizes)
+    turns = Turns(block=4, least_groups=1)
+    if sums:
+        right = jax.random.normal(jax.random.key(1), (10, 2))
+        numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        expected = jax.lax.ragged_dot_general(rows, right, sizes, numbers)
+        found = sum_over_rows(rows, right, sizes, turns, jnp.dtype("float32"))
+    else:
+        matrices = jax.random.normal(jax.random.key(1), (3, 3, 2))
+        expected = jax.lax.ragged_dot(rows, matrices, sizes)
+        found = product_of_rows(rows, matrices, sizes, turns, (0, 1))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
