@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.common.text import text_of_bytes
+from autopar.common.text import text_of_bytes, text_of_s
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
 from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
@@ -266,9 +266,8 @@ class _Search:
         copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
         nothing = self.nothing(why_no_pipeline(answered.answers))
         others = uneven_stages(step, cluster)
-        if self.begins_with_one and not answered.several:
-            why = "not searched: a bound says that they are no faster than one by as much as their search is worth"
-            others.append(Rejection(source=SOURCE, text="several stages", why=why))
+        if self.begins_with_one and not answered.several and answered.to_beat_s < math.inf:
+            others.append(Rejection(source=SOURCE, text="several stages", why=self.why_not_several(answered.to_beat_s)))
         return (*(builder.results() or (nothing,)), *others), copies
 
     def fastest_s(self, builder: PipelineEvaluator) -> float:
@@ -369,6 +368,14 @@ class _Search:
             return self.context.to_beat_s == math.inf
         step_time_s = min(best.step_time_s, self.context.to_beat_s)
         return screen.has_left_out_for_pipeline and step_time_s > screen.longest_s
+
+    def why_not_several(self, one_stage_s: float) -> str:
+        """The reason for which several stages were not searched for beside one that takes so long."""
+        least_s = self.context.least_s
+        if self.context.stages_may_beat(one_stage_s):
+            return "not searched: a bound says that none is faster"
+        below = f"{1 - least_s / one_stage_s:.1%} below the best so far"
+        return f"not searched: no plan can take less than {text_of_s(least_s)}, {below}"
 
     def nothing(self, why: str) -> Rejection:
         """That there is no pipeline, and a note on it where no program fits either."""

@@ -87,7 +87,7 @@ def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
     The search on three axes costs more than all others together. Where no plan fits yet, every mesh is tried.
     """
     num_axes = len(mesh.axis_sizes)
-    if num_axes < 3 or context.request.effort is Effort.THOROUGH or context.keep_tolerance > 1:
+    if num_axes < 3 or context.request.effort is Effort.THOROUGH:
         return True
     times_s: dict[int, float] = {}
     on_one_less: list[SpmdCandidate] = []
@@ -104,7 +104,7 @@ def worth_trying(mesh: LogicalMesh, context: PlanningContext) -> bool:
     if math.isinf(one_axis_less_s) or math.isinf(most_axes_s):
         return True
     best = min(on_one_less, key=lambda c: c.step_time_s, default=None)
-    splits = best is None or _splits_an_axis(mesh, best.model.links.mesh, context.cluster)
+    splits = best is None or context.keep_tolerance > 1 or _splits_an_axis(mesh, best.model.links.mesh, context.cluster)
     return most_axes_s < one_axis_less_s * (1 - WORTHWHILE) and splits
 
 
