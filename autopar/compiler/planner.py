@@ -224,10 +224,15 @@ def uneven_parts(traced: TracedStep, request: PlanRequest, num_devices: int) -> 
 
 
 def faster_split(
-    traced: TracedStep, request: PlanRequest, num_devices: int, plans_of: Callable[[TracedStep, PlanRequest], Plans]
+    traced: TracedStep,
+    request: PlanRequest,
+    num_devices: int,
+    plans_of: Callable[[TracedStep, PlanRequest], Plans],
+    least_s: Callable[[TracedStep], float],
 ) -> Plans:
     """The plans of a step with its examples split unevenly, or in equal parts, whichever are faster; under a recipe
-    that splits examples, the former. `plans_of` makes those of a step as it is split.
+    that splits examples, the former. `plans_of` makes those of a step as it is split, `least_s` is the time that no
+    plan of it takes less than.
 
     Raises: as `plans_of`; MemoryLimitError where neither fits.
     """
@@ -246,6 +251,9 @@ def faster_split(
     if plans and deadline.passed:
         return plans
     left_s = None if request.time_limit_s is None else deadline.left_s
+    bound_s = least_s(uneven) if plans else 0.0
+    if plans and bound_s >= plans[0].predicted.step_time_s:
+        return _with_split_note(plans, f"over {parts} devices no step takes less than {text_of_s(bound_s)}")
     try:
         others = plans_of(uneven, dataclasses.replace(request, time_limit_s=left_s))
     except MemoryLimitError:
@@ -255,12 +263,13 @@ def faster_split(
     step_s = others[0].predicted.step_time_s
     if not plans or step_s < plans[0].predicted.step_time_s:
         return others
+    return _with_split_note(plans, f"over {parts} devices a step takes {text_of_s(step_s)}")
+
+
+def _with_split_note(plans: Plans, takes: str) -> Plans:
+    """The plans, of which a note of the best on a batch that lies whole has the time in uneven parts."""
     notes = plans[0].record.notes
-    if not any(note.startswith(summary.BATCH_WHOLE) for note in notes):
-        return plans
-    why = (
-        f"{summary.BATCH_WHOLE}: with its examples split unevenly over {parts} devices a step takes {text_of_s(step_s)}"
-    )
+    why = f"{summary.BATCH_WHOLE}: with its examples split unevenly {takes}"
     kept = [why if note.startswith(summary.BATCH_WHOLE) else note for note in notes]
     best = dataclasses.replace(plans[0], record=dataclasses.replace(plans[0].record, notes=tuple(kept)))
     return (best, *plans[1:])
@@ -529,7 +538,10 @@ def make_plans(
         return _plans_of(with_pins_of_code(context), trees, plan_under)
 
     def plans_with(asked: PlanRequest) -> tuple[Plan, ...]:
-        return faster_split(traced, asked, cluster.num_devices, plans_of)
+        def least_s(step: TracedStep) -> float:
+            return least_s_of(as_requested(step, asked, cluster, rules, shared), cluster, rules, shared)
+
+        return faster_split(traced, asked, cluster.num_devices, plans_of, least_s)
 
     ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
     in_stages = cluster.num_devices > WHOLE_UP_TO and not admits_one_program(traced, cluster, request)

@@ -116,8 +116,8 @@ class _Search:
             way = self.next_program()
 
     def is_one_program(self, way: StepWay) -> bool:
-        """Plans a way as one program, or where that does not fit as one stage in few micro-batches; whether it is one
-        program. Raises: SolverError.
+        """Plans a way as one program, or where that does not fit as one stage in few micro-batches; whether a program
+        fits, beside which stages were searched for. Raises: SolverError.
         """
         try:
             plans = self.plans_of(way, defer_stages=True)
@@ -127,7 +127,7 @@ class _Search:
             self.one_stage_s[id(way)] = math.inf
             return False
         self.enter(way, plans)
-        if plans[0].record.pipeline is None:
+        if is_searched_whole(plans[0]):
             self.waiting = [other for other in self.waiting if other is not way]
             return True
         self.one_stage_s[id(way)] = plans[0].predicted.step_time_s
@@ -237,6 +237,13 @@ class _Search:
                 if program.peak_bytes + more_bytes <= (1 + PEAK_ERROR) * self.limit_bytes:
                     found = min(found, program.step_s + way.least_s - other.least_s)
         return max(found, way.least_s)
+
+
+def is_searched_whole(plan: Plan) -> bool:
+    """Whether a plan for which stages were deferred, where no program fits, is of a step of which one does."""
+    pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes or math.inf
+    fitting = (t for t in plan.record.tried if t.peak_bytes is not None and t.peak_bytes <= limit_bytes)
+    return pipeline is None or len(pipeline.stages) > 1 or any(fitting)
 
 
 def known_programs(plan: Plan, way: StepWay, whole: Sequence[KnownProgram]) -> list[KnownProgram]:

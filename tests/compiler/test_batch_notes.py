@@ -1,11 +1,16 @@
 """The note, first in a plan's text, on a batch that is not split though devices do the same work."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
 from autopar import recipes
+from autopar.common.text import text_of_s
+from autopar.compiler import planner
+from autopar.plan.options import PlanRequest
 from tests.small_steps import grouped
 
 WIDTH, STEPS = 64, 8
@@ -69,3 +74,29 @@ def test_a_loop_over_the_first_dimension():
 def test_no_note_where_the_batch_is_split():
     plan = plan_of(mean, (16, WIDTH), plan=recipes.data_parallel())
     assert not any(note.startswith("the batch is not split") for note in plan.record.notes)
+
+
+def test_an_uneven_split_is_not_searched_for_where_a_bound_says_that_it_is_slower(monkeypatch):
+    """The plan that leaves the batch whole is kept, and its note has the bound."""
+    found = plan_of(lambda p, batch: jnp.tanh(batch["x"] * p[0]).mean(), (13, WIDTH))
+    monkeypatch.setattr(planner, "uneven_parts", lambda *_: 8)
+    searched = []
+
+    def plans_of(step, request):
+        searched.append(step.uneven_over)
+        return (found,)
+
+    def split(least_s):
+        searched.clear()
+        return planner.faster_split(Step(), PlanRequest(), 8, plans_of, lambda step: least_s)[0].record.notes[0]
+
+    slower_s = 2 * found.predicted.step_time_s
+    assert f"over 8 devices no step takes less than {text_of_s(slower_s)}" in split(slower_s)
+    assert searched == [0]
+    assert "over 8 devices a step takes" in split(0.0)
+    assert searched == [0, 8]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    uneven_over: int = 0

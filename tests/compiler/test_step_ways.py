@@ -263,6 +263,11 @@ def test_a_slower_program_that_does_not_fit_asks_for_no_leaner_way():
     assert tried({Attention.AS_WRITTEN: plan}) == (["as written"], (plan,))
 
 
+def test_a_pipeline_that_is_faster_than_a_program_that_fits_is_not_searched_for_again():
+    plan = made_up(1.9, trial_bytes=90, trial_s=2.0, microbatches=4)
+    assert tried({Attention.AS_WRITTEN: plan}, WAYS[:1]) == (["as written"], (plan,))
+
+
 SAVING = [
     StepWay(attention=attention, least_s=least_s, saved_bytes=saved_bytes)
     for attention, least_s, saved_bytes in zip(Attention, (1.0, 1.2, 1.4, 1.6), (150, 90, 60, 10), strict=False)
