@@ -181,9 +181,10 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     `context.keep_tolerance` times as long.
 
     For each number of micro-batches: layers, a table of the cost of each layer on each mesh, then the dynamic programme
-    over stages for all of them together. The best few answers are lowered to instructions and simulated. One stage is
-    tried in other numbers of micro-batches too; where it is the best, it is decided again, under other weights and
-    under data parallelism and ZeRO. A scan over layers is priced in small parts, and built in as many equal parts as
+    over stages for all of them together. The best few answers are lowered to instructions and simulated. Where no
+    program fits, one stage comes first, and several only where a bound says that they may be faster. One stage is tried
+    in other numbers of micro-batches too; where it is the best, it is decided again, under other weights and under data
+    parallelism and ZeRO. A scan over layers is priced in small parts, and built in as many equal parts as
     there are stages, on equal submeshes. Where nothing fits, the search is repeated with copies of the state made in
     each micro-batch. With a tolerance, the best of each number of stages is built if it may be within the tolerance.
 

@@ -114,8 +114,8 @@ class MeshScreen:
     """What is known so far of stages on devices of a cluster.
 
     Attributes:
-        num_devices: Of the cluster. What takes all of them is never left out: one stage has rules of its own.
-        is_of_one: Whether it is for one stage, left out where the work of a device alone takes longer.
+        num_devices: Of the cluster. Beside several stages, what takes all of them is never left out.
+        is_of_one: Whether it is for one stage alone, left out where the work of a device takes `longest_s` or longer.
         are_equal: Whether all stages lie on the same mesh.
         longest_s: The step time from which on pipelines are of no use; inf while none is known.
         least_device_s: Seconds of one device for all layers on the mesh that takes fewest.

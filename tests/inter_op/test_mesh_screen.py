@@ -105,3 +105,9 @@ def test_a_thorough_search_leaves_no_mesh_out(monkeypatch):
             cache_dir=None,
         )
         assert (len(made) > 0) == screens
+
+
+def test_one_stage_alone_is_left_out_for_the_work_of_its_devices():
+    screen = MeshScreen(num_devices=16, is_of_one=True, longest_s=1.0)
+    assert screen.pays(16, ran(2.0, busy_s=1.0), 1.0)
+    assert not screen.pays(16, ran(2.0, busy_s=1.1), 1.0)

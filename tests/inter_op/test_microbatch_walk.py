@@ -118,6 +118,7 @@ def test_beyond_the_numbers_for_stages_half_and_double_are_tried():
     assert next_for_stages(BATCH_1152, {1152}, 1152) == [576]
     assert next_for_stages([1, 3, 9], {1}, 1) == [3]
     assert next_for_stages([1], {1}, 1) == []
+    assert next_for_stages([1, 2, 4, 8], {4}, 4) == [8, 2]  # more first: stages wait less for one another
 
 
 @given(st.sets(st.integers(1, 500), min_size=1), st.data())

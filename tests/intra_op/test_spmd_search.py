@@ -15,7 +15,7 @@ from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
 from autopar.intra_op import build_choice_graph
 from autopar.intra_op.mesh_searches import cannot_fit, fits_unfused, mesh_candidates
-from autopar.intra_op.spmd_search import longest_s, search_mesh, worth_trying
+from autopar.intra_op.spmd_search import _splits_an_axis, distinct_meshes, longest_s, search_mesh, worth_trying
 from autopar.ir.layout import LogicalMesh
 from autopar.plan.context import Rejection
 from autopar.plan.options import NEARLY_EQUAL, PlanRequest
@@ -187,3 +187,17 @@ def test_no_manual_plan_is_faster_than_the_search():
     for recipe in (autopar.recipes.data_parallel(), autopar.recipes.zero(1), autopar.recipes.zero(3)):
         manual = autopar.plan(step, *args, plan=recipe, **grouped(**fixed))
         assert manual.predicted.step_time_s >= plan.predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("cluster", "of", "expected"),
+    [
+        ("dgx-h100x8", (16, 4), {(2, 8, 4), (8, 2, 4), (4, 4, 4), (16, 2, 2)}),  # neighbours: hosts lie outside
+        ("dgx-h100", (4, 2), {(2, 2, 2)}),
+        ("tpu-v5p:2x2x2", (2, 4), {(2, 2, 2)}),
+    ],
+)
+def test_a_third_axis_splits_one_of_two(cluster, of, expected):
+    cluster = Cluster.parse(cluster)
+    meshes = [mesh for mesh in distinct_meshes(cluster, 3) if len(mesh.axis_sizes) == 3]
+    assert {m.axis_sizes for m in meshes if _splits_an_axis(m, LogicalMesh(axis_sizes=of), cluster)} == expected
