@@ -9,6 +9,8 @@ source scripts/environment.sh
 
 # libtpu and the CUDA plugin make jax look for devices of theirs unless it is told not to.
 export JAX_PLATFORMS=cpu
+# Many tests start an interpreter: modules are compiled once, not by each of them.
+unset PYTHONDONTWRITEBYTECODE
 if [ "${1:-}" = --slow ]; then
     shift
     prepare_environment slow dev,docs,perfetto,published,tpu,gpu
