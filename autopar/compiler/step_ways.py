@@ -16,7 +16,7 @@ from autopar.attention.match import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.cost.cost_model import least_time_s
 from autopar.cost.roofline import flops_of
-from autopar.frontend.build_graph import graph_as_written, saving_in_scans
+from autopar.frontend.build_graph import by_kernel, graph_as_written, saving_in_scans
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
@@ -35,12 +35,15 @@ from autopar.sharding.rules import RuleBook
 
 def program_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs | None = None) -> OpGraph:
     """The step's graph, with equal matrices of its update stacked, and its examples rounded up, where the step says so.
-    `graphs` keeps the graph as it is written.
+    `graphs` keeps the graph as it is written, and with passes of a kernel.
 
     Raises: as `build_graph`.
     """
-    written = dataclasses.replace(traced, scan_recompute="", stacked_over=0, uneven_over=0)
-    graph = (graphs or StepGraphs()).of(written, "as written", lambda: graph_as_written(written, rules))
+    graphs = graphs or StepGraphs()
+    plain = dataclasses.replace(traced, scan_recompute="", stacked_over=0, uneven_over=0)
+    written = dataclasses.replace(plain, attention_kernel="")
+    graph = graphs.of(written, "as written", lambda: graph_as_written(written, rules))
+    graph = graphs.of(plain, "by kernel", lambda: by_kernel(graph, plain.attention_kernel, rules))
     graph = saving_in_scans(graph, traced.scan_recompute, rules)
     if traced.stacked_over:
         graph = stack_updates(graph, traced.stacked_over, flops_of, rules)

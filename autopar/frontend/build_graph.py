@@ -217,11 +217,12 @@ def build_graph(traced: TracedStep, rules: RuleBook) -> OpGraph:
     Raises: UnsupportedError for equations with a mesh of their own that no plan can host (`jax.pmap`);
     InvalidArgumentError for a load of experts (`TracedStep.expert_load`) that it has none of.
     """
-    return saving_in_scans(graph_as_written(traced, rules), traced.scan_recompute, rules)
+    graph = by_kernel(graph_as_written(traced, rules), traced.attention_kernel, rules)
+    return saving_in_scans(graph, traced.scan_recompute, rules)
 
 
 def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
-    """The graph before it is said what is saved of scans. Raises: as `build_graph`."""
+    """The graph before a kernel takes its attention and it is said what is saved of scans. Raises: as `build_graph`."""
     builder = _Builder(traced.written, traced.row_blocks)
     inputs = [builder.value(v, f"constant {i}") for i, v in enumerate(traced.jaxpr.constvars)]
     builder.constants += traced.constants
@@ -246,14 +247,21 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
     graph = ragged_experts(graph, rules)
     if traced.expert_load:
         graph = with_load(graph, traced.expert_load)
-    if traced.attention_kernel:
-        graph = blockwise(graph, Kernel[traced.attention_kernel])
-        graph = dataclasses.replace(graph, block=with_rules(graph.block, rules))
     return graph
 
 
+def by_kernel(graph: OpGraph, attention_kernel: str, rules: RuleBook) -> OpGraph:
+    """A graph of `graph_as_written` with the attention that a kernel takes (`TracedStep.attention_kernel`) as its
+    passes.
+    """
+    if not attention_kernel:
+        return graph
+    graph = blockwise(graph, Kernel[attention_kernel])
+    return dataclasses.replace(graph, block=with_rules(graph.block, rules))
+
+
 def saving_in_scans(graph: OpGraph, scan_recompute: str, rules: RuleBook) -> OpGraph:
-    """A graph of `graph_as_written` with what is saved of its scans (`TracedStep.scan_recompute`)."""
+    """A graph of `by_kernel` with what is saved of its scans (`TracedStep.scan_recompute`)."""
     if scan_recompute:
         all_kept = scan_recompute == Recompute.NOTHING.value
         graph = recompute_in_scans(graph, choice_of(scan_recompute), all_kept=all_kept)
