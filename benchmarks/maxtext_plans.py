@@ -28,7 +28,7 @@ import autopar
 from autopar.benching import problem_of
 from autopar.command_line.maxtext_steps import maxtext_step
 from autopar.command_line.step_files import shapes_only
-from autopar.compiler.notes import dense_note
+from autopar.compiler.notes import ragged_notes
 from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
@@ -99,7 +99,7 @@ def row_of(name: str) -> dict[str, Any]:
     problem = problem_of(on_cluster(parallel, hardware), state, batch)
     graph = whole_graph(problem.traced, problem.rules, problem.graphs)
     notes = [without_folders(note) for note in plan.record.notes]
-    priced = dense_note(graph.annotated, hardware.device.platform)
+    priced = ragged_notes(graph.annotated, hardware.device.platform)
     left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT)) and note not in priced]
     found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
     return row | {

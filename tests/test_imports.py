@@ -1,7 +1,9 @@
 """Which module may import which: read from the files, so that an import inside a function counts too."""
 
 import ast
+import contextlib
 import graphlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -222,6 +224,24 @@ def test_nobody_imports_the_folders_by_their_own_names(folder):
     for path in real_files(ROOT / folder):
         tops = {name.split(".")[0] for name in imports(path)}
         assert not tops & {"solver", "runtime"}, f"{relative(path)}: import autopar.solver or autopar.runtime"
+
+
+def is_there(name: str) -> bool:
+    """Whether a full name is a module or a name in one."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(name)
+        return True
+    module, _, own = name.rpartition(".")
+    return hasattr(importlib.import_module(module), own)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_names_that_are_imported_of_the_package_are_there(folder):
+    """No other test imports the files whose packages are not installed."""
+    for path in real_files(ROOT / folder):
+        missing = [name for name in imports(path) if is_within(name, ("autopar",)) and not is_there(name)]
+        assert not missing, f"{relative(path)} imports {missing}"
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
