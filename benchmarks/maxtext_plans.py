@@ -100,7 +100,8 @@ def row_of(name: str) -> dict[str, Any]:
     graph = whole_graph(problem.traced, problem.rules, problem.graphs)
     notes = [without_folders(note) for note in plan.record.notes]
     priced = ragged_notes(graph.annotated, hardware.device.platform)
-    left = [note for note in notes if note.startswith((GROUPED_PRODUCT, RAGGED_PRODUCT)) and note not in priced]
+    products = f"{GROUPED_PRODUCT}:", f"{RAGGED_PRODUCT}:"
+    left = [note for note in notes if note.startswith(products) and note not in priced]
     found = "recognised" if RAGGED_PRODUCT in str(problem.traced.jaxpr) else ""
     return row | {
         "equations": sum(1 for _ in graph.annotated.ops()),
