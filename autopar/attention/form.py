@@ -123,13 +123,14 @@ COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt"})
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DistanceMask:
     """Scores are `scale` times the product of query and key, but for hidden ones. `causal`: a query sees its own
-    position and those before it, else all. `segments`: of these a query sees those of its own segment, by the numbers
-    of the arrays that have the segments of queries and of keys. `shown`: a condition on the number of a segment; the
-    rows of others see nothing, so that their weights are equal.
+    position and those before it, else all; of these the last `window` ones, where that is less. `segments`: of these a
+    query sees those of its own segment, by the numbers of the arrays that have the segments of queries and of keys.
+    `shown`: a condition on the number of a segment; the rows of others see nothing, so that their weights are equal.
     """
 
     scale: float
     causal: bool
+    window: int | None = None
     segments: tuple[int, int] | None = None
     shown: Expression | None = None
 
@@ -152,8 +153,8 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
         return None
     if not np.allclose(one, one[0], rtol=_ROUNDING, atol=0.0):
         return None
-    causal = bool(np.array_equal(hidden, distance < 0))
-    if not causal and hidden.any():
+    causal, seen = bool(hidden[distance < 0].all()), int(np.sum(~hidden))
+    if not np.array_equal(hidden, (distance < 0) | (distance >= seen) if causal else np.zeros_like(hidden)):
         return None
     between = [_with_segments(form.score, same=False, shown=shown) for shown in (True, False)] if segments else []
     if not all(np.all(evaluated(score, at, 2.0) <= HIDDEN) for score in between):
@@ -161,7 +162,8 @@ def distance_mask(form: AttentionForm, positions: int) -> DistanceMask | None:
     unseen = np.stack([evaluated(_with_segments(form.score, same=True, shown=False), at, x) for x in (0.0, 2.0)])
     if conditions and not (-np.inf < unseen[0, 0] <= HIDDEN and np.all(unseen == unseen[0, 0])):
         return None
-    return DistanceMask(scale=float(one[0]), causal=causal, segments=segments, shown=next(iter(conditions), None))
+    window, shown = seen if causal and seen < positions else None, next(iter(conditions), None)
+    return DistanceMask(scale=float(one[0]), causal=causal, window=window, segments=segments, shown=shown)
 
 
 def _segments(form: AttentionForm) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ Sources: Dao, "FlashAttention-2", 2023; `jax.nn.dot_product_attention`; `jax.exp
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,8 @@ def _obstacle(
         return "a mask or a bias that is not causal" + (", or of segments" if library.takes_segments else "")
     if mask.segments is not None and (found := _obstacle_of_segments(form, mask.segments, dtypes[3:], library)):
         return found
+    if mask.window is not None and (library is not Kernel.CUDNN or ring > 1):
+        return f"a window of {mask.window} keys" + (" in a ring" if ring > 1 else "")
     if mask.shown is not None and ring > 1:
         return "segments of which queries see nothing, in a ring"
     if width != of_values:
@@ -151,7 +154,9 @@ def visible_share(form: AttentionForm, positions: int) -> float:
     mask = distance_mask(form, positions)
     if mask is None or not mask.causal or positions <= _BLOCK:
         return 1.0
-    return (1.0 + _BLOCK / positions) / 2.0
+    blocks = positions / _BLOCK
+    before = min(math.ceil(((mask.window or positions) - 1) / _BLOCK), blocks - 1)  # blocks of keys before a query's
+    return (blocks + before * (before + 1) / 2 + before * (blocks - 1 - before)) / blocks**2
 
 
 # Dimensions: those that keep everything apart, the groups of queries that share keys, and the width
@@ -259,7 +264,7 @@ def forward(
     """As `ring.forward`, on one device that has all positions."""
     shape, mask = CanonicalShape(form, query), _mask(form, query)
     run, _ = KERNEL_CALLS[kernel]
-    options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
+    options = _options(mask, shape.segments(mask, arrays))
     q, k, v = shape.operands(query, key, value)
     out, largest, total = run(q, k, v, **options)
     if (seeing := shape.seeing(mask, arrays)) is not None:
@@ -286,7 +291,7 @@ def backward(
     largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
     change = shape.into(change, gradients.out, form.position)
     _, run = KERNEL_CALLS[kernel]
-    options = {"scale": mask.scale, "causal": mask.causal, "segments": shape.segments(mask, arrays)}
+    options = _options(mask, shape.segments(mask, arrays))
     seeing = shape.seeing(mask, arrays)
     seen = change if seeing is None else jnp.where(seeing, change, 0)
     q_change, k_change, v_change = run(q, k, v, (out, largest, total), seen, **options)
@@ -299,6 +304,10 @@ def backward(
         shape.back(k_change, gradients.key, KEY),
         shape.back(v_change, gradients.value, KEY),
     )
+
+
+def _options(mask: DistanceMask, segments: tuple[Any, Any] | None) -> dict[str, Any]:
+    return {"scale": mask.scale, "causal": mask.causal, "window": mask.window, "segments": segments}
 
 
 def _mask(form: AttentionForm, query: Any) -> DistanceMask:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -156,12 +157,14 @@ def _flash() -> Any:
     return importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
 
-def cudnn_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool, segments: None = None) -> tuple[Any, Any, Any]:
-    """(result, largest, total): cuDNN gives the logarithm of a row's sum, which stands for the largest of total one."""
-    cudnn = _cudnn()
-    out, log_sum = cudnn._dot_product_attention_fwd_impl(
-        q, k, v, *_cudnn_nothing(q), is_training=True, **_cudnn_options(scale, causal)
-    )
+def cudnn_forward(
+    q: Any, k: Any, v: Any, *, scale: float, causal: bool, window: int | None = None, segments: None = None
+) -> tuple[Any, Any, Any]:
+    """(result, largest, total): cuDNN gives the logarithm of a row's sum, which stands for the largest of total one.
+    `window`: a query sees the last so many keys.
+    """
+    run = _cudnn()._dot_product_attention_fwd_impl
+    out, log_sum = run(q, k, v, *_cudnn_nothing(q), is_training=True, **_cudnn_options(run, scale, causal, window))
     return out, log_sum, jnp.ones_like(log_sum)
 
 
@@ -174,13 +177,14 @@ def cudnn_backward(
     *,
     scale: float,
     causal: bool,
+    window: int | None = None,
     segments: None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
-    cudnn, (out, largest, total) = _cudnn(), saved
-    log_sum = largest + jnp.log(total)
-    q_change, k_change, v_change = cudnn._dot_product_attention_bwd_impl(
-        q, k, v, *_cudnn_nothing(q), log_sum, out, change.astype(q.dtype), **_cudnn_options(scale, causal)
+    run, (out, largest, total) = _cudnn()._dot_product_attention_bwd_impl, saved
+    log_sum, change = largest + jnp.log(total), change.astype(q.dtype)
+    q_change, k_change, v_change = run(
+        q, k, v, *_cudnn_nothing(q), log_sum, out, change, **_cudnn_options(run, scale, causal, window)
     )
     return q_change, k_change, v_change
 
@@ -190,12 +194,15 @@ def _cudnn_nothing(q: Any) -> tuple[Any, ...]:
     return tuple(jnp.zeros(0, dtype=q.dtype) for _ in range(7))
 
 
-def _cudnn_options(scale: float, causal: bool) -> dict[str, Any]:
-    cudnn = _cudnn()
+def _cudnn_options(run: Callable[..., Any], scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+    cudnn, names = _cudnn(), inspect.signature(run).parameters
+    # From jax 0.12 on scores may be changed by a function.
+    unchanged = {name: value for name, value in (("score_mod", None), ("score_mod_args", ())) if name in names}
     return {
+        **unchanged,
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
         "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        "layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": None,
+        "layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": window,
     }  # fmt: skip
 
 
@@ -203,7 +210,7 @@ Segments = tuple[Any, Any]
 
 
 def tpu_forward(
-    q: Any, k: Any, v: Any, *, scale: float, causal: bool, segments: Segments | None = None
+    q: Any, k: Any, v: Any, *, scale: float, causal: bool, window: None = None, segments: Segments | None = None
 ) -> tuple[Any, Any, Any]:
     """(result, largest, total). `segments` of queries and of keys: (examples, positions) each; a row sees some key of
     its own, if not here then in another part of the keys.
@@ -226,6 +233,7 @@ def tpu_backward(
     *,
     scale: float,
     causal: bool,
+    window: None = None,
     segments: Segments | None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""

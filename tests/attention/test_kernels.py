@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas import tpu as pltpu
 
 import autopar
 from autopar.attention import execute, kernels, ring
 from autopar.attention.form import AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.kernels import Kernel, kernel_of, library_of, visible_share
+from autopar.common import jax_compat
 from autopar.hardware import presets
 from tests.attention.test_match import causal, counted, distance, graph_of, padded, plain, stock, window_by_addition
 
@@ -70,6 +72,25 @@ def test_masks_are_read_from_what_is_computed_of_positions(attention, mask):
 def test_only_the_mask_of_causal_attention_is_one(condition, is_causal):
     form = dataclasses.replace(FORM, score=("select_n", (), condition, ("const", -1e30, "float32"), SCALED))
     assert (distance_mask(form, 8) == DistanceMask(scale=0.25, causal=True)) is is_causal
+
+
+def with_window(window, positions=POSITIONS):
+    near = ("gt", (), POSITIONS[1], ("sub", (), POSITIONS[0], ("const", window, "int32")))
+    hidden = ("and", (), ("ge", (), *positions), near)
+    return dataclasses.replace(FORM, score=("select_n", (), hidden, ("const", -1e30, "float32"), SCALED))
+
+
+@pytest.mark.parametrize(
+    ("form", "mask"),
+    [
+        (with_window(1), DistanceMask(scale=0.25, causal=True, window=1)),
+        (with_window(3), DistanceMask(scale=0.25, causal=True, window=3)),
+        (with_window(8), DistanceMask(scale=0.25, causal=True)),  # of 8 positions it hides none
+        (with_window(3, POSITIONS[::-1]), None),  # what comes later is seen
+    ],
+)
+def test_a_window_is_found_where_it_hides_what_is_far_before(form, mask):
+    assert distance_mask(form, 8) == mask
 
 
 def test_a_mask_that_does_not_go_by_the_distance_is_none():
@@ -154,6 +175,35 @@ def test_each_kernel_takes_its_types_and_sizes():
     assert chosen(jnp.bfloat16, Kernel.BLOCKS) is Kernel.BLOCKS
 
 
+def test_cudnn_takes_windows():
+    assert chosen(jnp.bfloat16, Kernel.CUDNN, form=with_window(100)) is Kernel.CUDNN
+    assert chosen(jnp.bfloat16, Kernel.CUDNN, form=with_window(100), ring=2) is Kernel.BLOCKS
+    assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=with_window(100)) is Kernel.BLOCKS
+    assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=with_window(256)) is Kernel.TPU_FLASH
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 0), (100, 100)])
+def test_both_passes_are_the_calls_of_the_jax_that_is_installed(window, expected, monkeypatch):
+    """Private functions of jax run them, whose arguments differ between its versions."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    form = FORM if window is None else with_window(window)
+    gradients = Gradients(out=form.out, query=form.query, key=form.key, value=form.value)
+
+    def passes(q, k, v):
+        saved = kernels.forward(form, Kernel.CUDNN, q, k, v)
+        return saved, kernels.backward(form, gradients, Kernel.CUDNN, (q, k, v), saved, saved[0])
+
+    shapes = [jax.ShapeDtypeStruct((2, 256, *heads, 16), jnp.bfloat16) for heads in ((2, 2), (2,), (2,))]
+    saved, changes = jax.eval_shape(passes, *shapes)
+    assert [a.shape for a in (*saved, *changes)] == [
+        (2, 256, 2, 2, 16),
+        *[(2, 2, 2, 256)] * 2,
+        *(a.shape for a in shapes),
+    ]
+    options = [e.params for e in jax_compat.equations_in(jax.make_jaxpr(passes)(*shapes)) if "mask_type" in e.params]
+    assert [of["sliding_window_length"] or 0 for of in options] == [expected, expected]
+
+
 def test_the_libraries_of_devices():
     assert library_of(presets.H100) is Kernel.CUDNN
     assert library_of(presets.A100_80GB) is Kernel.CUDNN
@@ -167,6 +217,14 @@ def test_the_libraries_of_devices():
 def test_of_causal_attention_a_kernel_computes_the_blocks_on_the_diagonal_and_below():
     assert visible_share(FORM, 1024) == (8 * 9 / 2) / 64
     assert visible_share(dataclasses.replace(FORM, score=SCALED), 1024) == 1.0
+
+
+@pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 500, 1023, 1024])
+def test_of_a_window_a_kernel_computes_the_blocks_in_which_it_shows_anything(window):
+    at = np.arange(1024)
+    shown = (at[:, None] >= at[None, :]) & (at[:, None] - at[None, :] < window)
+    blocks = shown.reshape(8, 128, 8, 128).any(axis=(1, 3))
+    assert visible_share(with_window(window), 1024) == blocks.mean()
 
 
 @pytest.mark.slow
