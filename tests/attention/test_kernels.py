@@ -182,26 +182,29 @@ def test_cudnn_takes_windows():
     assert chosen(jnp.bfloat16, Kernel.TPU_FLASH, form=with_window(256)) is Kernel.TPU_FLASH
 
 
-@pytest.mark.parametrize(("window", "expected"), [(None, 0), (100, 100)])
-def test_both_passes_are_the_calls_of_the_jax_that_is_installed(window, expected, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "form", "windows"),
+    [
+        (Kernel.CUDNN, FORM, [0, 0]),
+        (Kernel.CUDNN, with_window(100), [100, 100]),
+        (Kernel.TPU_FLASH, FORM, []),
+    ],
+)
+def test_both_passes_are_the_calls_of_the_jax_that_is_installed(kernel, form, windows, monkeypatch):
     """Private functions of jax run them, whose arguments differ between its versions."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    form = FORM if window is None else with_window(window)
     gradients = Gradients(out=form.out, query=form.query, key=form.key, value=form.value)
 
     def passes(q, k, v):
-        saved = kernels.forward(form, Kernel.CUDNN, q, k, v)
-        return saved, kernels.backward(form, gradients, Kernel.CUDNN, (q, k, v), saved, saved[0])
+        saved = kernels.forward(form, kernel, q, k, v)
+        return saved, kernels.backward(form, gradients, kernel, (q, k, v), saved, saved[0])
 
     shapes = [jax.ShapeDtypeStruct((2, 256, *heads, 16), jnp.bfloat16) for heads in ((2, 2), (2,), (2,))]
-    saved, changes = jax.eval_shape(passes, *shapes)
-    assert [a.shape for a in (*saved, *changes)] == [
-        (2, 256, 2, 2, 16),
-        *[(2, 2, 2, 256)] * 2,
-        *(a.shape for a in shapes),
-    ]
-    options = [e.params for e in jax_compat.equations_in(jax.make_jaxpr(passes)(*shapes)) if "mask_type" in e.params]
-    assert [of["sliding_window_length"] or 0 for of in options] == [expected, expected]
+    closed, (saved, changes) = jax.make_jaxpr(passes, return_shape=True)(*shapes)
+    assert [a.shape for a in saved] == [(2, 256, 2, 2, 16), (2, 2, 2, 256), (2, 2, 2, 256)]
+    assert [a.shape for a in changes] == [a.shape for a in shapes]
+    calls = [e.params for e in jax_compat.equations_in(closed) if "sliding_window_length" in e.params]
+    assert [of["sliding_window_length"] or 0 for of in calls] == windows
 
 
 def test_the_libraries_of_devices():
