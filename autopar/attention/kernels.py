@@ -1,6 +1,6 @@
 """The kernels that run a pass of attention: which of them takes it, and the call of each.
 
-On NVIDIA's GPUs cuDNN's fused attention, on TPUs the flash attention of jax's Pallas kernels, where they have the form
+On NVIDIA's GPUs cuDNN's fused attention, on TPUs the splash attention of jax's Pallas kernels, where they have the form
 and the type; on other devices, and for other forms, XLA in blocks of queries (`autopar.attention.ring`). None of the
 kernels writes scores to memory. In a ring the same kernel runs each step (`autopar.attention.execute`).
 
@@ -27,7 +27,7 @@ class Kernel(enum.Enum):
 
     BLOCKS = "XLA in blocks of queries"
     CUDNN = "cuDNN's fused attention"
-    TPU_FLASH = "Pallas flash attention"
+    TPU_FLASH = "Pallas splash attention"
 
     @property
     def skips(self) -> bool:
@@ -93,11 +93,11 @@ def _obstacle(
         return "a mask or a bias that is not causal" + (", or of segments" if library.takes_segments else "")
     if mask.segments is not None and (found := _obstacle_of_segments(form, mask.segments, dtypes[3:], library)):
         return found
-    if mask.window is not None and (library is not Kernel.CUDNN or ring > 1):
-        return f"a window of {mask.window} keys" + (" in a ring" if ring > 1 else "")
+    if mask.window is not None and ring > 1:
+        return f"a window of {mask.window} keys in a ring"
     if mask.shown is not None and ring > 1:
         return "segments of which queries see nothing, in a ring"
-    if width != of_values:
+    if width != of_values and library is Kernel.CUDNN:
         return f"values of another width ({of_values}) than keys ({width})"
     if mask.causal and keys != positions:
         return f"a causal mask over {keys} keys and {positions} queries"
@@ -149,13 +149,16 @@ def runs_in_steps(form: AttentionForm, kernel: Kernel, positions: int, ring: int
     return order.balanced or not order.is_whole
 
 
-def visible_share(form: AttentionForm, positions: int) -> float:
-    """The part of the blocks of scores in which a mask leaves something."""
+def visible_share(form: AttentionForm, kernel: Kernel, positions: int) -> float:
+    """The part of the blocks of scores in which a mask leaves something. Rates of causal attention are those of the
+    blocks of `_BLOCK`, whatever more a kernel computes on the diagonal.
+    """
     mask = distance_mask(form, positions)
     if mask is None or not mask.causal or positions <= _BLOCK:
         return 1.0
-    blocks = positions / _BLOCK
-    before = min(math.ceil(((mask.window or positions) - 1) / _BLOCK), blocks - 1)  # blocks of keys before a query's
+    side = jax_local.tpu_block(positions) if mask.window and kernel is Kernel.TPU_FLASH else _BLOCK
+    blocks = positions / side
+    before = min(math.ceil(((mask.window or positions) - 1) / side), blocks - 1)  # blocks of keys before a query's
     return (blocks + before * (before + 1) / 2 + before * (blocks - 1 - before)) / blocks**2
 
 

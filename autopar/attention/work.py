@@ -12,7 +12,6 @@ from autopar.attention.kernels import LANES, SUBLANES, Kernel, runs_in_steps, vi
 from autopar.attention.ring import query_block
 from autopar.attention.ring_order import RingOrder, ring_order
 from autopar.common import jax_compat
-from autopar.common.jax_local import tpu_block
 
 
 def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:
@@ -47,7 +46,7 @@ def computed_share(eqn: Any, kernel: Kernel, ring: int) -> float:
     if not goes_round(eqn):
         return 1.0
     form, positions = eqn.params["form"], sizes_of(eqn)[eqn.params["form"].position]
-    return visible_share(form, positions) if kernel.skips else order_of(eqn, ring).computed_share
+    return visible_share(form, kernel, positions) if kernel.skips else order_of(eqn, ring).computed_share
 
 
 def in_steps(eqn: Any, kernel: Kernel, ring: int) -> bool:
@@ -71,9 +70,9 @@ def block_bytes(eqn: Any, split: int = 1, ring: int = 1) -> int:
 
 
 def row_bytes(eqn: Any, kernel: Kernel) -> int:
-    """Bytes that a kernel takes for numbers of each row of scores beside its operands and results: the TPU's has each
-    number once for each lane, of two arrays; backward it has those of a third one for each key of a block too. Segments
-    of queries it has once for each lane, those of keys for each sublane.
+    """Bytes that a kernel takes for numbers of each row of scores beside its operands and results: the TPU's writes one
+    of a row once for each lane, and reads two of them backward once for each sublane. Segments of queries it has once
+    for each lane, those of keys for each sublane.
     """
     if kernel is not Kernel.TPU_FLASH:
         return 0
@@ -83,24 +82,14 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
         return functools.reduce(lambda n, letter: n * sizes[letter], letters, 4)
 
     segments = sum(of(names) * (SUBLANES if KEY in names else LANES) for names in form.arrays)
-    return segments + of(form.rows) * (2 * LANES + (0 if eqn.params["gradients"] is None else tpu_block(sizes[KEY])))
+    return segments + of(form.rows) * (LANES if eqn.params["gradients"] is None else 2 * SUBLANES)
 
 
 def has_wide_rows(eqn: Any, kernel: Kernel, ring: int) -> bool:
-    """Whether the forward pass hands on its numbers of rows as the TPU's kernel writes them, once for each lane: XLA
-    takes one of each in the backward pass, where it is read (libtpu 0.0.42.1), even behind a barrier.
+    """Whether the forward pass hands on the number of each row as the TPU's kernel writes it, once for each lane: XLA
+    takes one of these in the backward pass, where it is read (libtpu 0.0.42.1), even behind a barrier.
     """
     return kernel is Kernel.TPU_FLASH and ring == 1 and eqn.params["gradients"] is None
-
-
-def repeated_operands(eqn: Any, kernel: Kernel) -> tuple[int, ...]:
-    """Keys and values, where the TPU's kernel takes a copy of them for each head of queries that shares them.
-
-    XLA makes the copies once for both passes, and keeps them in between.
-    """
-    form, sizes = eqn.params["form"], sizes_of(eqn)
-    shares = any(sizes[x] > 1 for x in form.rows if x not in form.key and x != form.position)
-    return (1, 2) if kernel is Kernel.TPU_FLASH and shares else ()
 
 
 def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:

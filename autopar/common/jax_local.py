@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax.extend import core as jax_core
 from jax.interpreters import batching, mlir
@@ -153,8 +154,8 @@ def _cudnn() -> Any:
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
-def _flash() -> Any:
-    return importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+def _splash() -> Any:
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
 
 
 def cudnn_forward(
@@ -210,18 +211,21 @@ Segments = tuple[Any, Any]
 
 
 def tpu_forward(
-    q: Any, k: Any, v: Any, *, scale: float, causal: bool, window: None = None, segments: Segments | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Any, Any, Any]:
-    """(result, largest, total). `segments` of queries and of keys: (examples, positions) each; a row sees some key of
-    its own, if not here then in another part of the keys.
+    """As `cudnn_forward`, by splash attention. `segments` of queries and keys: (examples, positions) each; a row sees
+    some key of its own, if not here then in another part of the keys.
     """
-    flash = _flash()
-    k, v = (_repeated(a, q) for a in (k, v))
-    n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
-    out, total, largest = flash._flash_attention_impl(
-        q, k, v, None, _segment_ids(segments), True, causal, scale, 1, n, of_keys, of_keys, False
-    )
-    return out, largest, total
+    kernel = _splash_kernel(q.shape, k.shape, causal, window)
+    out, (log_sum,) = jax.vmap(kernel)(_scaled(q, scale), k, v, _segment_ids(segments))
+    return out, log_sum, jnp.ones_like(log_sum)
 
 
 def tpu_backward(
@@ -233,40 +237,52 @@ def tpu_backward(
     *,
     scale: float,
     causal: bool,
-    window: None = None,
+    window: int | None = None,
     segments: Segments | None = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
-    flash, (out, largest, total) = _flash(), saved
-    shared = k.shape
-    k, v = (_repeated(a, q) for a in (k, v))
-    change = change.astype(q.dtype)
-    along = jnp.sum(out.astype(jnp.float32) * change.astype(jnp.float32), axis=-1)
-    n, of_keys = tpu_block(q.shape[2]), tpu_block(k.shape[2])
-    common = {"sm_scale": scale, "causal": causal, "mask_value": flash.DEFAULT_MASK_VALUE, "debug": False}
-    blocks = {"block_q_major": n, "block_k_major": of_keys, "block_k": of_keys}
-    args = (q, k, v, None, _segment_ids(segments), total, largest, change, along)
-    k_change, v_change = flash._flash_attention_bwd_dkv(*args, **blocks, block_q=n, **common)
-    q_change, _ = flash._flash_attention_bwd_dq(*args, **blocks, **common)
-    return q_change, _gathered(k_change, shared), _gathered(v_change, shared)
+    out, largest, total = saved
+    kernel, module = _splash_kernel(q.shape, k.shape, causal, window), _splash().splash_attention_kernel
+    options = {**kernel.kwargs, "save_residuals": False}
+
+    def backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, change: Any) -> Any:
+        read = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
+        return module._splash_attention_bwd(**options, res=read, do=change)[3:6]
+
+    log_sum, change = largest + jnp.log(total), change.astype(q.dtype)
+    args = _scaled(q, scale), k, v, _segment_ids(segments), out, log_sum, change
+    q_change, k_change, v_change = jax.vmap(backward)(*args)
+    return _scaled(q_change, scale), k_change, v_change
+
+
+def _scaled(a: Any, scale: float) -> Any:
+    return a if scale == 1.0 else (a.astype(jnp.float32) * scale).astype(a.dtype)
+
+
+@functools.cache
+def _splash_kernel(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: int | None) -> Any:
+    """The kernel for one example, of arrays of (examples, heads, positions, width)."""
+    splash, (_, heads, positions, _) = _splash(), queries
+    shape, n, of_keys = (positions, keys[2]), tpu_block(positions), tpu_block(keys[2])
+    mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    if window is not None:
+        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    blocks = splash.BlockSizes(
+        block_q=n, block_kv=of_keys, block_kv_compute=of_keys, block_q_dkv=n, block_kv_dkv=of_keys,
+        block_kv_dkv_compute=of_keys, block_q_dq=n, block_kv_dq=of_keys,
+    )  # fmt: skip
+    masks = splash.MultiHeadMask([mask] * heads)
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha_single_device(masks, block_sizes=blocks, save_residuals=True)
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):  # arrays of no device: the kernel is kept
+        setattr(kernel, name, jax.tree.map(np.asarray, getattr(kernel, name)))
+    return kernel
 
 
 def _segment_ids(segments: Segments | None) -> Any:
-    return None if segments is None else _flash().SegmentIds(*segments)
+    return None if segments is None else _splash().SegmentIds(*segments)
 
 
 def tpu_block(positions: int) -> int:
     """Positions of a block: the most of jax's own benchmarks' that divide those of an array."""
     return next(n for n in (512, 256, 128) if positions % n == 0)
-
-
-def _repeated(a: Any, q: Any) -> Any:
-    """Keys or values once for each head of queries."""
-    return jnp.repeat(a, q.shape[1] // a.shape[1], axis=1)
-
-
-def _gathered(change: Any, shape: tuple[int, ...]) -> Any:
-    """Gradients of repeated keys or values, added up in 32 bits."""
-    examples, heads, positions, width = shape
-    grouped = change.reshape((examples, heads, -1, positions, width))
-    return jnp.sum(grouped, axis=2, dtype=jnp.float32).astype(change.dtype)

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.attention import ring
-from autopar.attention.form import KEY, sizes_of
 from autopar.attention.kernels import LANES
 from autopar.attention.work import (
     block_bytes,
@@ -17,7 +16,6 @@ from autopar.attention.work import (
     held_in_steps,
     in_steps,
     order_of,
-    repeated_operands,
     row_bytes,
     travelling,
 )
@@ -85,16 +83,9 @@ def attention_steps(
         steps.append(
             MemoryStep(inputs=inputs, outputs=sent, kind="collective_permute", fusible=False, key=("ring", *same))
         )
-    for i in repeated_operands(op.eqn, kernel) if ring_size == 1 else ():
-        sizes = sizes_of(op.eqn)
-        buffers.append(new(nbytes[inputs[0]] * sizes[KEY] // sizes[op.eqn.params["form"].position]))
-        step = MemoryStep(
-            inputs=(inputs[i],), outputs=(buffers[-1],), kind="repeat", fusible=False, key="heads of queries"
-        )
-        steps.append(step)
     at = (*inputs, *buffers)
     if not kernel.writes_scores:
-        given = sum(nbytes[v] for v in outputs[1:]) if has_wide_rows(op.eqn, kernel, ring_size) else 0
+        given = nbytes[outputs[1]] if has_wide_rows(op.eqn, kernel, ring_size) else 0
         rows = new(max(0, row_bytes(op.eqn, kernel) // split - given))
         pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((rows,), at), (outputs, (*at, rows)))
     else:
@@ -452,8 +443,8 @@ class _MemoryWriter:
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
         ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
         if has_wide_rows(op.eqn, kernel_under(op, self.device, ring_size), ring_size):
-            self.wide.update(outputs[1:])
-            self.nbytes.update((v, self.nbytes[v] * LANES) for v in outputs[1:])
+            self.wide.add(outputs[1])
+            self.nbytes[outputs[1]] *= LANES
         steps += attention_steps(op, compute.strategy, inputs, outputs, self.device, self.mesh, self.nbytes, self.new)
 
     def crossing(

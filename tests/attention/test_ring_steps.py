@@ -5,14 +5,13 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar.attention import execute, ring
 from autopar.attention.form import Gradients
 from autopar.attention.kernels import Kernel
 from autopar.attention.ring_order import exchanges, ring_order
-from tests.attention.test_kernels import AND_CAUSAL, FORM, PACKED, SAME, form_of, packed
+from tests.attention.test_kernels import AND_CAUSAL, FORM, PACKED, SAME, form_of, interpreted, packed  # noqa: F401
 from tests.attention.test_match import plain
 
 GRADIENTS = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
@@ -121,12 +120,10 @@ def test_rows_that_see_nothing_have_no_number_as_in_plain_jax():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [FORM, PACKED])
-def test_the_kernel_of_tpus_runs_the_steps_of_a_ring(form):
-    """Interpreted, as there is no TPU."""
+def test_the_kernel_of_tpus_runs_the_steps_of_a_ring(form, interpreted):
     segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [100, 300, 112]), np.repeat([1, 2, 0], [200, 250, 62])]))
     args = (*operands(512), *(segments for _ in form.arrays))
     expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS, form))(*args)
-    with pltpu.force_tpu_interpret_mode():
-        found = on_devices(2, Kernel.TPU_FLASH, form)(*args)
+    found = on_devices(2, Kernel.TPU_FLASH, form)(*args)
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import autopar
 from autopar import recipes
 from autopar.attention.kernels import Kernel
-from autopar.attention.work import block_bytes, flops, repeated_operands
+from autopar.attention.work import block_bytes, flops
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.inner_collectives import far_permute_s
 from autopar.cost.roofline import ProductRate, Work, attention_s, kernel_under, multiplied_share, product_rate, time_s
@@ -278,14 +278,6 @@ def test_a_head_narrower_than_a_matrix_unit_leaves_a_part_of_it_empty():
         ("TPU v5e", 64): 0.5, ("TPU v5e", 128): 1.0, ("TPU v5e", 256): 1.0,
         ("TPU v6e", 64): 0.25, ("TPU v6e", 128): 0.5, ("TPU v6e", 256): 1.0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("key_heads", "repeated"), [(1, (1, 2)), (H, ())])
-def test_the_tpus_kernel_takes_keys_and_values_once_for_each_head_of_queries(key_heads, repeated):
-    forward, backward = passes(graph_of(is_causal=True, blockwise=True, key_heads=key_heads))
-    for op in (forward, backward):
-        assert repeated_operands(op.eqn, Kernel.TPU_FLASH) == repeated
-        assert repeated_operands(op.eqn, Kernel.CUDNN) == ()
 
 
 def convolutions(window: int, strides: int = 1):
