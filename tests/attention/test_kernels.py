@@ -12,7 +12,7 @@ import autopar
 from autopar.attention import execute, kernels, ring
 from autopar.attention.form import AttentionForm, DistanceMask, Gradients, distance_mask
 from autopar.attention.kernels import Kernel, kernel_of, library_of, visible_share
-from autopar.common import jax_compat, jax_local
+from autopar.common import jax_compat
 from autopar.hardware import presets
 from tests.attention.test_match import causal, counted, distance, graph_of, padded, plain, stock, window_by_addition
 
@@ -233,20 +233,6 @@ def test_of_a_window_a_kernel_computes_the_blocks_in_which_it_shows_anything(win
     shown = (at[:, None] >= at[None, :]) & (at[:, None] - at[None, :] < window)
     blocks = shown.reshape(2048 // side, side, 2048 // side, side).any(axis=(1, 3))
     assert visible_share(with_window(window), kernel, 2048) == blocks.mean()
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The TPU's kernel where there is none. Pallas' own mode for that takes no batch of kernels."""
-    made = jax_local._splash_kernel
-
-    def interpreted(*args):
-        kernel = made(*args)
-        return type(kernel)(
-            kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info, **{**kernel.kwargs, "interpret": True}
-        )
-
-    monkeypatch.setattr(jax_local, "_splash_kernel", interpreted)
 
 
 @pytest.mark.slow

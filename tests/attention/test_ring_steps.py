@@ -11,7 +11,7 @@ from autopar.attention import execute, ring
 from autopar.attention.form import Gradients
 from autopar.attention.kernels import Kernel
 from autopar.attention.ring_order import exchanges, ring_order
-from tests.attention.test_kernels import AND_CAUSAL, FORM, PACKED, SAME, form_of, interpreted, packed  # noqa: F401
+from tests.attention.test_kernels import AND_CAUSAL, FORM, PACKED, SAME, form_of, packed
 from tests.attention.test_match import plain
 
 GRADIENTS = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
