@@ -85,13 +85,6 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     return segments + of(form.rows) * (LANES if eqn.params["gradients"] is None else 2 * SUBLANES)
 
 
-def has_wide_rows(eqn: Any, kernel: Kernel, ring: int) -> bool:
-    """Whether the forward pass hands on the number of each row as the TPU's kernel writes it, once for each lane: XLA
-    takes one of these in the backward pass, where it is read (libtpu 0.0.42.1), even behind a barrier.
-    """
-    return kernel is Kernel.TPU_FLASH and ring == 1 and eqn.params["gradients"] is None
-
-
 def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:
     """Memory traffic of all blocks of scores where XLA runs them, as its GPU compiler divides them into kernels.
 

@@ -9,10 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.attention import ring
-from autopar.attention.kernels import LANES
 from autopar.attention.work import (
     block_bytes,
-    has_wide_rows,
     held_in_steps,
     in_steps,
     order_of,
@@ -85,8 +83,7 @@ def attention_steps(
         )
     at = (*inputs, *buffers)
     if not kernel.writes_scores:
-        given = nbytes[outputs[1]] if has_wide_rows(op.eqn, kernel, ring_size) else 0
-        rows = new(max(0, row_bytes(op.eqn, kernel) // split - given))
+        rows = new(row_bytes(op.eqn, kernel) // split)
         pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((rows,), at), (outputs, (*at, rows)))
     else:
         block = block_bytes(op.eqn, split, ring_size)
@@ -257,7 +254,6 @@ class _MemoryWriter:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
         self.rounded: set[tuple[int, Place]] = set()
         self.transposed: dict[int, Sequence[int]] = {}
-        self.wide: set[int] = set()  # numbers of rows, once for each lane
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
         self._facts: dict[str, tuple[str, bool, bool, bool]] = {}
@@ -295,12 +291,10 @@ class _MemoryWriter:
         return number
 
     def own(self, value: int, taken: set[int], steps: list[MemoryStep]) -> int:
-        """A result that is an argument, or another result, handed through needs memory of its own; numbers of rows are
-        handed out once.
-        """
-        if value not in taken and value not in self.wide:
+        """A result that is an argument, or another result, handed through needs memory of its own."""
+        if value not in taken:
             return value
-        copy = self.new(self.nbytes[value] // (LANES if value in self.wide else 1))
+        copy = self.new(self.nbytes[value])
         steps.append(MemoryStep(inputs=(value,), outputs=(copy,), kind="convert", fusible=True))
         return copy
 
@@ -441,10 +435,6 @@ class _MemoryWriter:
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
-        ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
-        if has_wide_rows(op.eqn, kernel_under(op, self.device, ring_size), ring_size):
-            self.wide.add(outputs[1])
-            self.nbytes[outputs[1]] *= LANES
         steps += attention_steps(op, compute.strategy, inputs, outputs, self.device, self.mesh, self.nbytes, self.new)
 
     def crossing(
