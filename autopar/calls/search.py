@@ -47,7 +47,7 @@ class Search:
         schedule: The order in which the stages of a pipeline run micro-batches: one of
             `autopar.runtime.standard_schedules.SCHEDULES`, or "auto".
         attention: The program of attention that is found in the step, however it is spelled. "kernel": that of the
-            device, which keeps no scores, where it has the form and type (cuDNN's on a GPU, jax's flash attention on a
+            device, which keeps no scores, where it has the form and type (cuDNN's on a GPU, jax's splash attention on a
             TPU). "blockwise": the same, and blocks of queries elsewhere. "as written": the step's own operations, whose
             scores go through memory. "auto", the default: the one by which the step is predicted to be fastest, and
             that fits. The plan's notes name the choice, and what stands in the way of a kernel.
