@@ -292,7 +292,7 @@ collectives of a kind are predicted and compiled; XLA combines several into one,
 gives no cost analysis for cards that are not there: its figures are those of the analysis that all of XLA's backends
 share, made of its program.
 
-Kernels of attention: the calls of cuDNN's or of jax's splash attention; where attention is as written none is predicted.
+Kernels of attention: calls of cuDNN or of jax's splash attention; where attention is as written none is predicted.
 XLA's TPU compiler makes a kernel of its own of a softmax and the product behind it, which is not counted: scores are
 written all the same, for the backward pass. XLA's analyses count no arithmetic of kernels of attention.
 
