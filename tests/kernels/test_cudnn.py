@@ -84,6 +84,9 @@ def triton(q, k, v):
     ids=["examples", "heads"],
 )
 def test_compiled_for_h100s_each_device_has_its_examples_or_heads(of, recipe, part):
+    if of is triton and jax.__version_info__ >= (0, 12):
+        pytest.skip("Pallas of jax 0.12 looks for a card when it is compiled")
+
     def step(state, batch):
         def loss(state):
             q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], state[n]) for n in "qkv")
