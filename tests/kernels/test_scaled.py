@@ -191,8 +191,8 @@ def test_a_product_runs_at_the_rate_of_its_format_or_in_bfloat16(cluster, dtype,
     [(autopar.recipes.zero(3), "2048,512", "512,256"), (TENSOR, "8192,256", "256,256")],
 )
 def test_cudnn_multiplies_each_devices_part(recipe, forward, gradient):
-    """Tokens among four devices, whose sums are over their own tokens' blocks; and columns among two. Without a card the
-    compiler of jax 0.12 leaves the product a computation of its own.
+    """Tokens among four devices, whose sums are over their own tokens' blocks; and columns among two. Without a card
+    the compiler of jax 0.12 leaves the product a computation of its own.
     """
     configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
 
