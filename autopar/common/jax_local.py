@@ -264,9 +264,8 @@ def _splash_kernel(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool
     """The kernel for one example, of arrays of (examples, heads, positions, width)."""
     splash, (_, heads, positions, _) = _splash(), queries
     shape, n, of_keys = (positions, keys[2]), tpu_block(positions), tpu_block(keys[2])
-    mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-    if window is not None:
-        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    before = None if window is None else window - 1
+    mask = _band_mask()(shape, window_size=(before, 0), offset=0) if causal else splash.FullMask(shape)
     blocks = splash.BlockSizes(
         block_q=n, block_kv=of_keys, block_kv_compute=of_keys, block_q_dkv=n, block_kv_dkv=of_keys,
         block_kv_dkv_compute=of_keys, block_q_dq=n, block_kv_dq=of_keys,
@@ -277,6 +276,23 @@ def _splash_kernel(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):  # arrays of no device: the kernel is kept
         setattr(kernel, name, jax.tree.map(np.asarray, getattr(kernel, name)))
     return kernel
+
+
+@functools.cache
+def _band_mask() -> Any:
+    """`LocalMask` that computes no block of which it shows all or nothing: of 131,072 positions, all take a minute."""
+    filled = functools.cache(np.full)
+
+    class BandMask(_splash().LocalMask):  # type: ignore[misc]
+        def __getitem__(self, block: tuple[slice, slice]) -> Any:
+            queries, keys = (range(n)[of] for n, of in zip(self.shape, block, strict=True))
+            least, most, before = queries[0] - keys[-1], queries[-1] - keys[0], self.window_size[0]
+            shows_all = least >= 0 and (before is None or most <= before)
+            if shows_all or most < 0 or (before is not None and least > before):
+                return filled((len(queries), len(keys)), shows_all)
+            return super().__getitem__(block)
+
+    return BandMask
 
 
 def _segment_ids(segments: Segments | None) -> Any:
