@@ -14,6 +14,7 @@ from autopar.attention.form import KEY, AttentionForm, DistanceMask, Gradients, 
 from autopar.attention.kernels import KERNEL_CALLS, CanonicalShape, Kernel
 from autopar.attention.ring import At, Places
 from autopar.attention.ring_order import Positions, RingOrder, exchanges, ring_order
+from autopar.common.jax_local import ScoreOptions
 
 # What computes one step of a ring: a kernel of a library, or blocks of XLA's.
 #
@@ -99,7 +100,7 @@ class _KernelSteps:
 
     def forward(self, q: Any, k: Any, v: Any, at: At, is_own: bool) -> Arrays:
         run, _ = KERNEL_CALLS[self.kernel]
-        out, largest, total = run(q, k, v, **self._options(at, is_own))
+        out, largest, total = run(q, k, v, self._options(at, is_own))
         return out.astype(self.exact), largest + jnp.log(total)
 
     def joined(self, one: Arrays, other: Arrays) -> Arrays:
@@ -114,17 +115,17 @@ class _KernelSteps:
         out, log_sum, change = rows
         _, run = KERNEL_CALLS[self.kernel]
         saved = (out, log_sum, jnp.ones_like(log_sum))
-        made = run(q, k, v, saved, change, **self._options(at, is_own))
+        made = run(q, k, v, saved, change, self._options(at, is_own))
         return tuple(a.astype(self.exact) for a in made)
 
-    def _options(self, at: At, is_own: bool) -> dict[str, Any]:
+    def _options(self, at: At, is_own: bool) -> ScoreOptions:
         mask, arrays = self.mask, [*at.arrays]
         if mask.segments is not None:
             of_key = mask.segments[1]
             arrays[of_key] = at.keys.taken(arrays[of_key], self.form.arrays[of_key].index(KEY))
         # Its own positions are in order on each device, so that the mask is that of neighbouring ones.
         causal = mask.causal and is_own
-        return {"scale": mask.scale, "causal": causal, "segments": self.shape.segments(mask, arrays)}
+        return ScoreOptions(mask.scale, causal, segments=self.shape.segments(mask, arrays))
 
     def native_result(self, out: Any, log_sum: Any) -> Arrays:
         form = self.form

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autopar.attention.form import KEY, NONE, AttentionForm, DistanceMask, Gradients, distance_mask, holds
 from autopar.attention.ring_order import ring_order
 from autopar.common import jax_local
+from autopar.common.jax_local import ScoreOptions
 from autopar.hardware.kinds import DeviceKind, Platform
 
 
@@ -267,9 +268,9 @@ def forward(
     """As `ring.forward`, on one device that has all positions."""
     shape, mask = CanonicalShape(form, query), _mask(form, query)
     run, _ = KERNEL_CALLS[kernel]
-    options = _options(mask, shape.segments(mask, arrays))
+    of = ScoreOptions(mask.scale, mask.causal, mask.window, shape.segments(mask, arrays))
     q, k, v = shape.operands(query, key, value)
-    out, largest, total = run(q, k, v, **options)
+    out, largest, total = run(q, k, v, of)
     if (seeing := shape.seeing(mask, arrays)) is not None:
         groups = q.shape[1] // v.shape[1]
         mean = jnp.repeat(jnp.mean(v, axis=2, keepdims=True, dtype=jnp.float32), groups, axis=1)
@@ -294,10 +295,10 @@ def backward(
     largest, total = (shape.into(a, form.rows, form.position) for a in saved[1:])
     change = shape.into(change, gradients.out, form.position)
     _, run = KERNEL_CALLS[kernel]
-    options = _options(mask, shape.segments(mask, arrays))
+    of = ScoreOptions(mask.scale, mask.causal, mask.window, shape.segments(mask, arrays))
     seeing = shape.seeing(mask, arrays)
     seen = change if seeing is None else jnp.where(seeing, change, 0)
-    q_change, k_change, v_change = run(q, k, v, (out, largest, total), seen, **options)
+    q_change, k_change, v_change = run(q, k, v, (out, largest, total), seen, of)
     if seeing is not None:
         unseen = jnp.sum(jnp.where(seeing, 0, change), axis=2, keepdims=True, dtype=jnp.float32) / v.shape[2]
         unseen = jnp.sum(unseen.reshape((*v.shape[:2], -1, 1, v.shape[3])), axis=2)
@@ -307,10 +308,6 @@ def backward(
         shape.back(k_change, gradients.key, KEY),
         shape.back(v_change, gradients.value, KEY),
     )
-
-
-def _options(mask: DistanceMask, segments: tuple[Any, Any] | None) -> dict[str, Any]:
-    return {"scale": mask.scale, "causal": mask.causal, "window": mask.window, "segments": segments}
 
 
 def _mask(form: AttentionForm, query: Any) -> DistanceMask:

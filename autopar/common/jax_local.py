@@ -14,7 +14,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,35 +158,32 @@ def _splash() -> Any:
     return importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
 
 
-def cudnn_forward(
-    q: Any, k: Any, v: Any, *, scale: float, causal: bool, window: int | None = None, segments: None = None
-) -> tuple[Any, Any, Any]:
-    """(result, largest, total): cuDNN gives the logarithm of a row's sum, which stands for the largest of total one.
-    `window`: a query sees the last so many keys.
+class ScoreOptions(NamedTuple):
+    """Scores are `scale` times the product of query and key. `causal`: a query sees its own position and those before
+    it, of these the last `window` ones where it is given. `segments` of queries and of keys, (examples, positions)
+    each: a row sees some key of its own, if not here then in another part of the keys.
     """
+
+    scale: float
+    causal: bool
+    window: int | None = None
+    segments: tuple[Any, Any] | None = None
+
+
+def cudnn_forward(q: Any, k: Any, v: Any, of: ScoreOptions) -> tuple[Any, Any, Any]:
+    """(result, largest, total): cuDNN gives the logarithm of a row's sum, which stands for the largest of total one."""
     run = _cudnn()._dot_product_attention_fwd_impl
-    out, log_sum = run(q, k, v, *_cudnn_nothing(q), is_training=True, **_cudnn_options(run, scale, causal, window))
+    out, log_sum = run(q, k, v, *_cudnn_nothing(q), is_training=True, **_cudnn_options(run, of))
     return out, log_sum, jnp.ones_like(log_sum)
 
 
 def cudnn_backward(
-    q: Any,
-    k: Any,
-    v: Any,
-    saved: tuple[Any, Any, Any],
-    change: Any,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-    segments: None = None,
+    q: Any, k: Any, v: Any, saved: tuple[Any, Any, Any], change: Any, of: ScoreOptions
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
     run, (out, largest, total) = _cudnn()._dot_product_attention_bwd_impl, saved
     log_sum, change = largest + jnp.log(total), change.astype(q.dtype)
-    q_change, k_change, v_change = run(
-        q, k, v, *_cudnn_nothing(q), log_sum, out, change, **_cudnn_options(run, scale, causal, window)
-    )
+    q_change, k_change, v_change = run(q, k, v, *_cudnn_nothing(q), log_sum, out, change, **_cudnn_options(run, of))
     return q_change, k_change, v_change
 
 
@@ -195,54 +192,31 @@ def _cudnn_nothing(q: Any) -> tuple[Any, ...]:
     return tuple(jnp.zeros(0, dtype=q.dtype) for _ in range(7))
 
 
-def _cudnn_options(run: Callable[..., Any], scale: float, causal: bool, window: int | None) -> dict[str, Any]:
+def _cudnn_options(run: Callable[..., Any], of: ScoreOptions) -> dict[str, Any]:
     cudnn, names = _cudnn(), inspect.signature(run).parameters
     # From jax 0.12 on scores may be changed by a function.
     unchanged = {name: value for name, value in (("score_mod", None), ("score_mod_args", ())) if name in names}
     return {
         **unchanged,
-        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        "layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": window,
+        "scale": of.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if of.causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BNTH.value, "sliding_window_length": of.window,
     }  # fmt: skip
 
 
-Segments = tuple[Any, Any]
-
-
-def tpu_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-    segments: Segments | None = None,
-) -> tuple[Any, Any, Any]:
-    """As `cudnn_forward`, by splash attention. `segments` of queries and keys: (examples, positions) each; a row sees
-    some key of its own, if not here then in another part of the keys.
-    """
-    kernel = _splash_kernel(q.shape, k.shape, causal, window)
-    out, (log_sum,) = jax.vmap(kernel)(_scaled(q, scale), k, v, _segment_ids(segments))
+def tpu_forward(q: Any, k: Any, v: Any, of: ScoreOptions) -> tuple[Any, Any, Any]:
+    """As `cudnn_forward`, by splash attention."""
+    kernel = _splash_kernel(q.shape, k.shape, of.causal, of.window)
+    out, (log_sum,) = jax.vmap(kernel)(_scaled(q, of.scale), k, v, _segment_ids(of))
     return out, log_sum, jnp.ones_like(log_sum)
 
 
 def tpu_backward(
-    q: Any,
-    k: Any,
-    v: Any,
-    saved: tuple[Any, Any, Any],
-    change: Any,
-    *,
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-    segments: Segments | None = None,
+    q: Any, k: Any, v: Any, saved: tuple[Any, Any, Any], change: Any, of: ScoreOptions
 ) -> tuple[Any, Any, Any]:
-    """The gradients of queries, keys and values, from what the forward pass gave (`saved`)."""
+    """As `cudnn_backward`, by splash attention."""
     out, largest, total = saved
-    kernel, module = _splash_kernel(q.shape, k.shape, causal, window), _splash().splash_attention_kernel
+    kernel, module = _splash_kernel(q.shape, k.shape, of.causal, of.window), _splash().splash_attention_kernel
     options = {**kernel.kwargs, "save_residuals": False}
 
     def backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, change: Any) -> Any:
@@ -250,9 +224,9 @@ def tpu_backward(
         return module._splash_attention_bwd(**options, res=read, do=change)[3:6]
 
     log_sum, change = largest + jnp.log(total), change.astype(q.dtype)
-    args = _scaled(q, scale), k, v, _segment_ids(segments), out, log_sum, change
+    args = _scaled(q, of.scale), k, v, _segment_ids(of), out, log_sum, change
     q_change, k_change, v_change = jax.vmap(backward)(*args)
-    return _scaled(q_change, scale), k_change, v_change
+    return _scaled(q_change, of.scale), k_change, v_change
 
 
 def _scaled(a: Any, scale: float) -> Any:
@@ -295,8 +269,8 @@ def _band_mask() -> Any:
     return BandMask
 
 
-def _segment_ids(segments: Segments | None) -> Any:
-    return None if segments is None else _splash().SegmentIds(*segments)
+def _segment_ids(of: ScoreOptions) -> Any:
+    return None if of.segments is None else _splash().SegmentIds(*of.segments)
 
 
 def tpu_block(positions: int) -> int:
