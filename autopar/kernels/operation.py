@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -487,9 +486,6 @@ class LocalFunction:
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
-
-    def __reduce__(self) -> Any:
-        raise pickle.PicklingError(f"kernel {self.name} is only in the process in which it was made")
 
     @functools.cached_property
     def _programs(self) -> dict[tuple[Any, ...], Any]:
