@@ -17,7 +17,7 @@ from autopar.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, est
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.plan.schema import PipelineTrial
+from autopar.plan.schema import CandidateRecord
 from autopar.runtime.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import Constraints
@@ -54,7 +54,7 @@ class PipelineEvaluator:
         self.context, self.cuts, self.in_stages = context, cuts, in_stages
         self.cluster, self.limit_bytes, self.deadline = context.cluster, context.limit_bytes, context.deadline
         self.to_beat_s, self.keep_tolerance = context.to_beat_s, context.keep_tolerance
-        self.weighed: list[PipelineTrial] = []
+        self.weighed: list[CandidateRecord] = []
         self.built: set[tuple[int, StageChoice]] = set()  # a search under a lower limit may repeat an answer
         self.not_built: list[Rejection] = []
         self.best: PipelineCandidate | PipelineEstimate | None = None
@@ -128,13 +128,12 @@ class PipelineEvaluator:
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
-            beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
+            beaten = self.best is not None and not over and estimated_s >= within * self.best.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
             # On one device the tables overstate what a few numbers of micro-batches take.
             is_slow = self.cluster.num_devices > 1 and estimated_s > 1.2 * self.to_beat_s
             if beaten or late or built >= max_built or is_slow:
                 text, peak_bytes = choice.text(m), estimated_bytes
-                self.weighed.append(PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=peak_bytes))
                 why = self.deadline.text if late else "others are faster by the tables of layer costs"
                 self.not_built.append(
                     Rejection(
@@ -149,7 +148,7 @@ class PipelineEvaluator:
             built += 1
             self.built.add((m, choice))
             candidate = self.evaluate(m, choice)
-            self.weighed.append(candidate.trial)
+            self.weighed.append(candidate.record)
             kind = len(choice.first_layers), m
             best_of_kind = self.best_of.get(kind)
             if best_of_kind is None or candidate.rank(self.limit_bytes) < best_of_kind[0].rank(self.limit_bytes):
@@ -158,7 +157,7 @@ class PipelineEvaluator:
             self.weigh(candidate)
             if not candidate.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1
-                tighter_bytes = estimated_bytes * self.limit_bytes // candidate.trial.peak_bytes
+                tighter_bytes = estimated_bytes * self.limit_bytes // candidate.peak_bytes
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 
@@ -238,7 +237,7 @@ class PipelineEvaluator:
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
             self.estimated.remove(found)
-            row, m = self.weighed.index(found.trial), found.num_microbatches
+            row, m = self.weighed.index(found.record), found.num_microbatches
             first, limits = found.first_to_build(self.limit_bytes, PEAK_ERROR), self.limits(found.to_beat_s)
             if not found.fits(self.limit_bytes):  # leaner decisions do not either, but for the error of the estimate
                 limits = dataclasses.replace(limits, decides_again=False)
@@ -246,7 +245,7 @@ class PipelineEvaluator:
                 built = self.build(m, found.choice, found.binding, found.name, limits, first.terms if first else ())
             except SolverError:  # there are others
                 continue
-            self.weighed[row] = built.trial
+            self.weighed[row] = built.record
             self.weigh(built)
         self.best = self.best_built
 
@@ -296,11 +295,10 @@ class PipelineEvaluator:
             candidate = self.evaluate(m, choice, binding, name, to_beat_s)
         except (SolverError, PlanMismatchError):  # the best stays
             return None
-        trial = candidate.trial
-        self.weighed.append(trial)
+        self.weighed.append(candidate.record)
         self.weigh(candidate)
         found = PipelineEstimate(
-            num_microbatches=m, choice=choice, step_time_s=candidate.step_time_s, peak_bytes=trial.peak_bytes or 0,
+            num_microbatches=m, choice=choice, step_time_s=candidate.step_time_s, peak_bytes=candidate.peak_bytes,
             to_beat_s=to_beat_s, binding=binding, name=name,
         )  # fmt: skip
         self.refinements.append(found)
@@ -381,7 +379,7 @@ class PipelineEvaluator:
                 candidate = self.build(m, choice, None, "", self.limits(math.inf))
             except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
-            self.weighed.append(candidate.trial)
+            self.weighed.append(candidate.record)
             self.keep(candidate)
 
     def results(self) -> tuple[PipelineCandidate | Rejection, ...]:

@@ -655,7 +655,7 @@ class _Search:
             found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
             if (1, m) in builder.best_of:
                 candidate, estimated_bytes = builder.best_of[1, m]
-                overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
+                overstated = max(1.0, estimated_bytes / candidate.peak_bytes)
             known[m] = _tried(builder, m, found)
 
     def one_stage(
@@ -732,6 +732,6 @@ def _tried(builder: PipelineEvaluator, m: int, known: Tried) -> Tried:
     candidate, _ = builder.best_of[1, m]
     return Tried(
         step_time_s=known.step_time_s,
-        peak_bytes=candidate.trial.peak_bytes,
+        peak_bytes=candidate.peak_bytes,
         policies=tuple(candidate.choice.policies),
     )
