@@ -80,7 +80,7 @@ class PipelineEvaluator:
         schedules that exceeded it. `answers`: those under the limit itself, where they are known. Returns these, of
         several stages those that take less than `under_s`.
         """
-        first_answers, problems, of_problem = answers, [problem for problem, _ in posed], [of for _, of in posed]
+        first_answers, problems, options = answers, [problem for problem, _ in posed], [options for _, options in posed]
         searched = list(problems)
         for tightened in range(1 + TIGHTENED):
             if tightened or not answers:
@@ -89,7 +89,7 @@ class PipelineEvaluator:
                     answers = [*best_stages(several, within, under_s), *best_stages(alone, 1.0)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
+            kinds = {n: self.kind(problems[n].num_microbatches, plan) for n, plan in plans.items() if n < first_alone}
             ranked = in_turn((kind, plans[n].step_time_s, n) for n, kind in kinds.items())
             _, alone_at = min(
                 ((plan.step_time_s, n) for n, plan in plans.items() if n >= first_alone), default=(0.0, None)
@@ -97,7 +97,7 @@ class PipelineEvaluator:
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             max_built = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], max_built, within)
+            too_large = self.run([(problems[n], plans[n], options[n]) for n in ranked], max_built, within)
             if not too_large or self.deadline.passed:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
@@ -109,7 +109,7 @@ class PipelineEvaluator:
 
     def run(
         self,
-        ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
+        ranked: Sequence[tuple[StageProblem, StagePlan, tuple[PricedOption, ...]]],
         max_built: int,
         within: float,
     ) -> dict[Schedule, int]:
@@ -122,7 +122,8 @@ class PipelineEvaluator:
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
         built = 0
-        for problem, answer, m, options in ranked:
+        for problem, answer, options in ranked:
+            m = problem.num_microbatches
             choice, estimated_s = choice_of(problem, answer, options), answer.step_time_s
             estimated_bytes = round(fullness(problem, answer.stages) * problem.limit_bytes)
             if (m, choice) in self.built:
@@ -369,9 +370,9 @@ class PipelineEvaluator:
                 stages = len(answer.stages)
                 fastest[stages] = min(fastest.get(stages, (math.inf, n)), (answer.step_time_s, n))
         for estimated_s, n in sorted(fastest.values()):
-            answer, (problem, (m, options)) = answers[n], posed[n]
+            answer, (problem, options) = answers[n], posed[n]
             assert isinstance(answer, StagePlan), "only plans are among the fastest"
-            choice = choice_of(problem, answer, options)
+            m, choice = problem.num_microbatches, choice_of(problem, answer, options)
             if estimated_s > self.longest_s or (m, choice) in self.built:
                 continue
             self.built.add((m, choice))

@@ -640,7 +640,7 @@ class _Search:
             # The tables err, and an estimate takes little time.
             is_estimated = self.context.keep_tolerance <= 1 and self.builder.short(m) is not None
             within = NEAR_THE_BEST if is_estimated else 1.0
-            (answer,) = self.builder.search([(limited, (m, options))], 0, within)
+            (answer,) = self.builder.search([(limited, options)], 0, within)
             if not self.builder.one_stage_fits(m):
                 self.recomputing_otherwise(m, priced, within)
             built = self.builder.best_of.get((1, m))
@@ -658,14 +658,14 @@ class _Search:
         """
         limit_bytes = int(OVERSTATED * self.context.limit_bytes)
         name = schedules_of(self.context.request, self.context.cluster)[0]
-        answers: list[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]] = []
+        answers: list[tuple[StageProblem, StagePlan, tuple[PricedOption, ...]]] = []
         for policies in dict.fromkeys(option.policies for option in priced):
             alike = tuple(option for option in priced if option.policies == policies)
             for problem, options in self.posed.on_schedule(self.cuts[m], name, alike, (1,)):
                 limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
                 (answer,) = best_stages([limited])
                 if isinstance(answer, StagePlan):
-                    answers.append((limited, answer, m, options))
+                    answers.append((limited, answer, options))
         by_bytes = sorted(answers, key=lambda each: max(each[1].peak_bytes))
         by_time = sorted(by_bytes[1:], key=lambda each: each[1].step_time_s)
         for number, each in enumerate((*by_bytes[:1], *by_time)):

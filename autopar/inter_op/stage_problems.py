@@ -324,8 +324,8 @@ def by_tables(problem: StageProblem, answer: StagePlan, options: tuple[PricedOpt
     )
 
 
-# A problem, with its number of micro-batches and its options.
-Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
+# A problem with its options.
+Posed = tuple[StageProblem, tuple[PricedOption, ...]]
 
 
 class PosedProblems:
@@ -365,9 +365,7 @@ class PosedProblems:
                     if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
                         self.decided[key] = kept
         for name in schedules_of(self.context.request, self.context.cluster):
-            problems = self.on_schedule(microbatched, name, priced)
-            m = microbatched.graph.num_microbatches
-            posed += [(problem, (m, options)) for problem, options in problems]
+            posed += self.on_schedule(microbatched, name, priced)
         return posed
 
     def sizes(self, num_layers: int) -> Sequence[int]:
@@ -396,7 +394,7 @@ class PosedProblems:
         name: str,
         priced: tuple[PricedOption, ...],
         numbers: Sequence[int] = (),
-    ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
+    ) -> list[Posed]:
         """The problems of one schedule, one for each number of chunks of a group, and of groups of devices: `numbers`,
         by default of scans those that divide them, else any.
         """
@@ -488,17 +486,17 @@ class AnsweredProblems:
         found = [(a, posed) for a, posed in plans if len(a.stages) > posed[0].chunks]
         if not found:
             return None
-        answer, (problem, (m, options)) = min(found, key=lambda plan: plan[0].step_time_s)
+        answer, (problem, options) = min(found, key=lambda plan: plan[0].step_time_s)
         if answer.step_time_s > within * min(self.to_beat_s, *(a.step_time_s for a, _ in plans)):
             return None
         groups = answer.stages[: len(answer.stages) // problem.chunks]
-        return BestStages(m, [options[stage.option].mesh.num_devices for stage in groups])
+        return BestStages(problem.num_microbatches, [options[stage.option].mesh.num_devices for stage in groups])
 
     def of_one_stage(self) -> dict[int, Tried]:
         """One stage, by the tables, in each number of micro-batches in which it fits."""
         estimated: dict[int, Tried] = {}
-        for (problem, (m, options)), answer in (*self.several, *self.alone):
+        for (problem, options), answer in (*self.several, *self.alone):
             if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
-                found = by_tables(problem, answer, options)
+                found, m = by_tables(problem, answer, options), problem.num_microbatches
                 estimated[m] = min(estimated.get(m, found), found, key=lambda tried: tried.step_time_s)
         return estimated
