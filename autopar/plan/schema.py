@@ -403,9 +403,11 @@ class PlanRecord:
 
     @property
     def own(self) -> tuple[CandidateRecord, ...]:
-        """The plan among its candidates, and those that come to the same on the same mesh."""
-        step_s = self.predicted.step_time_s
-        return tuple(c for c in self.candidates if (c.axis_sizes, c.step_time_s) == (self.axis_sizes, step_s))
+        """The plan among its candidates, then those that come to the same on the same mesh."""
+        as_it = self.axis_sizes, self.predicted.step_time_s
+        return tuple(
+            sorted((c for c in self.candidates if (c.axis_sizes, c.step_time_s) == as_it), key=lambda c: bool(c.why))
+        )
 
     @property
     def leaves(self) -> dict[int, PlannedValue]:
