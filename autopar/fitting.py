@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -28,7 +27,6 @@ from autopar.errors import (
     AutoparError,
     InvalidArgumentError,
     MemoryLimitError,
-    UnsupportedError,
     expect_one_of,
     expect_positive,
 )
@@ -44,7 +42,6 @@ from autopar.step_views import (
     beside,
     microbatches_named_by,
     on_cluster,
-    peak_on_more_examples,
     peak_on_other_batch,
     with_whole_batch,
 )
@@ -549,8 +546,7 @@ def _weighed(
         if count == 0:
             return 1
         if count not in same_layouts:
-            planned = [(n * size, steps[n]) for n in dict.fromkeys((fitting[1][0], count))]
-            same_layouts[count] = _peak_of_twice(planned, args, axes)
+            same_layouts[count] = _peak_of_twice(count * size, steps[count], args, axes)
         peak_bytes = same_layouts[count]
         if peak_bytes is None:
             return _guess(fitting)
@@ -560,18 +556,10 @@ def _weighed(
     return [found[count] for count in sorted(found)]
 
 
-def _peak_of_twice(planned: Sequence[tuple[int, Step]], args: Sequence[Any], axes: Axes) -> int | None:
-    """The peak of twice as many examples in the layouts that the last of some sizes was planned in; None where that is
-    not known. What the step is then follows from the traces of the first size and the last, where these are two.
-    """
-    (few, few_step), (examples, step) = planned[0], planned[-1]
+def _peak_of_twice(examples: int, step: Step, args: Sequence[Any], axes: Axes) -> int | None:
+    """The peak of twice as many examples in the layouts that so many were planned in; None where that is not known."""
     try:
-        twice, own = resized(args, axes, 2 * examples), resized(args, axes, examples)
-        if few < examples:
-            with contextlib.suppress(UnsupportedError):  # a trace may tell more
-                sizes = 2 * examples, few, examples
-                return peak_on_more_examples(step, own, (few_step, resized(args, axes, few)), sizes)
-        return peak_on_other_batch(step, own, twice)
+        return peak_on_other_batch(step, resized(args, axes, examples), resized(args, axes, 2 * examples))
     except AutoparError:
         return None  # a size that the step, or a constraint of its dimensions, does not admit
 

@@ -18,7 +18,6 @@ from autopar.executables.smaller_batch import peak_of_other_batch
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster
-from autopar.microbatch.smaller_step import step_on
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.step import BoundStep, Step, keep_instance_alive
@@ -140,22 +139,6 @@ def peak_on_other_batch(step: Step, args: Sequence[Any], others: Sequence[Any]) 
     args, others = nnx_objects.split(tuple(args)), nnx_objects.split(tuple(others))
     planned, plan = step._planned(args)
     return peak_of_other_batch(plan, planned, step._traced(others)[0], step._sources.rules())
-
-
-def peak_on_more_examples(
-    step: Step, args: Sequence[Any], like: tuple[Step, Sequence[Any]], examples: tuple[int, int, int]
-) -> int | None:
-    """As `peak_on_other_batch`, but without a trace: on the first number of examples, by the traces of two planned
-    steps, `like` on the second number and this one on the third.
-
-    Raises: UnsupportedError where sizes do not grow evenly with the number of examples.
-    """
-    planned, plan = step._planned(nnx_objects.split(tuple(args)))
-    few, _ = like[0]._planned(nnx_objects.split(tuple(like[1])))
-    wanted, at_few, at_planned = examples
-    return peak_of_other_batch(
-        plan, planned, step_on(wanted, few, planned, (at_few, at_planned)), step._sources.rules()
-    )
 
 
 def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:

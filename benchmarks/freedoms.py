@@ -141,7 +141,7 @@ def main() -> int:
     for step, cluster in JOBS:
         name, rows = f"{step}, {cluster}", load(RESULTS)
         if arguments.name in name and (arguments.again or not is_done(rows.get(name))):
-            environment = {"JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
+            environment = {"JAX_PLATFORMS": "cpu"}
             rows[name] = in_fresh_process("benchmarks.freedoms", ["--worker", step, cluster], TIMEOUT_S, environment)
             keep(RESULTS, rows)
             print(name, rows[name], flush=True)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from autopar.common.worker_processes import worker_processes
 from benchmarks.machine import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -165,12 +164,6 @@ def processor_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def planning_processor_s() -> float:
-    """Processor time so far of this process, and of the processes that plan with it."""
-    workers = [worker.process for worker in worker_processes() if worker.process is not None]
-    return time.process_time() + sum(processor_s(process.pid) for process in workers)
 
 
 def _ends(child: subprocess.Popen[str]) -> bool:

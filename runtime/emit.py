@@ -17,7 +17,6 @@ micro-batch that stands next to it, and the other way round (`pairs`).
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -42,36 +41,19 @@ from autopar.runtime.schedule import PipelineSchedule, Slot
 
 
 def order_of_runs(
-    flow: Dataflow,
-    schedule: PipelineSchedule,
-    task_s: Sequence[float] | None = None,
-    transfer_s: Sequence[float] | None = None,
-) -> tuple[Node, ...]:
-    """BEFORE tasks, then the schedule's lists merged by the time at which each run could start, then AFTER tasks.
+    flow: Dataflow, schedule: PipelineSchedule, together: Collection[tuple[Node, ...]] = ()
+) -> tuple[tuple[Node, ...], Collection[tuple[Node, ...]]]:
+    """(the order, those of `together` that hold in it): BEFORE tasks, then the schedule's lists merged by the time at
+    which each run could start if all took equally long, then AFTER tasks.
 
     On a mesh with several stages those of one stage stand beside the runs of that stage, where this holds up nobody:
     a BEFORE task in front of the first of them, unless it can run while the mesh waits at its start, and an AFTER task
-    behind the last of them, unless other meshes wait for what the mesh does then.
-
-    Args:
-        task_s: Seconds of each task; all 1 if left out.
-        transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
+    behind the last of them, unless other meshes wait for what the mesh does then. `together`: runs that are neighbours
+    on their mesh and begin when all that any of them needs is there, but for those by which meshes would wait for each
+    other.
 
     Raises:
         ScheduleError: The schedule lacks a task of the pipeline, or makes meshes wait for each other in a circle.
-    """
-    return _ordered(flow, schedule, task_s, transfer_s)[0]
-
-
-def _ordered(
-    flow: Dataflow,
-    schedule: PipelineSchedule,
-    task_s: Sequence[float] | None,
-    transfer_s: Sequence[float] | None,
-    together: Collection[tuple[Node, ...]] = (),
-) -> tuple[tuple[Node, ...], Collection[tuple[Node, ...]]]:
-    """(the order, those of `together` that hold in it): runs that are neighbours on their mesh and begin when all that
-    any of them needs is there, but for those by which meshes would wait for each other.
     """
     tasks = flow.pipeline.tasks
     needs = _needs(flow)
@@ -83,7 +65,7 @@ def _ordered(
         tuple(runs[at : at + n]) for runs in lists for n in {len(x) for x in together} for at in range(len(runs))
     }
     begun_by = {runs[0]: runs for runs in together if runs in neighbours}
-    merged = _merged(flow, schedule, lists, needs, frozenset(before), task_s, transfer_s, begun_by)
+    merged = _merged(flow, schedule, lists, needs, frozenset(before), begun_by)
     return (*before, *merged, *after), begun_by.values()
 
 
@@ -92,7 +74,7 @@ def _with_tasks_of_stages(
     lists: list[list[Node]],
     before: Sequence[Node],
     after: Sequence[Node],
-    needs: Mapping[Node, tuple[_Need, ...]],
+    needs: _Needs,
 ) -> tuple[list[list[Node]], frozenset[Node]]:
     """(the runs of each mesh with the tasks that stand beside those of their stage; these tasks)"""
     stages_of = [{tasks[n].stage for n, _ in runs} for runs in lists]
@@ -101,12 +83,12 @@ def _with_tasks_of_stages(
     needed_by: dict[Node, set[Node]] = {}
     for node, needed in needs.items():
         for need in needed:
-            needed_by.setdefault(need.node, set()).add(node)
+            needed_by.setdefault(need, set()).add(node)
     moved: set[Node] = set()
     found = []
     for runs, stages in zip(lists, stages_of, strict=True):
         own = set(runs)
-        waits = bool(runs) and any(x.node not in before and x.node not in own for x in needs[runs[0]])
+        waits = bool(runs) and any(x not in before and x not in own for x in needs[runs[0]])
         for node in () if len(stages) < 2 else before:
             if waits and not tasks[node[0]].index:
                 continue  # it runs while the mesh waits; others wait for other meshes themselves
@@ -121,7 +103,7 @@ def _with_tasks_of_stages(
             behind = runs[of_stage[-1] + 1 :]
             held_up = {n for run in behind for n in needed_by.get(run, ())} - set(runs) - set(after)
             done = (own | set(before) | moved).difference(behind)
-            if behind and not held_up and all(x.node in done for x in needs[node]):
+            if behind and not held_up and all(x in done for x in needs[node]):
                 runs.insert(of_stage[-1] + 1, node)
                 moved.add(node)
         found.append(runs)
@@ -163,31 +145,27 @@ def runs_of_mesh(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Need:
-    """A run that must come first, and the transfers between it and the run that needs it."""
-
-    node: Node
-    transfers: tuple[int, ...] = ()
+# For each run those that must come first.
+_Needs = Mapping[Node, tuple[Node, ...]]
 
 
-def _needs(flow: Dataflow) -> Mapping[Node, tuple[_Need, ...]]:
+def _needs(flow: Dataflow) -> _Needs:
     """For each run those that make what it takes, and, where it takes memory over, all other readers."""
     pipeline, m = flow.pipeline, flow.num_microbatches
-    found: dict[Node, tuple[_Need, ...]] = {}
+    found: dict[Node, tuple[Node, ...]] = {}
 
-    def makers(instance: Instance, first_state: bool) -> list[_Need]:
+    def makers(instance: Instance, first_state: bool) -> list[Node]:
         source, chain = flow.source_of(instance[0])
         if source in flow.updaters and not (first_state and not chain):
-            return [_Need(node, chain) for t in flow.updaters[source] for node in flow.runs(t)]
+            return [node for t in flow.updaters[source] for node in flow.runs(t)]
         if source not in flow.maker:
             return []
         maker = flow.maker[source]
-        return [_Need((maker, instance[1] if pipeline.tasks[maker].kind.repeats else 0), chain)]
+        return [(maker, instance[1] if pipeline.tasks[maker].kind.repeats else 0)]
 
     for number, task in enumerate(pipeline.tasks):
         for node in flow.runs(number):
-            needed: list[_Need] = []
+            needed: list[Node] = []
             for b in dict.fromkeys(task.inputs):
                 updates = number in flow.updaters.get(b, ())
                 for instance in flow.instances(b, task, node[1]):
@@ -196,7 +174,7 @@ def _needs(flow: Dataflow) -> Mapping[Node, tuple[_Need, ...]]:
                         others = (t for t in flow.readers[b] if t != number)
                         once = pipeline.buffers[b].repeats
                         needed += [
-                            _Need(run)
+                            run
                             for t in others
                             for run in flow.runs(t)
                             if not (once and pipeline.tasks[t].kind.repeats and run[1] != instance[1])
@@ -206,12 +184,12 @@ def _needs(flow: Dataflow) -> Mapping[Node, tuple[_Need, ...]]:
     return found
 
 
-def _once(tasks: Sequence[Task], kind: TaskKind, needs: Mapping[Node, tuple[_Need, ...]]) -> list[Node]:
+def _once(tasks: Sequence[Task], kind: TaskKind, needs: _Needs) -> list[Node]:
     """The tasks of a kind that runs once: those with the least index first among those that can run."""
     left = [(task.index, number) for number, task in enumerate(tasks) if task.kind is kind]
-    waiting_for = {n: {need.node[0] for need in needs[n, 0] if tasks[need.node[0]].kind is kind} for _, n in left}
+    waiting_for = {n: {need[0] for need in needs[n, 0] if tasks[need[0]].kind is kind} for _, n in left}
     if kind is TaskKind.BEFORE:
-        late = [tasks[n].name for _, n in left for x in needs[n, 0] if tasks[x.node[0]].kind is not kind]
+        late = [tasks[n].name for _, n in left for x in needs[n, 0] if tasks[x[0]].kind is not kind]
         assert not late, f"{late} run before the pipeline and need what it makes"
     order: list[Node] = []
     left.sort()
@@ -229,18 +207,16 @@ def _merged(
     flow: Dataflow,
     schedule: PipelineSchedule,
     lists: Sequence[Sequence[Node]],
-    needs: Mapping[Node, tuple[_Need, ...]],
+    needs: _Needs,
     before: frozenset[Node],
-    task_s: Sequence[float] | None,
-    transfer_s: Sequence[float] | None,
     begun_by: dict[Node, tuple[Node, ...]],
 ) -> list[Node]:
     """`begun_by`: runs that begin together, by the first; those that hold up themselves are taken out."""
     position = [0] * len(lists)
-    clock = [0.0] * len(lists)
-    end_s = dict.fromkeys(before, 0.0)
+    clock = [0] * len(lists)  # in runs, which are taken to be equally long
+    ends = dict.fromkeys(before, 0)
     order: list[Node] = []
-    ready: list[tuple[float, int]] = []  # a heap: when a mesh can start the next run of its list, where that is known
+    ready: list[tuple[int, int]] = []  # a heap: when a mesh can start the next run of its list, where that is known
     waiting: dict[Node, list[int]] = {}  # else the meshes, by a run that they wait for
 
     def look_at(mesh: int) -> None:
@@ -250,12 +226,11 @@ def _merged(
         start = clock[mesh]
         node = lists[mesh][position[mesh]]
         runs = begun_by.get(node, (node,))
-        for need in (need for run in runs for need in needs[run] if need.node not in runs):
-            if need.node not in end_s:
-                waiting.setdefault(need.node, []).append(mesh)
+        for need in (need for run in runs for need in needs[run] if need not in runs):
+            if need not in ends:
+                waiting.setdefault(need, []).append(mesh)
                 return
-            wait = sum(transfer_s[t] for t in need.transfers) if transfer_s is not None else 0.0
-            start = max(start, end_s[need.node] + wait)
+            start = max(start, ends[need])
         heapq.heappush(ready, (start, mesh))
 
     for mesh in range(len(lists)):
@@ -275,15 +250,15 @@ def _merged(
         start, mesh = heapq.heappop(ready)
         node = lists[mesh][position[mesh]]
         runs = begun_by.get(node, (node,))
-        clock[mesh] = start + sum(task_s[number] if task_s is not None else 1.0 for number, _ in runs)
-        end_s |= dict.fromkeys(runs, clock[mesh])
+        clock[mesh] = start + len(runs)
+        ends |= dict.fromkeys(runs, clock[mesh])
         position[mesh] += len(runs)
         order += runs
         for changed in (mesh, *(waiter for run in runs for waiter in waiting.pop(run, ()))):
             look_at(changed)
     stuck = {mesh: lists[mesh][position[mesh]] for mesh in range(len(lists)) if position[mesh] < len(lists[mesh])}
     if stuck:
-        raise _deadlock(flow.pipeline, schedule, stuck, needs, end_s)
+        raise _deadlock(flow.pipeline, schedule, stuck, needs, ends)
     return order
 
 
@@ -300,14 +275,14 @@ def _deadlock(
     pipeline: Pipeline,
     schedule: PipelineSchedule,
     stuck: Mapping[int, Node],
-    needs: Mapping[Node, tuple[_Need, ...]],
-    done: Mapping[Node, float],
+    needs: _Needs,
+    done: Collection[Node],
 ) -> ScheduleError:
     def text(node: Node) -> str:
         return f"{pipeline.tasks[node[0]].name} of micro-batch {node[1]}"
 
     waits = (
-        f"mesh {mesh} waits in {text(node)} for {text(next(n.node for n in needs[node] if n.node not in done))}"
+        f"mesh {mesh} waits in {text(node)} for {text(next(n for n in needs[node] if n not in done))}"
         for mesh, node in stuck.items()
     )
     return ScheduleError(
@@ -326,7 +301,7 @@ def joinable(pipeline: Pipeline, schedule: PipelineSchedule) -> tuple[tuple[Node
     reads is there when its first run begins.
     """
     flow = dataflow(pipeline, schedule.num_microbatches)
-    order = order_of_runs(flow, schedule)
+    order, _ = order_of_runs(flow, schedule)
     position = {node: at for at, node in enumerate(order)}
     of_mesh: dict[int, list[Node]] = {}
     for node in order:
@@ -408,8 +383,6 @@ def _follows(flow: Dataflow, position: dict[Node, int], chain: Sequence[Node], n
 def emit(
     pipeline: Pipeline,
     schedule: PipelineSchedule,
-    task_s: Sequence[float] | None = None,
-    transfer_s: Sequence[float] | None = None,
     joined: Sequence[tuple[Node, ...]] = (),
 ) -> Program:
     """The program of a pipeline on a schedule. What runs once, and what is sent once, has micro-batch 0.
@@ -417,8 +390,6 @@ def emit(
     A pair (stage, kind) without a task is left out of the schedule.
 
     Args:
-        task_s: Seconds of each task, to merge the lists of the meshes by; all 1 if left out.
-        transfer_s: Seconds of each transfer, for one micro-batch; 0 if left out.
         joined: Chains of runs that are one program each, of those of `joinable` and `pairs`; pairs of tasks by which
             meshes would wait for each other are left apart.
 
@@ -427,7 +398,7 @@ def emit(
     """
     flow = dataflow(pipeline, schedule.num_microbatches)
     together = {runs for runs in joined if all(pipeline.tasks[number].kind.repeats for number, _ in runs)}
-    order, held = _ordered(flow, schedule, task_s, transfer_s, together)
+    order, held = order_of_runs(flow, schedule, together)
     left_apart = together.difference(held)
     writer = _Writer(flow, order, [runs for runs in joined if runs not in left_apart])
     return writer.program()

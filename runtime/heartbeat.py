@@ -393,7 +393,6 @@ class Watch:
         self._steps, self._stillness, self._stuck_after_s = Steps(), Stillness(), stuck_after_s()
         begun = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", begun))
-        self._last_signs: dict[int, tuple[str, str, str]] = {}
         self._answered, self._differ_since, self._warn_at = begun, begun, begun + self._stuck_after_s
         self._lock = threading.Lock()
         self._stop = threading.Event()

@@ -135,8 +135,7 @@ class Simulation:
     Attributes:
         starts_s, ends_s: Of each instruction of the program; of a Free the moment at which the last memory is back.
         step_time_s: Until the last run and the last Send have ended.
-        busy_s: For each mesh the time in which it ran tasks; `repeating_busy_s` those of micro-batches alone.
-        repeating_span_s: For each mesh from its first to its last task of a micro-batch.
+        busy_s: For each mesh the time in which it ran tasks.
         peak_bytes: For each mesh on one of its devices: arguments, buffers and what tasks need while they run.
         at_peak: For each mesh (buffer, bytes) of what is there when `peak_bytes` are first reached; -1 - task stands
             for what that task needs beside its buffers.
@@ -148,8 +147,6 @@ class Simulation:
     ends_s: tuple[float, ...]
     step_time_s: float
     busy_s: tuple[float, ...]
-    repeating_busy_s: tuple[float, ...]
-    repeating_span_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     at_peak: tuple[tuple[tuple[int, int], ...], ...]
     peak_in_flight: tuple[int, ...]
@@ -162,17 +159,6 @@ class Simulation:
         if not self.step_time_s:
             return 0.0
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_time_s)
-
-    @property
-    def repeating_bubble_fraction(self) -> float:
-        """The same of the micro-batches alone, within the span of the mesh that takes longest over them.
-
-        With stages of equal time this is the bubble rate of arXiv:2401.10241, (cost - m(F+B+W)) / cost.
-        """
-        longest = max(self.repeating_span_s, default=0.0)
-        if not longest:
-            return 0.0
-        return 1.0 - sum(self.repeating_busy_s) / (len(self.repeating_busy_s) * longest)
 
 
 def simulate(
@@ -313,20 +299,14 @@ class _Clock:
 
     def simulation(self) -> Simulation:
         program, meshes = self.program, range(self.num_meshes)
-        busy, repeating, spans = [0.0] * len(meshes), [0.0] * len(meshes), [(float("inf"), 0.0)] * len(meshes)
-        step_time_s = 0.0
+        busy, step_time_s = [0.0] * len(meshes), 0.0
         for at, step in enumerate(program.instructions):
             if isinstance(step, Free):
                 continue
             step_time_s = max(step_time_s, self.ends_s[at])
             if isinstance(step, Run | Joined):
-                tasks = [self.tasks[number] for number, _ in runs_of(step)]
-                mesh = tasks[0].mesh
-                busy[mesh] += self.task_s[step.task]
-                if any(task.kind.repeats for task in tasks):
-                    repeating[mesh] += self.task_s[step.task]
-                    first, last = spans[mesh]
-                    spans[mesh] = (min(first, self.starts_s[at]), max(last, self.ends_s[at]))
+                ((number, _), *_) = runs_of(step)
+                busy[self.tasks[number].mesh] += self.task_s[step.task]
         # At one moment, what comes back is there to be taken.
         memory = [
             _running((when, n if took else -n, took) for when, took, n, _ in self.memory[mesh]) for mesh in meshes
@@ -337,8 +317,6 @@ class _Clock:
             ends_s=tuple(self.ends_s),
             step_time_s=step_time_s,
             busy_s=tuple(busy),
-            repeating_busy_s=tuple(repeating),
-            repeating_span_s=tuple(max(0.0, last - first) for first, last in spans),
             peak_bytes=tuple(max((n for _, n in steps), default=0) for steps in memory),
             at_peak=tuple(self.held_at_peak(mesh, steps) for mesh, steps in enumerate(memory)),
             peak_in_flight=tuple(max((n for _, n in steps), default=0) for steps in in_flight),

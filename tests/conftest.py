@@ -45,9 +45,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# The processes of pytest-xdist have all processors between them: plans start no workers, but for the tests of these.
-os.environ.setdefault("AUTOPAR_PLANNING_PROCESSES", "1")
-
 # The same examples in every run: what a run shows is the change's doing. Sweeps with other examples are made by hand.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")

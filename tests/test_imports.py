@@ -81,7 +81,7 @@ INNER_MODULES = {
 
 # Parts of jax that are private or differ between versions, and the files that may use them.
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
-JAX_COMPAT = tuple(f"autopar/common/jax_{part}.py" for part in ("compat", "distributed", "local", "pickle"))
+JAX_COMPAT = tuple(f"autopar/common/jax_{part}.py" for part in ("compat", "distributed", "local"))
 ALSO_ALLOWED = {
     "autopar/xla/aot.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
 }

@@ -80,8 +80,6 @@ NONE = {
     "plan.options.AS_FAST": "how a difference is told: no choice depends on it",
     "plan.options.QUICK_GAIN": "what a quick search is: only where it is asked for",
     "sharding.rules._BATCH": "how many rules are asked for at once: changes no answer",
-    "inter_op.stage_problems.WORTH_PROCESSES": "from which work on processes share it: changes no answer",
-    "inter_op.stage_problems.MESHES_AT_ONCE": "how processes share work: changes no answer",
     "solver.stage_search.FIRST_LABELS": "room at first: grows as needed",
     "solver.presolve.PART": "the same sums to the bit, in parts that a cache holds",
 }

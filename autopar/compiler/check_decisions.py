@@ -104,13 +104,13 @@ class _Checker:
         return self.plan.reduced.get(value) or self.home(value)
 
     def faults(self) -> Iterator[Fault]:
-        yield from self.is_reduced("raw", self.graph.block.inputs)
+        yield from self.is_reduced(self.graph.block.inputs)
         yield from self.block(self.graph.block)
 
-    def is_reduced(self, table: str, values: Sequence[int]) -> Iterator[Fault]:
+    def is_reduced(self, values: Sequence[int]) -> Iterator[Fault]:
         for v in values:
             if self.home(v).partial:
-                yield Fault(place=f"{self.place}.{table}.{v}", expected="no sum", got=self.home(v).text(self.mesh))
+                yield Fault(place=f"{self.place}.raw.{v}", expected="no sum", got=self.home(v).text(self.mesh))
 
     def lies_as(self, value: int, layout: Layout) -> Iterator[Fault]:
         if self.home(value) != layout:
@@ -128,13 +128,13 @@ class _Checker:
                         yield from self.lies_as(target, self.reduced(source))
             elif op.kind is OpKind.ACCUMULATE:
                 if not partials.reads_unreduced(op, 0):
-                    yield from self.is_reduced("raw", op.outputs)
+                    yield from self.is_reduced(op.outputs)
             elif op.kind is OpKind.SCAN:
                 (body,) = op.blocks
                 first, carry = op.num_consts, op.num_carry
                 carried = body.inputs[first : first + carry]
                 sums = [v for v in carried if v in partial_values]
-                yield from self.is_reduced("raw", [v for v in body.inputs if v not in sums])
+                yield from self.is_reduced([v for v in body.inputs if v not in sums])
                 for inner, result in zip(carried, op.outputs[:carry], strict=True):
                     yield from self.lies_as(result, self.home(inner))
                 for stack in op.outputs[carry:]:
@@ -144,12 +144,12 @@ class _Checker:
                     )
             elif op.kind is OpKind.WHILE:
                 condition, body = op.blocks
-                yield from self.is_reduced("raw", (*condition.inputs, *body.inputs, *op.outputs))
+                yield from self.is_reduced((*condition.inputs, *body.inputs, *op.outputs))
                 carried = body.inputs[len(body.inputs) - len(op.outputs) :]
                 for inner, result in zip(carried, op.outputs, strict=True):
                     yield from self.lies_as(result, self.home(inner))
             else:
-                yield from self.is_reduced("raw", (*op.outputs, *(v for inner in op.blocks for v in inner.inputs)))
+                yield from self.is_reduced((*op.outputs, *(v for inner in op.blocks for v in inner.inputs)))
             for inner_block in op.blocks:
                 yield from self.block(inner_block)
 

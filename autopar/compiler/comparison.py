@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.options import AS_FAST, NEARLY_EQUAL
 
 
@@ -38,36 +38,12 @@ def near(chosen: Candidate, candidates: Iterable[Candidate], limit_bytes: int, t
     return sorted((c for c in fitting if c.step_time_s <= longest_s), key=lambda c: c.step_time_s)
 
 
-def rejections(context: PlanningContext, chosen: Candidate) -> list[Rejection]:
-    """Every way to run the step that is not the plan, with the reason: first candidates, then those not evaluated."""
-    lost = [c for c in context.candidates if c is not chosen]
-    ways = [(c.source, c.text, c.step_time_s, c.peak_bytes) for c in lost]
-    # Pipelines that were evaluated and are no candidates, as another of the same search is better.
-    known = {(result.text, result.step_time_s) for result in context.results}
-    for c in context.candidates:
-        for trial in c.weighed if isinstance(c, PipelineCandidate) else ():
-            if (trial.text, trial.step_time_s) not in known:
-                known.add((trial.text, trial.step_time_s))
-                ways.append((c.source, trial.text, trial.step_time_s, trial.peak_bytes))
-    losers = [
-        Rejection(
-            source=source,
-            text=text,
-            why=why_lost(step_time_s, peak_bytes, chosen.step_time_s, context.limit_bytes),
-            step_time_s=step_time_s,
-            peak_bytes=peak_bytes,
-        )
-        for source, text, step_time_s, peak_bytes in ways
-    ]
-    return [*losers, *context.rejections]
-
-
 def why_lost(step_time_s: float, peak_bytes: int, chosen_s: float, limit_bytes: int) -> str:
     """The reason for which a candidate is not the plan, which takes `chosen_s`."""
     if peak_bytes > limit_bytes:
         return f"over the memory limit by {text_of_bytes(peak_bytes - limit_bytes)}"
-    if step_time_s - chosen_s > AS_FAST * chosen_s:
-        return f"slower by {text_of_s(step_time_s - chosen_s)}"
+    if abs(step_time_s - chosen_s) > AS_FAST * chosen_s:
+        return f"{'slower' if step_time_s > chosen_s else 'faster'} by {text_of_s(abs(step_time_s - chosen_s))}"
     return f"as fast to {NEARLY_EQUAL:.3%}, on a mesh of more axes" if step_time_s < chosen_s else "as fast"
 
 

@@ -58,7 +58,7 @@ def last_resort(context: PlanningContext, plan_of: PlanOf) -> tuple[Plan | None,
     text = "the optimiser's state"
     if (least := _least_beside_optimizer(context)) > context.limit_bytes:
         return None, [f"ZeRO-3 with {text} in the memory of the hosts needs more than {text_of_bytes(least)}"]
-    optimizer = dataclasses.replace(_sharded_over_data(3), offloads_optimizer=True)
+    optimizer = dataclasses.replace(Binding(axes=(data_axis(3),), sizes=(None,)), offloads_optimizer=True)
     both = dataclasses.replace(optimizer, offloads_activations=True)
     texts = []
     for binding, policies, moved in ((optimizer, _POLICIES, text), (both, ("nothing",), f"{text} and saved arrays")):
@@ -178,10 +178,6 @@ def _in_micro_batches(
             break
         waiting = next_numbers(numbers, tried, context.limit_bytes, numbers[-1])
     return {m: at for m, at in tried.items() if at.step_time_s < math.inf}
-
-
-def _sharded_over_data(stage: int) -> Binding:
-    return Binding(axes=(data_axis(stage),), sizes=(None,))
 
 
 def _plan_or_peak(context: PlanningContext, request: PlanRequest, plan_of: PlanOf) -> Plan | int | None:

@@ -11,7 +11,7 @@ from autopar.attention.match import check_blockwise
 from autopar.common import jax_compat
 from autopar.common.progress import Deadline, Progress
 from autopar.common.text import text_of_bytes, text_of_s
-from autopar.compiler.comparison import best_program, choose, near, notes, rejections
+from autopar.compiler.comparison import best_program, choose, near, notes
 from autopar.compiler.memory_errors import no_plan_error, refuse_large_state
 from autopar.compiler.memory_fallbacks import last_resort
 from autopar.compiler.plans_in_memory import Plans, plans_in_memory
@@ -394,7 +394,7 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
     many micro-batches by their estimates, of which the fastest is built where it is faster.
     """
     if context.after([zero]).may_gain_by_stages:
-        yield dataclasses.replace(zero, weighed=(zero.trial,))
+        yield dataclasses.replace(zero, weighed=(zero.record,))
         return
     best: PipelineEstimate | PipelineCandidate = zero
     weighed, fastest = [best], None
@@ -414,11 +414,11 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
         weighed.append(found)
         if found.rank(context.limit_bytes) < best.rank(context.limit_bytes):
             best, fastest = found, dataclasses.replace(asked, to_beat_s=math.inf)
-    yield dataclasses.replace(zero, weighed=tuple(c.trial for c in weighed if c is zero or c is not best))
+    yield dataclasses.replace(zero, weighed=tuple(c.record for c in weighed if c is zero or c is not best))
     if fastest is not None:
         (built,) = requested_pipelines(fastest)
         built = dataclasses.replace(built, source=zero.source, name=best.name)
-        yield dataclasses.replace(built, weighed=(built.trial,))
+        yield dataclasses.replace(built, weighed=(built.record,))
 
 
 def admits_one_program(traced: TracedStep, cluster: Cluster, request: PlanRequest) -> bool:
@@ -567,7 +567,7 @@ def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[Plan
         none_fits = refused or no_plan_error(context, trees)
         raise none_fits.beside(why) if isinstance(none_fits, MemoryLimitError) and why else none_fits
     told = [*_notes(context), *advice_note(context, chosen)]
-    plan = plan_of(context, chosen, trees, told, rejections(context, chosen))
+    plan = plan_of(context, chosen, trees, told)
     if chosen.pins is not None and context.request.pins is not None:
         plan = _with_pins(plan, context, chosen)
     others = near(chosen, _all_candidates(context), context.limit_bytes, context.keep_tolerance)

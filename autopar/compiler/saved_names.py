@@ -26,7 +26,7 @@ from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.options import NEARLY_EQUAL
 from autopar.plan.plan import Plan
-from autopar.plan.schema import RejectionRecord
+from autopar.plan.schema import CandidateRecord
 from autopar.sharding.rules import RuleBook
 
 SOURCE = "saved names"
@@ -117,7 +117,7 @@ class _Trials:
             chosen = None
         best, *others = planned[chosen]
         rejected = [
-            RejectionRecord(
+            CandidateRecord(
                 source=SOURCE,
                 text=_text(names),
                 why=why_lost(s, 0, times_s[chosen], 0),
@@ -128,11 +128,11 @@ class _Trials:
             if names != chosen
         ]
         over = [
-            RejectionRecord(source=SOURCE, text=_text(names), why="fits in no plan", step_time_s=None, peak_bytes=None)
+            CandidateRecord(source=SOURCE, text=_text(names), why="fits in no plan")
             for names, plans in self._plans.items()
             if plans is None and names in own and not self._deadline.passed
         ]
-        record = dataclasses.replace(best.record, rejected=(*best.record.rejected, *rejected, *over))
+        record = dataclasses.replace(best.record, candidates=(*best.record.candidates, *rejected, *over))
         return (dataclasses.replace(best, record=record).with_note(self._note(chosen, times_s)), *others)
 
     def _note(self, chosen: Names | None, times_s: dict[Names | None, float]) -> str:

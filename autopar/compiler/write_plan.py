@@ -11,6 +11,7 @@ from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.match import attention_as_written, attention_left
 from autopar.common.text import text_of_bytes
 from autopar.common.trace_events import Timeline
+from autopar.compiler.comparison import why_lost
 from autopar.compiler.memory_breakdown import memory_of_program, memory_of_stages, saved_bytes
 from autopar.compiler.notes import (
     batch_notes,
@@ -43,14 +44,13 @@ from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBloc
 from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan import summary
 from autopar.plan.codec import decisions_of
-from autopar.plan.context import Candidate, PlanningContext, Rejection
+from autopar.plan.context import Candidate, PlanningContext
 from autopar.plan.plan import Plan, Trees
-from autopar.plan.rivals import BASELINES
 from autopar.plan.schema import (
     FORMAT_VERSION,
+    CandidateRecord,
     Decisions,
     MemoryUse,
-    MeshTrial,
     ModuleRow,
     PipelineRecord,
     PlanRecord,
@@ -461,7 +461,6 @@ def plan_of(
     chosen: Candidate,
     trees: Trees,
     notes: Sequence[str] = (),
-    rejections: Sequence[Rejection] = (),
 ) -> Plan:
     """The plan of a candidate; under a recipe, with the names of its mesh axes and notes on arrays left whole."""
     binding = context.request.binding
@@ -471,9 +470,8 @@ def plan_of(
         else:
             assert isinstance(chosen, SpmdCandidate), "the sources have candidates of these two kinds"
             record = _program_record(context, chosen, notes)
-        rejected = tuple(rejection.record for rejection in rejections)
         notes = (*batch_notes(context.traced, record), *record.notes)
-        record = dataclasses.replace(record, rejected=rejected, recipe=context.request.recipe, notes=notes)
+        record = dataclasses.replace(record, recipe=context.request.recipe, notes=notes)
         plan = Plan(record, trees)
         if binding is None:
             return plan
@@ -543,7 +541,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
         ),
         axis_names=tuple(mesh.axis_names for mesh in meshes),
         axis_roles=roles,
-        tried=_trials(context),
+        candidates=_candidates(context, candidate),
         notes=(
             *_notes_of(context, largest_axis),
             *stack_notes(staged.step),
@@ -554,7 +552,6 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
             ),
         ),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
-        weighed=candidate.weighed,
     )
 
 
@@ -592,7 +589,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
         modules=module_rows(graph, best.lowered, best.model, prediction.collectives, mesh, compute_s=best.compute_s),
         axis_names=(mesh.axis_names,),
         axis_roles=(roles,),
-        tried=_trials(context),
+        candidates=_candidates(context, best),
         notes=(
             *_notes_of(context, largest_axis, _score_part(graph, best)),
             *island_notes(graph, best.sharding),
@@ -604,25 +601,24 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
     )
 
 
-def _trials(context: PlanningContext) -> tuple[MeshTrial, ...]:
-    """The logical meshes that were tried, and the reasons for which others were not."""
-    trials = []
+def _candidates(context: PlanningContext, chosen: Candidate) -> tuple[CandidateRecord, ...]:
+    """Every way to run the step that was looked at, with the reason for which it is not the plan."""
+    values = dimensions_of(context.views.annotated)
+    roles_of: dict[CandidateRecord, tuple[str, ...]] = {}
     for outcome in context.results:
+        # Pipelines that were evaluated and are no candidates, as another of the same search is better.
+        others = outcome.weighed if isinstance(outcome, PipelineCandidate) else ()
+        roles: tuple[str, ...] = ()
         if isinstance(outcome, SpmdCandidate):
-            roles = roles_of_axes(outcome.sharding, context.graph, dimensions_of(context.views.annotated))
-            trials.append(dataclasses.replace(outcome.trial, axis_roles=roles))
-        elif isinstance(outcome, Rejection) and outcome.axis_sizes:
-            name = outcome.text if outcome.source == BASELINES else ""
-            trials.append(
-                MeshTrial(
-                    axis_sizes=outcome.axis_sizes,
-                    step_time_s=outcome.step_time_s,
-                    peak_bytes=outcome.peak_bytes,
-                    status=outcome.why,
-                    name=name,
-                )
-            )
-    return tuple(trials)
+            roles = roles_of_axes(outcome.sharding, context.graph, values)
+        roles_of |= dict.fromkeys((*others, outcome.record), roles)
+
+    def why(row: CandidateRecord) -> str:
+        if row.why or row == chosen.record or row.step_time_s is None:
+            return row.why
+        return why_lost(row.step_time_s, row.peak_bytes or 0, chosen.step_time_s, context.limit_bytes)
+
+    return tuple(dataclasses.replace(row, why=why(row), axis_roles=roles) for row, roles in roles_of.items())
 
 
 def _score_part(graph: OpGraph, best: SpmdCandidate) -> float:

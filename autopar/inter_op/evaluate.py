@@ -17,7 +17,7 @@ from autopar.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, est
 from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
-from autopar.plan.schema import PipelineTrial
+from autopar.plan.schema import CandidateRecord
 from autopar.runtime.schedule import mesh_of_stages
 from autopar.sharding.binding import Binding
 from autopar.sharding.constraints import Constraints
@@ -54,7 +54,7 @@ class PipelineEvaluator:
         self.context, self.cuts, self.in_stages = context, cuts, in_stages
         self.cluster, self.limit_bytes, self.deadline = context.cluster, context.limit_bytes, context.deadline
         self.to_beat_s, self.keep_tolerance = context.to_beat_s, context.keep_tolerance
-        self.weighed: list[PipelineTrial] = []
+        self.weighed: list[CandidateRecord] = []
         self.built: set[tuple[int, StageChoice]] = set()  # a search under a lower limit may repeat an answer
         self.not_built: list[Rejection] = []
         self.best: PipelineCandidate | PipelineEstimate | None = None
@@ -80,7 +80,7 @@ class PipelineEvaluator:
         schedules that exceeded it. `answers`: those under the limit itself, where they are known. Returns these, of
         several stages those that take less than `under_s`.
         """
-        first_answers, problems, of_problem = answers, [problem for problem, _ in posed], [of for _, of in posed]
+        first_answers, problems, options = answers, [problem for problem, _ in posed], [options for _, options in posed]
         searched = list(problems)
         for tightened in range(1 + TIGHTENED):
             if tightened or not answers:
@@ -89,7 +89,7 @@ class PipelineEvaluator:
                     answers = [*best_stages(several, within, under_s), *best_stages(alone, 1.0)]
             first_answers = first_answers or answers
             plans = {number: answer for number, answer in enumerate(answers) if isinstance(answer, StagePlan)}
-            kinds = {n: self.kind(of_problem[n][0], plan) for n, plan in plans.items() if n < first_alone}
+            kinds = {n: self.kind(problems[n].num_microbatches, plan) for n, plan in plans.items() if n < first_alone}
             ranked = in_turn((kind, plans[n].step_time_s, n) for n, kind in kinds.items())
             _, alone_at = min(
                 ((plan.step_time_s, n) for n, plan in plans.items() if n >= first_alone), default=(0.0, None)
@@ -97,7 +97,7 @@ class PipelineEvaluator:
             if alone_at is not None:
                 ranked.insert(MOST_BUILT, alone_at)
             max_built = 1 if tightened else MOST_BUILT + (alone_at is not None)
-            too_large = self.run([(problems[n], plans[n], *of_problem[n]) for n in ranked], max_built, within)
+            too_large = self.run([(problems[n], plans[n], options[n]) for n in ranked], max_built, within)
             if not too_large or self.deadline.passed:
                 break
             searched = [dataclasses.replace(p, limit_bytes=too_large.get(p.schedule, p.limit_bytes)) for p in searched]
@@ -109,7 +109,7 @@ class PipelineEvaluator:
 
     def run(
         self,
-        ranked: Sequence[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]],
+        ranked: Sequence[tuple[StageProblem, StagePlan, tuple[PricedOption, ...]]],
         max_built: int,
         within: float,
     ) -> dict[Schedule, int]:
@@ -122,19 +122,19 @@ class PipelineEvaluator:
         too_large: dict[Schedule, int] = {}
         fastest_fits = True
         built = 0
-        for problem, answer, m, options in ranked:
+        for problem, answer, options in ranked:
+            m = problem.num_microbatches
             choice, estimated_s = choice_of(problem, answer, options), answer.step_time_s
             estimated_bytes = round(fullness(problem, answer.stages) * problem.limit_bytes)
             if (m, choice) in self.built:
                 continue
             over = self.best is None or not self.best.fits(self.limit_bytes)
-            beaten = self.best is not None and not over and estimated_s >= within * self.best.trial.step_time_s
+            beaten = self.best is not None and not over and estimated_s >= within * self.best.step_time_s
             late = self.deadline.passed and (not over or self.to_beat_s < math.inf)
             # On one device the tables overstate what a few numbers of micro-batches take.
             is_slow = self.cluster.num_devices > 1 and estimated_s > 1.2 * self.to_beat_s
             if beaten or late or built >= max_built or is_slow:
                 text, peak_bytes = choice.text(m), estimated_bytes
-                self.weighed.append(PipelineTrial(text=text, step_time_s=estimated_s, peak_bytes=peak_bytes))
                 why = self.deadline.text if late else "others are faster by the tables of layer costs"
                 self.not_built.append(
                     Rejection(
@@ -149,7 +149,7 @@ class PipelineEvaluator:
             built += 1
             self.built.add((m, choice))
             candidate = self.evaluate(m, choice)
-            self.weighed.append(candidate.trial)
+            self.weighed.append(candidate.record)
             kind = len(choice.first_layers), m
             best_of_kind = self.best_of.get(kind)
             if best_of_kind is None or candidate.rank(self.limit_bytes) < best_of_kind[0].rank(self.limit_bytes):
@@ -158,7 +158,7 @@ class PipelineEvaluator:
             self.weigh(candidate)
             if not candidate.fits(self.limit_bytes):
                 fastest_fits = fastest_fits and built > 1
-                tighter_bytes = estimated_bytes * self.limit_bytes // candidate.trial.peak_bytes
+                tighter_bytes = estimated_bytes * self.limit_bytes // candidate.peak_bytes
                 too_large.setdefault(problem.schedule, tighter_bytes)
         return {} if fastest_fits else too_large
 
@@ -238,7 +238,7 @@ class PipelineEvaluator:
         while left := [e for e in self.estimated if self.may_be_better(e)]:
             found = min(left, key=lambda candidate: candidate.rank(self.limit_bytes))
             self.estimated.remove(found)
-            row, m = self.weighed.index(found.trial), found.num_microbatches
+            row, m = self.weighed.index(found.record), found.num_microbatches
             first, limits = found.first_to_build(self.limit_bytes, PEAK_ERROR), self.limits(found.to_beat_s)
             if not found.fits(self.limit_bytes):  # leaner decisions do not either, but for the error of the estimate
                 limits = dataclasses.replace(limits, decides_again=False)
@@ -246,7 +246,7 @@ class PipelineEvaluator:
                 built = self.build(m, found.choice, found.binding, found.name, limits, first.terms if first else ())
             except SolverError:  # there are others
                 continue
-            self.weighed[row] = built.trial
+            self.weighed[row] = built.record
             self.weigh(built)
         self.best = self.best_built
 
@@ -296,11 +296,10 @@ class PipelineEvaluator:
             candidate = self.evaluate(m, choice, binding, name, to_beat_s)
         except (SolverError, PlanMismatchError):  # the best stays
             return None
-        trial = candidate.trial
-        self.weighed.append(trial)
+        self.weighed.append(candidate.record)
         self.weigh(candidate)
         found = PipelineEstimate(
-            num_microbatches=m, choice=choice, step_time_s=candidate.step_time_s, peak_bytes=trial.peak_bytes or 0,
+            num_microbatches=m, choice=choice, step_time_s=candidate.step_time_s, peak_bytes=candidate.peak_bytes,
             to_beat_s=to_beat_s, binding=binding, name=name,
         )  # fmt: skip
         self.refinements.append(found)
@@ -371,9 +370,9 @@ class PipelineEvaluator:
                 stages = len(answer.stages)
                 fastest[stages] = min(fastest.get(stages, (math.inf, n)), (answer.step_time_s, n))
         for estimated_s, n in sorted(fastest.values()):
-            answer, (problem, (m, options)) = answers[n], posed[n]
+            answer, (problem, options) = answers[n], posed[n]
             assert isinstance(answer, StagePlan), "only plans are among the fastest"
-            choice = choice_of(problem, answer, options)
+            m, choice = problem.num_microbatches, choice_of(problem, answer, options)
             if estimated_s > self.longest_s or (m, choice) in self.built:
                 continue
             self.built.add((m, choice))
@@ -381,7 +380,7 @@ class PipelineEvaluator:
                 candidate = self.build(m, choice, None, "", self.limits(math.inf))
             except (SolverError, UnsupportedError, BatchMismatchError):  # there are others
                 continue
-            self.weighed.append(candidate.trial)
+            self.weighed.append(candidate.record)
             self.keep(candidate)
 
     def results(self) -> tuple[PipelineCandidate | Rejection, ...]:

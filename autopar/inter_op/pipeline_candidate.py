@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from autopar.inter_op.decide_stages import Round, StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.plan.context import Rejection
-from autopar.plan.schema import PipelineTrial
+from autopar.plan.schema import CandidateRecord
 from autopar.sharding.binding import Binding
 from autopar.sharding.pins import PinsOnMesh
 
@@ -47,8 +47,8 @@ class PipelineEstimate:
         return text_of(self.num_microbatches, self.on_mesh or self.choice, self.name)
 
     @property
-    def trial(self) -> PipelineTrial:
-        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
+    def record(self) -> CandidateRecord:
+        return record_of(self, SOURCE)
 
     def fits(self, limit_bytes: int) -> bool:
         return self.peak_bytes <= limit_bytes
@@ -63,7 +63,7 @@ class PipelineCandidate:
 
     staged: StagedStep
     choice: StageChoice
-    weighed: tuple[PipelineTrial, ...]
+    weighed: tuple[CandidateRecord, ...]
     hoist_casts: bool
     pins: PinsOnMesh | None = None
     name: str = ""
@@ -86,9 +86,9 @@ class PipelineCandidate:
         return text_of(self.num_microbatches, self.choice, self.name)
 
     @property
-    def trial(self) -> PipelineTrial:
+    def record(self) -> CandidateRecord:
         """The pipeline as one row of the plan's record."""
-        return PipelineTrial(text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes)
+        return record_of(self, self.source)
 
     @property
     def in_short(self) -> PipelineEstimate:
@@ -104,6 +104,10 @@ class PipelineCandidate:
     def rank(self, limit_bytes: int) -> tuple[bool, float]:
         """The sort key: candidates that fit first, then the faster."""
         return not self.fits(limit_bytes), self.step_time_s
+
+
+def record_of(made: PipelineEstimate | PipelineCandidate, source: str) -> CandidateRecord:
+    return CandidateRecord(source=source, text=made.text, step_time_s=made.step_time_s, peak_bytes=made.peak_bytes)
 
 
 def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:

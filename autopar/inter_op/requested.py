@@ -415,7 +415,7 @@ def _built(
         )
     microbatched.stage_graphs.clear()  # no other request has these stages, and `microbatched` is kept
     best = min(built, key=lambda candidate: candidate.rank(context.limit_bytes))
-    best = dataclasses.replace(best, weighed=tuple(candidate.trial for candidate in built))
+    best = dataclasses.replace(best, weighed=tuple(candidate.record for candidate in built))
     return (best,), may_fit_without_hoisted_casts(microbatched, best.peak_bytes, context.limit_bytes)
 
 

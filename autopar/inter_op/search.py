@@ -208,158 +208,147 @@ def pipeline_candidates(context: PlanningContext) -> Iterator[PipelineCandidate 
     yield from retry_without_hoisted_casts(search, context.limit_bytes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Search:
     """One search, with copies of the state hoisted out of the micro-batches or made in each of them.
 
     Attributes:
         screens: Meshes far from the fastest are left out.
         begins_with_one: One stage comes first, and several only where a bound says that they may be faster.
+        step: The step with its scans in the parts that stages are made of.
+        cuts: The step in the numbers of micro-batches in which a pipeline was looked for.
     """
 
     context: PlanningContext
     hoist_casts: bool
     screens: bool
     begins_with_one: bool = False
+    step: SplitStep = dataclasses.field(init=False)
+    cuts: dict[int, MicrobatchedStep] = dataclasses.field(init=False)
+    posed: PosedProblems = dataclasses.field(init=False)
+    builder: PipelineEvaluator = dataclasses.field(init=False)
+    answered: AnsweredProblems = dataclasses.field(init=False)
 
     def run(self) -> tuple[Sequence[PipelineCandidate | Rejection], bool]:
         """(results, best first; whether copies of the state in each micro-batch may help)"""
         traced, cluster = self.context.traced, self.context.cluster
-        step = self.in_finest_parts()
-        if not (cuts := self.cuts(step)):
+        step = self.step = self.in_finest_parts()
+        self.cut_first()
+        if not self.cuts:
             return (self.nothing("a bound says that none is faster"),), False
-        cuts, too_large = self.that_may_fit(cuts)
-        if not cuts:
+        self.cuts, too_large = self.that_may_fit()
+        if not self.cuts:
             return (self.nothing(too_large),), False
         screen: MeshScreen | None = None
         if self.screens:
             equal, longest_s = step.parts > 1, self.context.to_beat_s
-            if self.walks(step):  # which begins in a number of micro-batches that may be far from the best
+            if self.walks():  # which begins in a number of micro-batches that may be far from the best
                 longest_s *= NEAR_THE_BEST**2
             screen = MeshScreen(num_devices=cluster.num_devices, are_equal=equal, longest_s=longest_s)
-        posed = PosedProblems(self.context, step, screen)
-        builder = PipelineEvaluator(
+        self.posed = PosedProblems(self.context, step, screen)
+        self.builder = PipelineEvaluator(
             self.context,
-            cuts,
+            self.cuts,
             functools.cache(lambda groups, m: self.microbatched(self.split(len(groups), groups), m)),
         )
         within = 1.0 if is_long(traced) else NEAR_THE_BEST
         to_beat_s, tolerance = self.context.to_beat_s, self.context.keep_tolerance
-        answered = AnsweredProblems(self.context.progress, within, tolerance, math.inf)
+        self.answered = AnsweredProblems(self.context.progress, within, tolerance, math.inf)
         alone: dict[int, Tried] = {}
-        first = tuple(cuts)
+        first = tuple(self.cuts)
         if self.begins_with_one:
-            alone = self.begin_with_one_stage(step, cuts, posed, builder)
-            answered.to_beat_s = min(to_beat_s, self.fastest_s(builder))
-        found_late = self.context.deadline.passed and self.fastest_s(builder) < math.inf
-        if not self.begins_with_one or (self.context.stages_may_beat(answered.to_beat_s) and not found_late):
-            self.several_stages(step, first, cuts, posed, builder, answered)
+            alone = self.begin_with_one_stage()
+            self.answered.to_beat_s = min(to_beat_s, self.fastest_s())
+        found_late = self.context.deadline.passed and self.fastest_s() < math.inf
+        if not self.begins_with_one or (self.context.stages_may_beat(self.answered.to_beat_s) and not found_late):
+            self.several_stages(first)
             if not self.context.deadline.passed:
-                self.one_stage_otherwise(step, cuts, posed, builder, answered, alone)
-        builder.settle()
-        if self.begins_with_one and self.fastest_s(builder) == math.inf and answered.to_beat_s < to_beat_s:
+                self.one_stage_otherwise(alone)
+        self.builder.settle()
+        if self.begins_with_one and self.fastest_s() == math.inf and self.answered.to_beat_s < to_beat_s:
             return dataclasses.replace(self, begins_with_one=False).run()  # an estimate said that one stage fits
-        builder.work_out_near(answered.posed, answered.answers)
-        if screen is not None and screen.has_left_out and self.needs_left_out(screen, builder.best):
+        self.builder.work_out_near(self.answered.posed, self.answered.answers)
+        if screen is not None and screen.has_left_out and self.needs_left_out(screen, self.builder.best):
             return dataclasses.replace(self, screens=False).run()
-        found_any = any(isinstance(answer, StagePlan) for answer in answered.answers)
-        slow = builder.best is None and found_any  # the reason is not memory
-        copies = not slow and any(copies_state(microbatched.graph) for microbatched in cuts.values())
-        nothing = self.nothing(why_no_pipeline(answered.answers))
+        found_any = any(isinstance(answer, StagePlan) for answer in self.answered.answers)
+        slow = self.builder.best is None and found_any  # the reason is not memory
+        copies = not slow and any(copies_state(microbatched.graph) for microbatched in self.cuts.values())
+        nothing = self.nothing(why_no_pipeline(self.answered.answers))
         others = uneven_stages(step, cluster)
-        if self.begins_with_one and not answered.several and answered.to_beat_s < math.inf:
-            others.append(Rejection(source=SOURCE, text="several stages", why=self.why_not_several(answered.to_beat_s)))
-        return (*(builder.results() or (nothing,)), *others), copies
+        if self.begins_with_one and not self.answered.several and self.answered.to_beat_s < math.inf:
+            why = self.why_not_several(self.answered.to_beat_s)
+            others.append(Rejection(source=SOURCE, text="several stages", why=why))
+        return (*(self.builder.results() or (nothing,)), *others), copies
 
-    def fastest_s(self, builder: PipelineEvaluator) -> float:
+    def fastest_s(self) -> float:
         """The time of the fastest that was evaluated and fits; inf: there is none."""
-        best = builder.best
+        best = self.builder.best
         return best.step_time_s if best is not None and best.fits(self.context.limit_bytes) else math.inf
 
-    def several_stages(
-        self,
-        step: SplitStep,
-        first: Sequence[int],
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        answered: AnsweredProblems,
-    ) -> None:
+    def several_stages(self, first: Sequence[int]) -> None:
         """Several stages in the `first` numbers of micro-batches and beside the best of them: by the tables, then
         built.
         """
-        walks, requested = self.walks(step), self.context.request.num_microbatches
-        if answered.to_beat_s < self.context.to_beat_s:
-            posed.screen_from(NEAR_THE_BEST**2 * answered.to_beat_s if walks else answered.to_beat_s)
-            first = self.may_beat(answered.to_beat_s, step, first, cuts)
-        if first and self.several_may_pay(step, {m: cuts[m] for m in first}, posed, builder):
-            for problems in self.first_problems(step, {m: cuts[m] for m in first}, posed):
-                answered.solve(problems)
-                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
-            if step.parts == 1 and not self.begins_with_one:
-                answered.solve_one_stage()  # plain gradient accumulation is always built too
+        walks, requested = self.walks(), self.context.request.num_microbatches
+        if self.answered.to_beat_s < self.context.to_beat_s:
+            self.posed.screen_from(NEAR_THE_BEST**2 * self.answered.to_beat_s if walks else self.answered.to_beat_s)
+            first = self.may_beat(self.answered.to_beat_s, first)
+        if first and self.several_may_pay(first):
+            for problems in self.first_problems(first):
+                self.answered.solve(problems)
+                self.posed.screen_from(NEAR_THE_BEST * self.answered.fastest_s)
+            if self.step.parts == 1 and not self.begins_with_one:
+                self.answered.solve_one_stage()  # plain gradient accumulation is always built too
         tried = set(first[:1]) if walks else set(first)
         if walks:
-            for more in self.stages_in_other_numbers(step, cuts, posed, answered, tried):
-                answered.solve(more)
-                posed.screen_from(NEAR_THE_BEST * answered.fastest_s)
-        builder.search(answered.posed, len(answered.several), answered.within, answers=answered.answers)
+            for more in self.stages_in_other_numbers(self.answered, tried):
+                self.answered.solve(more)
+                self.posed.screen_from(NEAR_THE_BEST * self.answered.fastest_s)
+        within, several = self.answered.within, len(self.answered.several)
+        self.builder.search(self.answered.posed, several, within, answers=self.answered.answers)
         if requested is None:
-            for more in self.stages_in_other_numbers(step, cuts, posed, builder, tried):
-                within = answered.within
-                answered.add(more, builder.search(more, len(more), within, within * builder.longest_s))
+            for more in self.stages_in_other_numbers(self.builder, tried):
+                self.answered.add(more, self.builder.search(more, len(more), within, within * self.builder.longest_s))
 
-    def may_beat(
-        self, to_beat_s: float, step: SplitStep, first: Sequence[int], cuts: dict[int, MicrobatchedStep]
-    ) -> tuple[int, ...]:
+    def may_beat(self, to_beat_s: float, first: Sequence[int]) -> tuple[int, ...]:
         """Of the first numbers of micro-batches those in which several stages may take less; where that is none of a
         walk, the next larger one, as they wait less for one another there.
         """
-        found = tuple(m for m in first if self.several_may_be_faster(cuts[m], to_beat_s))
-        if found or not self.walks(step):
+        found = tuple(m for m in first if self.several_may_be_faster(self.cuts[m], to_beat_s))
+        if found or not self.walks():
             return found
         for m in [m for m in divisors(num_examples(self.context.traced)) if m >= 2 * max(first)][:2]:
-            more = self.cut_in(step, m, cuts)
+            more = self.cut_in(m)
             if more is not None and self.several_may_be_faster(more, to_beat_s):
                 return (m,)
         return ()
 
-    def begin_with_one_stage(
-        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
-    ) -> dict[int, Tried]:
+    def begin_with_one_stage(self) -> dict[int, Tried]:
         """One stage in the numbers of micro-batches in which it was tried: it bounds what several may take. It ends
         where it is far above what these take at least.
         """
-        least_s = min(least_pipeline_s(cut, self.context.cluster, self.context.request) for cut in cuts.values())
-        alone = self.first_of_one_stage(step, cuts, posed, builder, NEAR_THE_BEST**2 * least_s)
-        self.one_stage_in_other_numbers(step, cuts, posed, builder, alone, NEAR_THE_BEST * least_s)
+        least_s = min(least_pipeline_s(cut, self.context.cluster, self.context.request) for cut in self.cuts.values())
+        alone = self.first_of_one_stage(NEAR_THE_BEST**2 * least_s)
+        self.one_stage_in_other_numbers(alone, NEAR_THE_BEST * least_s)
         return alone
 
-    def one_stage_otherwise(
-        self,
-        step: SplitStep,
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        answered: AnsweredProblems,
-        alone: dict[int, Tried],
-    ) -> None:
+    def one_stage_otherwise(self, alone: dict[int, Tried]) -> None:
         """One stage in other numbers of micro-batches, where it may come near the best, and under other decisions."""
         requested, limit_bytes = self.context.request.num_microbatches, self.context.limit_bytes
-        if requested is not None and not builder.one_stage_fits(requested):  # one stage is always tried
-            self.one_stage(step, requested, cuts, posed, builder, int(OVERSTATED * limit_bytes))
+        if requested is not None and not self.builder.one_stage_fits(requested):  # one stage is always tried
+            self.one_stage(requested, int(OVERSTATED * limit_bytes))
         if requested is None:
-            found = alone or answered.of_one_stage()
-            if not found and math.isinf(self.fastest_s(builder)):
-                found = self.first_of_one_stage(step, cuts, posed, builder)
-            self.one_stage_in_other_numbers(step, cuts, posed, builder, found)
+            found = alone or self.answered.of_one_stage()
+            if not found and math.isinf(self.fastest_s()):
+                found = self.first_of_one_stage()
+            self.one_stage_in_other_numbers(found)
         row = LogicalMesh(axis_sizes=(self.context.cluster.num_devices,))
         hides = self.context.cluster.num_devices > 1 and cost_model(self.context.cluster, row).overlap.kinds
-        others = self.other_numbers(step, cuts)
-        refine_one_stage(builder, others, (0.0,) if hides else ())
-        refine_in_other_counts(builder, others)
-        recompute_in_some_layers(builder, others, list(posed.decided.policies.values()))
-        self.in_a_v(cuts, builder)
+        others = self.other_numbers()
+        refine_one_stage(self.builder, others, (0.0,) if hides else ())
+        refine_in_other_counts(self.builder, others)
+        recompute_in_some_layers(self.builder, others, list(self.posed.decided.policies.values()))
+        self.in_a_v()
 
     def needs_left_out(self, screen: MeshScreen, best: PipelineCandidate | PipelineEstimate | None) -> bool:
         """Whether meshes that a screen left out may be needed, as the tables promised too much: none fits, where there
@@ -382,7 +371,7 @@ class _Search:
         """That there is no pipeline, and a note on it where no program fits either."""
         return Rejection(source=SOURCE, why=f"no pipeline: {why}", is_note=self.context.to_beat_s == math.inf)
 
-    def walks(self, step: SplitStep) -> bool:
+    def walks(self) -> bool:
         """Whether several stages are tried in one number of micro-batches, and by the tables in others from there on
         (`stages_in_other_numbers`), rather than in a few and then as built: where tables and pipelines take long.
         """
@@ -392,37 +381,34 @@ class _Search:
             return False
         # Micro-batches for odd numbers of hosts lie on no walk by halves.
         halves = odd_part(num_examples(traced), self.context.cluster) == 1
-        return halves and (is_long(traced) or step.parts > 1)
+        return halves and (is_long(traced) or self.step.parts > 1)
 
-    def first_problems(
-        self, step: SplitStep, cuts: dict[int, MicrobatchedStep], posed: PosedProblems
-    ) -> Iterator[list[Posed]]:
+    def first_problems(self, first: Sequence[int]) -> Iterator[list[Posed]]:
         """The problems of the first numbers of micro-batches; of a search that walks through numbers, those of several
         stages in the first number, and in the others those of one stage on all devices.
         """
-        for number, m in enumerate(cuts):
-            least = self.context.cluster.num_devices if number and self.walks(step) else 0
+        for number, m in enumerate(first):
+            least = self.context.cluster.num_devices if number and self.walks() else 0
             most = self.context.cluster.num_devices - 1 if self.begins_with_one else math.inf
             if least <= most:
-                yield posed.of(cuts[m], sizes_between=(least, most))
+                yield self.posed.of(self.cuts[m], sizes_between=(least, most))
 
-    def several_may_pay(
-        self, step: SplitStep, first: dict[int, MicrobatchedStep], posed: PosedProblems, builder: PipelineEvaluator
-    ) -> bool:
+    def several_may_pay(self, first: Sequence[int]) -> bool:
         """Whether several stages may be faster than one. Where the whole batch is asked for as one micro-batch they
         wait for one another; then one is built first, and is enough if it fits and sends little (`least_in_turn_s`).
         """
-        if not any(map(self.several_may_be_faster, first.values())):
+        if not any(self.several_may_be_faster(self.cuts[m]) for m in first):
             return False
         request, cluster = self.context.request, self.context.cluster
         in_turn = request.num_microbatches == 1 and request.admits_one_program
         wants_others = request.effort is Effort.THOROUGH or self.context.keep_tolerance > 1
-        smaller = [size for size in posed.sizes(len(first[1].layers)) if size < cluster.num_devices] if in_turn else []
+        sizes = self.posed.sizes(len(self.cuts[1].layers)) if in_turn else ()
+        smaller = [size for size in sizes if size < cluster.num_devices]
         if not smaller or wants_others:
             return True
-        self.one_stage(step, 1, first, posed, builder, self.context.limit_bytes)
-        builder.settle()
-        found = builder.best_built
+        self.one_stage(1, self.context.limit_bytes)
+        self.builder.settle()
+        found = self.builder.best_built
         if found is None or not found.fits(self.context.limit_bytes):
             return True
         return found.step_time_s > least_in_turn_s(found.staged, max(smaller))
@@ -444,21 +430,21 @@ class _Search:
             whole = whole_batch(step, rules, self.context.graphs)
         return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts)
 
-    def cuts(self, step: SplitStep) -> dict[int, MicrobatchedStep]:
-        """The step in each number of micro-batches that it admits, where it may be faster so; a step that mixes its
-        examples, as one where no program fits: stages and recomputation need less memory. Raises: the reason, where it
-        admits none.
+    def cut_first(self) -> None:
+        """Cuts the step in each number of micro-batches that it admits, where it may be faster so; a step that mixes
+        its examples, as one where no program fits: stages and recomputation need less memory. Raises: the reason, where
+        it admits none.
         """
-        cuts: dict[int, MicrobatchedStep] = {}
+        cuts = self.cuts = {}
         error_of_last: AutoparError | None = None
         is_cut = False
         for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
             # A search that walks through numbers begins with one; of a scan, one stage is searched for in several.
-            if cuts and (self.context.deadline.passed or (self.walks(step) and step.parts == 1)):
+            if cuts and (self.context.deadline.passed or (self.walks() and self.step.parts == 1)):
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    found = self.microbatched(step, m)
+                    found = self.microbatched(self.step, m)
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
                 continue
@@ -467,33 +453,32 @@ class _Search:
                 cuts[m] = found
         if error_of_last is not None and not is_cut:
             fits = self.context.fastest_s < math.inf
-            if fits or self.context.request.num_microbatches is not None or self.cut_in(step, 1, cuts) is None:
+            if fits or self.context.request.num_microbatches is not None or self.cut_in(1) is None:
                 raise error_of_last
-        return cuts
 
-    def that_may_fit(self, cuts: dict[int, MicrobatchedStep]) -> tuple[dict[int, MicrobatchedStep], str]:
+    def that_may_fit(self) -> tuple[dict[int, MicrobatchedStep], str]:
         """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
         if self.context.request.in_host:
-            return cuts, ""  # part of the state is not on the devices
+            return self.cuts, ""  # part of the state is not on the devices
         at, limit_bytes = self.context.cluster, self.context.limit_bytes
-        why = {m: why_too_large(cut.graph, at, limit_bytes) for m, cut in cuts.items()}
+        why = {m: why_too_large(cut.graph, at, limit_bytes) for m, cut in self.cuts.items()}
         texts = [text for text in why.values() if text is not None]
-        return {m: cut for m, cut in cuts.items() if why[m] is None}, texts[-1] if texts else ""
+        return {m: cut for m, cut in self.cuts.items() if why[m] is None}, texts[-1] if texts else ""
 
-    def cut_in(self, step: SplitStep, m: int, cuts: dict[int, MicrobatchedStep]) -> MicrobatchedStep | None:
+    def cut_in(self, m: int) -> MicrobatchedStep | None:
         """The step in a number of micro-batches, which is added to the dictionary; None where it does not admit it, or
         no pipeline of it may be faster.
         """
-        if m not in cuts:
+        if m not in self.cuts:
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    found = self.microbatched(step, m)
+                    found = self.microbatched(self.step, m)
             except (UnsupportedError, BatchMismatchError):
-                return None  # as in `cuts`
+                return None  # as in `cut_first`
             if not self.may_be_faster(found):
                 return None
-            cuts[m] = found
-        return cuts[m]
+            self.cuts[m] = found
+        return self.cuts[m]
 
     def may_be_faster(self, microbatched: MicrobatchedStep) -> bool:
         """Whether a pipeline in these micro-batches may take less than the best program that fits, or is wanted beside
@@ -512,24 +497,19 @@ class _Search:
             least_pipeline_s(microbatched, context.cluster, context.request, too_long_s) < too_long_s
         )
 
-    def other_numbers(self, step: SplitStep, cuts: dict[int, MicrobatchedStep]) -> MicrobatchCounts:
+    def other_numbers(self) -> MicrobatchCounts:
         """The numbers of micro-batches of one stage."""
         num_examples_, requested = num_examples(self.context.traced), self.context.request.num_microbatches
         return MicrobatchCounts(
             numbers=divisors(num_examples_) if requested is None else (requested,),
-            cut=lambda m: self.cut_in(step, m, cuts),
+            cut=self.cut_in,
             num_examples=num_examples_,
             num_devices=self.context.cluster.num_devices,
             least_s=self.context.least_s,
         )
 
     def stages_in_other_numbers(
-        self,
-        step: SplitStep,
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        found: AnsweredProblems | PipelineEvaluator,
-        tried: set[int],
+        self, found: AnsweredProblems | PipelineEvaluator, tried: set[int]
     ) -> Iterator[list[Posed]]:
         """The problems of several stages in numbers of micro-batches beside the fastest (`next_for_stages`), one number
         at a time, on submeshes of about the sizes of its stages, smaller ones for smaller micro-batches, while it has
@@ -545,22 +525,23 @@ class _Search:
             if m is None:
                 return
             tried.add(m)
-            if (microbatched := self.cut_in(step, m, cuts)) is not None:
+            if (microbatched := self.cut_in(m)) is not None:
                 near = min(best.sizes, key=lambda size: (-best.sizes.count(size), size))
                 more = m / best.num_microbatches
                 sizes = near / (2 * max(more, 1)), 2 * near / min(more, 1)
-                yield posed.of(microbatched, sizes_between=sizes)
+                yield self.posed.of(microbatched, sizes_between=sizes)
 
-    def in_a_v(self, cuts: dict[int, MicrobatchedStep], builder: PipelineEvaluator) -> None:
+    def in_a_v(self) -> None:
         """Builds the best pipeline also in a V, where it has several equal groups of devices and is far from the bound:
         two stages of about equal arithmetic on each group, under each such schedule of a step with a backward pass.
         """
-        builder.settle()
-        best, request = builder.best_built, self.context.request
+        self.builder.settle()
+        best, request = self.builder.best_built, self.context.request
         if best is None or request.schedule is not None or request.chunks is not None:
             return
         groups, m = best.choice.group_meshes, best.num_microbatches
-        layers, graph, parts = cuts[m].layers, cuts[m].graph, cuts[m].step.parts
+        cut, parts = self.cuts[m], self.step.parts
+        layers, graph = cut.layers, cut.graph
         has_room = 4 <= 2 * len(groups) <= min(len(layers), m) and (parts == 1 or parts % (2 * len(groups)) == 0)
         has_backward = any(op.section is Section.BACKWARD for op in graph.block.ops)
         if (
@@ -575,7 +556,7 @@ class _Search:
         policies = best.choice.policies if parts == 1 else best.choice.policies[:1] * len(layers)
         plain = dataclasses.replace(best.choice, policies=policies, first_layers=first_layers, terms=(), over_limit=())
         for name in TRAINED_IN_A_V:
-            builder.refined(m, dataclasses.replace(plain, schedule=name, chunks=2), "")
+            self.builder.refined(m, dataclasses.replace(plain, schedule=name, chunks=2), "")
 
     @property
     def number_that_fits(self) -> int | None:
@@ -583,19 +564,12 @@ class _Search:
         numbers = (candidate.num_microbatches for candidate in self.context.fitting)
         return next((number for number in numbers if number is not None), None)
 
-    def first_of_one_stage(
-        self,
-        step: SplitStep,
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        longest_s: float = math.inf,
-    ) -> dict[int, Tried]:
+    def first_of_one_stage(self, longest_s: float = math.inf) -> dict[int, Tried]:
         """One stage in the number of micro-batches in which it is known to fit, else in the fewest in which it may fit
         without recomputation, where recipes come first, else in the most; empty where it does not fit, where the work
         of its devices takes longer than `longest_s`, and where a recipe is as near to the bound as a search is worth.
         """
-        limit_bytes, cluster, most = self.context.limit_bytes, self.context.cluster, max(cuts)
+        limit_bytes, cluster, most = self.context.limit_bytes, self.context.cluster, max(self.cuts)
         m = self.number_that_fits
         if m is None:
             keeps_all = StageChoice(
@@ -603,33 +577,25 @@ class _Search:
                 chunks=1,
                 first_layers=(0,),
                 group_meshes=(LogicalMesh(axis_sizes=(cluster.num_devices,)),),
-                policies=("nothing",) * len(cuts[most].layers),
+                policies=("nothing",) * len(self.cuts[most].layers),
             )
             # In one micro-batch, what keeps all is a program.
-            fewest = max(fewest_microbatches(cuts[most], cluster, limit_bytes), 1 + self.context.weighed_one_program)
-            others = self.other_numbers(step, cuts)
-            m = first_that_may_fit(builder, others, fewest, keeps_all) or most
-            of_recipes(builder, others, m, keeps_all)
-            if not self.context.stages_may_beat(self.fastest_s(builder)):
+            fewest = fewest_microbatches(self.cuts[most], cluster, limit_bytes)
+            fewest, others = max(fewest, 1 + self.context.weighed_one_program), self.other_numbers()
+            m = first_that_may_fit(self.builder, others, fewest, keeps_all) or most
+            of_recipes(self.builder, others, m, keeps_all)
+            if not self.context.stages_may_beat(self.fastest_s()):
                 return {}
         screen = None
         if longest_s < math.inf:
             screen = MeshScreen(num_devices=cluster.num_devices, is_of_one=True, longest_s=longest_s)
         for number in sorted({m, max(m, most)}):
-            found = self.one_stage(step, number, cuts, posed, builder, int(OVERSTATED * limit_bytes), screen)
-            if builder.one_stage_fits(number):
+            found = self.one_stage(number, int(OVERSTATED * limit_bytes), screen)
+            if self.builder.one_stage_fits(number):
                 return {number: found}
         return {}
 
-    def one_stage_in_other_numbers(
-        self,
-        step: SplitStep,
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        known: dict[int, Tried],
-        longest_s: float = math.inf,
-    ) -> None:
+    def one_stage_in_other_numbers(self, known: dict[int, Tried], longest_s: float = math.inf) -> None:
         """One stage in fewer and more micro-batches while that is faster (`next_numbers`), and may come near the best,
         or takes no longer than `longest_s`. Adds to the dictionaries.
 
@@ -640,9 +606,9 @@ class _Search:
         numbers, largest = divisors(num_examples(self.context.traced)), max(known, default=0)
         share, rest = divmod(numbers[-1], self.context.cluster.num_devices)
         whole = () if rest else divisors(share)
-        known |= {m: _tried(builder, m, each) for m, each in known.items()}
+        known |= {m: _tried(self.builder, m, each) for m, each in known.items()}
         while known and not self.context.deadline.passed:
-            best_s = self.fastest_s(builder)
+            best_s = self.fastest_s()
             if best_s > longest_s or (len(known) > 1 and not self.context.stages_may_beat(best_s)):
                 return
             # In one micro-batch it is a program, of which those that fit were found.
@@ -652,42 +618,33 @@ class _Search:
             if not near:
                 return
             m = near[0]  # what comes of it decides on the others
-            found = self.one_stage(step, m, cuts, posed, builder, int(overstated * limit_bytes))
-            if (1, m) in builder.best_of:
-                candidate, estimated_bytes = builder.best_of[1, m]
-                overstated = max(1.0, estimated_bytes / candidate.trial.peak_bytes)
-            known[m] = _tried(builder, m, found)
+            found = self.one_stage(m, int(overstated * limit_bytes))
+            if (1, m) in self.builder.best_of:
+                candidate, estimated_bytes = self.builder.best_of[1, m]
+                overstated = max(1.0, estimated_bytes / candidate.peak_bytes)
+            known[m] = _tried(self.builder, m, found)
 
-    def one_stage(
-        self,
-        step: SplitStep,
-        m: int,
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        limit_bytes: int,
-        screen: MeshScreen | None = None,
-    ) -> Tried:
+    def one_stage(self, m: int, limit_bytes: int, screen: MeshScreen | None = None) -> Tried:
         """One stage in a number of micro-batches, as built where that fits, else by the tables; inf seconds: it does
         not fit, the step admits no such split, or the screen leaves out all meshes. The pipeline is built where it may
         be the best; where it does not fit, the tables say what would.
         """
-        microbatched = self.cut_in(step, m, cuts)
+        microbatched = self.cut_in(m)
         if microbatched is None:
             return _NOTHING
         with self.context.progress.pass_("layer costs"):
-            priced = posed.priced(microbatched, [self.context.cluster.num_devices], screen)
+            priced = self.posed.priced(microbatched, [self.context.cluster.num_devices], screen)
         name = schedules_of(self.context.request, self.context.cluster)[0]
-        for problem, options in posed.on_schedule(cuts[m], name, priced, (1,)) if priced else ():
+        for problem, options in self.posed.on_schedule(self.cuts[m], name, priced, (1,)) if priced else ():
             limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
             # The tables err, and an estimate takes little time.
-            is_estimated = self.context.keep_tolerance <= 1 and builder.short(m) is not None
+            is_estimated = self.context.keep_tolerance <= 1 and self.builder.short(m) is not None
             within = NEAR_THE_BEST if is_estimated else 1.0
-            (answer,) = builder.search([(limited, (m, options))], 0, within)
-            if not builder.one_stage_fits(m):
-                self.recomputing_otherwise(m, priced, cuts, posed, builder, within)
-            built = builder.best_of.get((1, m))
-            if built is not None and builder.one_stage_fits(m):
+            (answer,) = self.builder.search([(limited, options)], 0, within)
+            if not self.builder.one_stage_fits(m):
+                self.recomputing_otherwise(m, priced, within)
+            built = self.builder.best_of.get((1, m))
+            if built is not None and self.builder.one_stage_fits(m):
                 return Tried(step_time_s=built[0].step_time_s)
             if built is not None:
                 tighter_bytes = built[1] * self.context.limit_bytes // built[0].peak_bytes
@@ -695,34 +652,26 @@ class _Search:
             return by_tables(limited, answer, options) if isinstance(answer, StagePlan) else _NOTHING
         return _NOTHING
 
-    def recomputing_otherwise(
-        self,
-        m: int,
-        priced: tuple[PricedOption, ...],
-        cuts: dict[int, MicrobatchedStep],
-        posed: PosedProblems,
-        builder: PipelineEvaluator,
-        within: float,
-    ) -> None:
+    def recomputing_otherwise(self, m: int, priced: tuple[PricedOption, ...], within: float) -> None:
         """Builds one stage in m micro-batches under each kind of recomputation: the bytes of the tables err by kind.
         First that of fewest bytes; where it does not fit none is expected to, else the faster ones too.
         """
         limit_bytes = int(OVERSTATED * self.context.limit_bytes)
         name = schedules_of(self.context.request, self.context.cluster)[0]
-        answers: list[tuple[StageProblem, StagePlan, int, tuple[PricedOption, ...]]] = []
+        answers: list[tuple[StageProblem, StagePlan, tuple[PricedOption, ...]]] = []
         for policies in dict.fromkeys(option.policies for option in priced):
             alike = tuple(option for option in priced if option.policies == policies)
-            for problem, options in posed.on_schedule(cuts[m], name, alike, (1,)):
+            for problem, options in self.posed.on_schedule(self.cuts[m], name, alike, (1,)):
                 limited = dataclasses.replace(problem, limit_bytes=limit_bytes)
                 (answer,) = best_stages([limited])
                 if isinstance(answer, StagePlan):
-                    answers.append((limited, answer, m, options))
+                    answers.append((limited, answer, options))
         by_bytes = sorted(answers, key=lambda each: max(each[1].peak_bytes))
         by_time = sorted(by_bytes[1:], key=lambda each: each[1].step_time_s)
         for number, each in enumerate((*by_bytes[:1], *by_time)):
-            if number and not builder.one_stage_fits(m):
+            if number and not self.builder.one_stage_fits(m):
                 return
-            builder.run([each], 1, within)
+            self.builder.run([each], 1, within)
 
 
 def _tried(builder: PipelineEvaluator, m: int, known: Tried) -> Tried:
@@ -732,6 +681,6 @@ def _tried(builder: PipelineEvaluator, m: int, known: Tried) -> Tried:
     candidate, _ = builder.best_of[1, m]
     return Tried(
         step_time_s=known.step_time_s,
-        peak_bytes=candidate.trial.peak_bytes,
+        peak_bytes=candidate.peak_bytes,
         policies=tuple(candidate.choice.policies),
     )

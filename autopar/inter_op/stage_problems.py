@@ -8,12 +8,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-
-import jax
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from autopar.common.progress import Progress
-from autopar.common.worker_processes import SharedJob, worker_processes
 from autopar.cost.cost_model import CostModel, cost_model
 from autopar.cost.stream_simulator import Ran
 from autopar.hardware.cluster import Cluster
@@ -44,9 +41,8 @@ from autopar.inter_op.stage_costs import (
 from autopar.inter_op.staged import part_of
 from autopar.intra_op.memory_prices import saved_values
 from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
-from autopar.ir.graph import OpGraph, Value, values_of
+from autopar.ir.graph import OpGraph
 from autopar.ir.layout import LogicalMesh
-from autopar.kernels.known import has_known_kernels
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.fold_layers import FoldedGraph, fold_layers
 from autopar.passes.layers import Layers
@@ -170,12 +166,6 @@ class MeshScreen:
 
 # The table of a step's options: the decisions of its layers on every submesh, priced.
 
-# A table is shared with other processes from so much work on, its meshes times the operations of its layers: a process
-# takes as long to start as the first 3,000 of them here.
-WORTH_PROCESSES = 6_000
-# For each process the meshes that are priced at once, so that none waits long for the others.
-MESHES_AT_ONCE = 12
-
 # The key of decisions: mesh, operations and values, devices over which examples split, the examples (0: any number),
 # the micro-batches in flight of which saved values have a price (1: several).
 DecidedFor = tuple[LogicalMesh, int, int, int, int]
@@ -212,7 +202,6 @@ def _on_meshes(
     layers = microbatched.layers
     if wiring not in decided.policies:
         decided.policies[wiring] = layer_policies(folded, layers, cluster, by_value=microbatched.step.parts == 1)
-    folded = _of_read_values(folded)
     for size in sizes:
         # A stage on this mesh holds about its share of the layers.
         stages, equal = cluster.num_devices / size, microbatched.step.parts > 1
@@ -250,86 +239,27 @@ def tables(
     screen: MeshScreen | None = None,
 ) -> tuple[PricedOption, ...]:
     """The options of every submesh of these sizes, but for those that the screen leaves out. Adds new decisions to
-    `decided`, and to the screen what meshes take. Much work is shared with processes on other processors; what comes of
-    it is the same.
+    `decided`, and to the screen what meshes take.
 
     `decided` holds the decisions for smaller micro-batches. In long steps they are reused, and only priced again, where
     operations and values have the same numbers and connections, examples split over as many of the devices, and saved
     values need a price in both: where they crowd the memory though they are split over all devices.
     """
-    of_size = dict(_on_meshes(microbatched, cluster, sizes, limits, decided, is_long))
-    on_meshes = {key: on for of_one in of_size.values() for key, on in of_one.items()}
-    work = sum(len(on.folded.graph.block.ops) for on in on_meshes.values())
-    shares = work >= WORTH_PROCESSES and not has_known_kernels()
-    job = SharedJob(_Table(on_meshes), worker_processes() if shares else ())
     options: list[PricedOption] = []
     too_large: list[int] = []  # on several times as many devices layers take even more seconds of a device
-
-    def is_wanted(size: int) -> bool:
-        return size == cluster.num_devices or not any(size % n == 0 for n in too_large)
-
-    for group in _groups(of_size, MESHES_AT_ONCE * job.num_processes if job.num_processes > 1 else 1):
-        keys = [key for size in group if is_wanted(size) for key in of_size[size]]
-        ran = dict(zip(keys, job.run("ran", keys), strict=True))
-        paying: list[DecidedFor] = []
-        for size in group:
-            if not is_wanted(size):
-                continue
-            of_one = {key: ran[key] for key in of_size[size]}
-            pay = _paying(size, of_one, screen) if screen is not None else list(of_one)
-            if screen is not None and screen.knows_pipeline and not pay:
+    for size, on_meshes in _on_meshes(microbatched, cluster, sizes, limits, decided, is_long):
+        if size < cluster.num_devices and any(size % n == 0 for n in too_large):
+            continue
+        paying = list(on_meshes)
+        if screen is not None:
+            paying = _paying(size, {key: on.ran for key, on in on_meshes.items()}, screen)
+            if screen.knows_pipeline and not paying:
                 too_large.append(size)
-            paying += pay
-        job.everywhere("forget", [key for key in keys if key not in paying])
-        for key, (decisions, priced) in zip(paying, job.run("priced", paying), strict=True):
-            decided[key] = decisions
+        for key in paying:
+            decided[key], priced = on_meshes.pop(key).priced()
             decided.read.add(key)
             options += priced
     return tuple(options)
-
-
-class _Table:
-    """The options of layers on several meshes. It holds no arrays, and all that it is made of can be pickled
-    (`common.jax_pickle`).
-    """
-
-    def __init__(self, on_meshes: Mapping[DecidedFor, MeshOptions]) -> None:
-        self.on_meshes = on_meshes
-
-    def ran(self, key: DecidedFor) -> Ran | None:
-        return self.on_meshes[key].ran
-
-    def priced(self, key: DecidedFor) -> tuple[Decisions, tuple[PricedOption, ...]]:
-        found = self.on_meshes[key].priced()
-        self.forget([key])
-        return found
-
-    def forget(self, keys: Iterable[DecidedFor]) -> None:
-        """Frees what was worked out."""
-        for key in keys:
-            for name in ("_decider", "_timed"):
-                self.on_meshes[key].__dict__.pop(name, None)
-
-
-def _groups(of_size: Mapping[int, Collection[object]], least: int) -> Iterator[list[int]]:
-    """The sizes in order, in groups of at least so many meshes, but for the last."""
-    group: list[int] = []
-    for size in of_size:
-        group.append(size)
-        if sum(len(of_size[each]) for each in group) >= least:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _of_read_values(folded: FoldedGraph) -> FoldedGraph:
-    """Without the values of layers that were folded away, and without the numbers in its constants."""
-    graph, nobody = folded.graph, Value(id=-1, shape=(), dtype="float32", itemsize=0)
-    read = set(values_of(graph.block))
-    values = tuple(v if v.id in read else nobody for v in graph.values)
-    shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in graph.constants)
-    return dataclasses.replace(folded, graph=dataclasses.replace(graph, values=values, constants=shapes), members={})
 
 
 def _paying(num_devices: int, ran: Mapping[DecidedFor, Ran | None], screen: MeshScreen) -> list[DecidedFor]:
@@ -394,8 +324,8 @@ def by_tables(problem: StageProblem, answer: StagePlan, options: tuple[PricedOpt
     )
 
 
-# A problem, with its number of micro-batches and its options.
-Posed = tuple[StageProblem, tuple[int, tuple[PricedOption, ...]]]
+# A problem with its options.
+Posed = tuple[StageProblem, tuple[PricedOption, ...]]
 
 
 class PosedProblems:
@@ -435,9 +365,7 @@ class PosedProblems:
                     if kept:  # of a mesh none of whose options pays here, all may pay in other micro-batches
                         self.decided[key] = kept
         for name in schedules_of(self.context.request, self.context.cluster):
-            problems = self.on_schedule(microbatched, name, priced)
-            m = microbatched.graph.num_microbatches
-            posed += [(problem, (m, options)) for problem, options in problems]
+            posed += self.on_schedule(microbatched, name, priced)
         return posed
 
     def sizes(self, num_layers: int) -> Sequence[int]:
@@ -466,7 +394,7 @@ class PosedProblems:
         name: str,
         priced: tuple[PricedOption, ...],
         numbers: Sequence[int] = (),
-    ) -> list[tuple[StageProblem, tuple[PricedOption, ...]]]:
+    ) -> list[Posed]:
         """The problems of one schedule, one for each number of chunks of a group, and of groups of devices: `numbers`,
         by default of scans those that divide them, else any.
         """
@@ -558,17 +486,17 @@ class AnsweredProblems:
         found = [(a, posed) for a, posed in plans if len(a.stages) > posed[0].chunks]
         if not found:
             return None
-        answer, (problem, (m, options)) = min(found, key=lambda plan: plan[0].step_time_s)
+        answer, (problem, options) = min(found, key=lambda plan: plan[0].step_time_s)
         if answer.step_time_s > within * min(self.to_beat_s, *(a.step_time_s for a, _ in plans)):
             return None
         groups = answer.stages[: len(answer.stages) // problem.chunks]
-        return BestStages(m, [options[stage.option].mesh.num_devices for stage in groups])
+        return BestStages(problem.num_microbatches, [options[stage.option].mesh.num_devices for stage in groups])
 
     def of_one_stage(self) -> dict[int, Tried]:
         """One stage, by the tables, in each number of micro-batches in which it fits."""
         estimated: dict[int, Tried] = {}
-        for (problem, (m, options)), answer in (*self.several, *self.alone):
+        for (problem, options), answer in (*self.several, *self.alone):
             if problem.fixed_num_stages == 1 and isinstance(answer, StagePlan):
-                found = by_tables(problem, answer, options)
+                found, m = by_tables(problem, answer, options), problem.num_microbatches
                 estimated[m] = min(estimated.get(m, found), found, key=lambda tried: tried.step_time_s)
         return estimated

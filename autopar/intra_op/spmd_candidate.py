@@ -18,7 +18,7 @@ from autopar.lowering.host_copies import with_host_copies
 from autopar.lowering.instructions import LoweredBlock
 from autopar.lowering.lower import ShardingPlan, lower
 from autopar.passes.fold_step import FoldedStep
-from autopar.plan.schema import MeshTrial
+from autopar.plan.schema import CandidateRecord
 from autopar.sharding.partial_sums import Partials
 from autopar.sharding.pins import PinsOnMesh
 
@@ -88,15 +88,12 @@ class SpmdCandidate:
         return f"mesh {self.sharding.mesh}" + (f", {self.name}" if self.name else "")
 
     @property
-    def trial(self) -> MeshTrial:
+    def record(self) -> CandidateRecord:
         """What a plan keeps of it."""
-        return MeshTrial(
-            axis_sizes=self.sharding.mesh.axis_sizes,
-            step_time_s=self.step_time_s,
-            peak_bytes=self.peak_bytes,
-            status=self.sharding.report.status,
-            name=self.name,
-        )
+        return CandidateRecord(
+            source=self.source, text=self.text, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes,
+            axis_sizes=self.sharding.mesh.axis_sizes, name=self.name,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.common import jax_compat, jax_local
-from autopar.hardware.kinds import DeviceKind, Platform
+from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact
 from autopar.kernels.row_blocks import ProductShape, RowBlocks, Turns, product_of_rows, sum_over_rows
@@ -126,7 +126,7 @@ def in_blocks(eqn: Any, device: DeviceKind | None) -> Any:
     levels = levels if isinstance(levels, tuple) else (levels,)
     is_plain = all(level is None or isinstance(level, lax.Precision) for level in levels)
     is_plain &= not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
-    if not is_plain or not is_dense(device.platform, dims):
+    if not is_plain or not is_dense(eqn, device.platform.value):
         return eqn
     names = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
     params = {name: eqn.params[name] for name in names}
@@ -143,9 +143,14 @@ def with_room(eqn: Any, room: int) -> Any:
     return jax_local.with_primitive(eqn, _PRIMITIVE, **params)
 
 
-def is_dense(platform: Platform, dims: Dims) -> bool:
-    """Whether XLA's compiler for a platform multiplies each row with the matrices of all groups."""
-    return platform is Platform.GPU or (platform is Platform.TPU and dims.sums_rows)
+def sums_groups(eqn: Any) -> bool:
+    """Whether a ragged product makes one matrix for each group."""
+    return not eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+
+
+def is_dense(eqn: Any, platform: str) -> bool:
+    """Whether XLA's compiler for a platform multiplies each row of a ragged product with the matrices of all groups."""
+    return platform == "gpu" or (platform == "tpu" and sums_groups(eqn))
 
 
 def blocks_of(eqn: Any, parts: Sequence[Any] | None = None) -> tuple[RowBlocks, ProductShape] | None:

@@ -46,11 +46,6 @@ class KnownKernel:
 _ENTRIES: dict[str, KnownKernel] = {}
 
 
-def has_known_kernels() -> bool:
-    """Whether there are entries, whose functions only this process has."""
-    return bool(_ENTRIES)
-
-
 def known_kernel(
     name: str,
     rule: str,

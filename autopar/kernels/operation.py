@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import Factor, FactorKind, Rule
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
-from autopar.kernels.grouped import blocks_of, grouped_places, is_grouped_product
+from autopar.kernels.grouped import blocks_of, grouped_places, is_dense, is_grouped_product, sums_groups
 from autopar.kernels.row_exchange import Devices, turns_of
 
 # The rule
@@ -318,7 +317,7 @@ def held_bytes(closed: Any, platform: str) -> float:
             if eqn.primitive.name in _WRITTEN:
                 first[v] = i
     copies = {v: groups for e in eqns for v, groups in masked_rows(e, platform).items()}
-    grouped = {v for e in eqns for v in masked_rows(e, platform) if _sums_groups(e)}
+    grouped = {v for e in eqns for v in masked_rows(e, platform) if sums_groups(e)}
     changes = [0.0] * (len(eqns) + 1)
 
     def hold(v: Any, begin: int, end: int) -> None:
@@ -334,7 +333,7 @@ def held_bytes(closed: Any, platform: str) -> float:
             if v in last and (is_written or v in first):
                 hold(v, i if is_written else first[v], last[v])
         for v, groups in masked_rows(eqn, platform).items():
-            if v in grouped and groups > 1 and not _sums_groups(eqn):
+            if v in grouped and groups > 1 and not sums_groups(eqn):
                 hold(v, i, i)  # in the other order
         beside = bytes_in_blocks(eqn)
         changes[i], changes[i + 1] = changes[i] + beside, changes[i + 1] - beside
@@ -372,7 +371,7 @@ def masked_rows(eqn: Any, platform: str) -> dict[Any, int]:
     if platform != "gpu" or not _is_as_written(eqn):
         return {}
     groups = eqn.invars[2].aval.shape[-1]
-    return dict.fromkeys(eqn.invars[: 2 if _sums_groups(eqn) else 1], groups)
+    return dict.fromkeys(eqn.invars[: 2 if sums_groups(eqn) else 1], groups)
 
 
 def _is_as_written(eqn: Any) -> bool:
@@ -428,16 +427,11 @@ def dense_work(
         if (of := blocks_of(eqn)) is not None and is_in_blocks(eqn):
             part = dataclasses.replace(of[1], rows=-(-of[1].rows // split))
             own_flops, blocks_s = own_flops + own, blocks_s + of[0].time_s(part, load, skew_of(part.groups))
-        elif _is_as_written(eqn) and (platform == "gpu" or (platform == "tpu" and _sums_groups(eqn))):
+        elif _is_as_written(eqn) and is_dense(eqn, platform):
             flops, own_flops = flops + own * eqn.invars[2].aval.shape[-1], own_flops + own
             copies = masked_rows(eqn, platform).items()
             nbytes += sum(2.0 * n * v.aval.size * jax_compat.itemsize(v.aval) for v, n in copies)
     return DenseWork(flops, own_flops, nbytes, blocks_s)
-
-
-def _sums_groups(eqn: Any) -> bool:
-    """Whether a ragged product makes one matrix for each group."""
-    return not eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
 
 
 def _estimate(eqn: Any) -> Any | None:
@@ -487,9 +481,6 @@ class LocalFunction:
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.function(*arrays))
-
-    def __reduce__(self) -> Any:
-        raise pickle.PicklingError(f"kernel {self.name} is only in the process in which it was made")
 
     @functools.cached_property
     def _programs(self) -> dict[tuple[Any, ...], Any]:

@@ -151,7 +151,9 @@ class RegionReader:
             elif op.kind is OpKind.EQUATION:
                 self.read(op)
             else:
-                self.refuse(op, read_by(op), "a loop over sorted rows")
+                for a in read_by(op):
+                    if (rows := self.rows_of(a)) is not None:
+                        self.refused(rows.order, op, "a loop over sorted rows")
         for a in self.block.outputs:
             if isinstance(a, int) and (rows := self.rows_of(a)) is not None:
                 self.refused(rows.order, self.maker[self.front(a)], "rows that leave a loop in sorted order")
@@ -180,11 +182,6 @@ class RegionReader:
     def refused(self, order: Order, op: Op, why: str) -> None:
         region = self.regions[order.experts]
         region.obstacle = region.obstacle or NotUnderstood(op, why)
-
-    def refuse(self, op: Op, read: Sequence[Atom], why: str) -> None:
-        for a in read:
-            if (rows := self.rows_of(a)) is not None:
-                self.refused(rows.order, op, why)
 
     # One equation
 
@@ -286,9 +283,9 @@ class RegionReader:
                 self.known[op.outputs[0]] = Known(source=None, table=number)
                 return
 
-    def enters(self, order: Order, op: Op, role: Entry, dim: int = 0) -> None:
+    def enters(self, order: Order, op: Op, role: Entry) -> None:
         self.regions[order.experts].roles[op.id] = role
-        self.rows[op.outputs[0]] = Rows(order=order, dim=dim)
+        self.rows[op.outputs[0]] = Rows(order=order, dim=0)
 
     def gather(self, order: Order, op: Op, place: Known) -> None:
         source, index = op.inputs

@@ -30,7 +30,7 @@ from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State
 from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
 from autopar.microbatch.running_state import UpdateWriter, one_equation, scaling
-from autopar.microbatch.smaller_step import example_leaves, num_examples, smaller_step, with_literals_of
+from autopar.microbatch.smaller_step import example_leaves, like_whole, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook, with_rules
 
@@ -578,14 +578,12 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
 
 
 def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> tuple[TracedStep, OpGraph]:
-    """The trace of a micro-batch, and its graph with the literals of the whole batch.
+    """The trace of a micro-batch (on two or three examples for one), and its graph with the whole batch's literals.
 
     Raises: UnsupportedError where it is not like that of the whole batch.
     """
-    smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
-    jaxpr = with_literals_of(traced.jaxpr, smaller.jaxpr, traced.name)
-    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, smaller.constants, strict=True))
-    return smaller, build_graph(dataclasses.replace(smaller, jaxpr=jaxpr, constants=constants), rules)
+    part, smaller = like_whole(traced, num_examples(traced) // num_microbatches)
+    return smaller, build_graph(part, rules)
 
 
 def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> UnsupportedError:
@@ -640,6 +638,9 @@ def _accumulated(
 ) -> OpGraph:
     """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
     check_patterns(traced, whole)
+    examples = num_examples(traced) // num_microbatches
+    if num_examples(smaller) != examples:  # its literals count
+        smaller = smaller_step(traced, examples)
     whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
     follower = AccumulatingFollower(
         whole=whole,
@@ -690,7 +691,7 @@ def _check_same_operations(step_name: str, block: Block, part: Block) -> None:
             where=step_name,
             expected="the same operations for a micro-batch as for the whole batch",
             got="others",
-            hint="do not let Python branch on the number of examples",
+            hint="do not let Python branch on the number of examples, or take micro-batches of two examples",
         )
 
 

@@ -1,13 +1,17 @@
-"""A step on fewer examples: the number of examples in its batch, and its trace on a smaller batch.
+"""A step on fewer examples: the number of examples in its batch, its trace on a smaller batch, and this trace with the
+literals of the whole batch.
 
-That trace may be written from two others of the same function, equation by equation. The two traces have to be the same
-operations on the same values. One of them, the base, gives the equations; a `PairRewriter` chooses variables, literals
-and parameters.
+A step may depend on the number of examples in two ways. Shapes depend on it, as micro-batches require. Literals of the
+program depend on it too (a mean divides by it): they are taken from the trace of the whole batch, so that the partial
+sums of the micro-batches add up to the result of the whole batch. Both traces have to be the same operations on the
+same values, and are aligned equation by equation, with the jaxprs inside of equations.
+
+A trace on one example is another program for many functions: broadcasts over the examples disappear. The program of one
+follows from a trace on two and that of the whole batch, as sizes grow evenly with the examples.
 """
 
 from __future__ import annotations
 
-import abc
 import collections
 import dataclasses
 import itertools
@@ -21,78 +25,6 @@ import numpy as np
 from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, UnsupportedError
 from autopar.ir.traced_step import TracedStep
-
-
-class PairRewriter(abc.ABC):
-    """Rewrites a base jaxpr along another one, with the jaxprs inside of equations."""
-
-    @abc.abstractmethod
-    def variable(self, base: Any, other: Any, where: str) -> Any:
-        """The variable for a variable of the base and its counterpart."""
-
-    @abc.abstractmethod
-    def literal(self, base: Any, other: Any) -> Any:
-        """The literal for two literals of equal shape and type."""
-
-    @abc.abstractmethod
-    def parameter(self, base: Any, other: Any, where: str) -> Any:
-        """The parameter of an equation for two parameters without jaxprs."""
-
-    @abc.abstractmethod
-    def result(self, base: Any, other: Any, inner: Any, where: str) -> Any:
-        """The rewritten jaxpr, open or closed as the base."""
-
-    @abc.abstractmethod
-    def difference(self, where: str, base: str, other: str) -> UnsupportedError:
-        """The error for two jaxprs that differ."""
-
-    def rewrite(self, base: Any, other: Any, where: str, caller: str = "") -> Any:
-        """The rewritten jaxpr of a pair, open or closed as the base; `caller` is the place of the equation that has it.
-
-        Raises: UnsupportedError for differences beyond sizes.
-        """
-        a, b = jax_compat.open_jaxpr(base), jax_compat.open_jaxpr(other)
-        counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (a, b)]
-        if counts[0] != counts[1]:
-            raise self.difference(_first_difference(a, b, where), f"{len(a.eqns)} operations", f"{len(b.eqns)}")
-        rewritten: dict[Any, Any] = {}  # by variable of the base
-        counterpart: dict[Any, Any] = {}
-
-        def bind(xs: Sequence[Any], ys: Sequence[Any], at: str) -> list[Any]:
-            for x, y in zip(xs, ys, strict=True):
-                rewritten[x], counterpart[x] = self.variable(x, y, at), y
-            return [rewritten[x] for x in xs]
-
-        def atom(x: Any, y: Any, at: str) -> Any:
-            if isinstance(x, jax_compat.Literal) and isinstance(y, jax_compat.Literal):
-                if x.aval.str_short() == y.aval.str_short():
-                    return self.literal(x, y)
-            elif not isinstance(x, jax_compat.Literal) and counterpart.get(x) is y:
-                return rewritten[x]
-            raise self.difference(at, *_types(x, y))
-
-        constvars, invars = bind(a.constvars, b.constvars, where), bind(a.invars, b.invars, where)
-        eqns = []
-        for x, y in zip(a.eqns, b.eqns, strict=True):
-            at = f"{where} at {jax_compat.source_line(x)}"
-            if x.primitive.name != y.primitive.name:
-                raise self.difference(at, x.primitive.name, y.primitive.name)
-            if (len(x.invars), len(x.outvars)) != (len(y.invars), len(y.outvars)) or set(x.params) != set(y.params):
-                raise self.difference(at, f"{x.primitive.name} of {len(x.invars)} operands", f"{len(y.invars)}")
-            operands = [atom(v, w, at) for v, w in zip(x.invars, y.invars, strict=True)]
-            params = {name: self._parameter(value, y.params[name], where, at) for name, value in x.params.items()}
-            eqns.append(x.replace(invars=operands, outvars=bind(x.outvars, y.outvars, at), params=params))
-        outvars = [atom(x, y, caller or where) for x, y in zip(a.outvars, b.outvars, strict=True)]
-        inner = a.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-        return self.result(base, other, inner, where)
-
-    def _parameter(self, base: Any, other: Any, where: str, at: str) -> Any:
-        if jax_compat.is_jaxpr(base):
-            return self.rewrite(base, other, where, at)
-        if isinstance(base, (tuple, list)) and any(map(jax_compat.is_jaxpr, base)):
-            members = [self._parameter(x, y, where, at) for x, y in zip(base, other, strict=True)]
-            return base._make(members) if hasattr(base, "_make") else type(base)(members)
-        return self.parameter(base, other, at)
 
 
 def _types(first: Any, second: Any) -> tuple[str, str]:
@@ -114,93 +46,92 @@ def _first_difference(first: Any, second: Any, where: str) -> str:
     return where
 
 
-# Alignment of two traces of one function, on the whole batch and on a micro-batch.
-#
-# A step may depend on the number of examples in two ways. Shapes depend on it, as micro-batches require. Literals of
-# the program depend on it too (a mean divides by it): they are taken from the trace of the whole batch, so that the
-# partial sums of the micro-batches add up to the result of the whole batch.
-
-
-def with_literals_of(whole: Any, part: Any, where: str) -> Any:
+def with_literals_of(whole: Any, part: Any, where: str, way: Fraction = Fraction(0)) -> Any:
     """The jaxpr `part` with the literals and, where their shapes agree, the constants of `whole`.
 
-    Both are open or closed jaxprs of one function on other shapes; jaxprs inside of equations are aligned too.
-    Raises: UnsupportedError when they are not the same operations on the same values.
+    Both are open or closed jaxprs of one function on other shapes. `way`: the part of the way from `part` to `whole` at
+    which the sizes are wanted; below 0: on fewer examples than `part` has.
+    Raises: UnsupportedError when they are not the same operations on the same values, or a size does not grow evenly.
     """
-    return _Alignment().rewrite(part, whole, where)
+    return _Alignment(way).rewrite(part, whole, where)
 
 
-class _Alignment(PairRewriter):
-    """The micro-batch's program is the base, the whole batch's the other."""
+class _Alignment:
+    """Rewrites a jaxpr, the base, along another one with as many operations."""
 
-    def variable(self, base: Any, other: Any, where: str) -> Any:
-        return base
+    def __init__(self, way: Fraction) -> None:
+        self.way = way
 
-    def literal(self, base: Any, other: Any) -> Any:
-        return other
+    def rewrite(self, base: Any, other: Any, where: str, caller: str = "") -> Any:
+        """The rewritten jaxpr, open or closed as the base; `caller` is the place of the equation that has it."""
+        a, b = jax_compat.open_jaxpr(base), jax_compat.open_jaxpr(other)
+        counts = [(len(j.constvars), len(j.invars), len(j.outvars), len(j.eqns)) for j in (a, b)]
+        if counts[0] != counts[1]:
+            raise self._difference(_first_difference(a, b, where), f"{len(a.eqns)} operations", f"{len(b.eqns)}")
+        rewritten: dict[Any, Any] = {}  # by variable of the base
+        counterpart: dict[Any, Any] = {}
 
-    def parameter(self, base: Any, other: Any, where: str) -> Any:
-        return base
+        def bind(xs: Sequence[Any], ys: Sequence[Any], at: str) -> list[Any]:
+            for x, y in zip(xs, ys, strict=True):
+                shape = self._size(x.aval.shape, y.aval.shape, at) if self.way else ()
+                rewritten[x] = jax_compat.variable_like(x, shape) if self.way else x
+                counterpart[x] = y
+            return [rewritten[x] for x in xs]
 
-    def result(self, base: Any, other: Any, inner: Any, where: str) -> Any:
-        consts = [
-            b if a.shape == b.shape and a.dtype == b.dtype else a
-            for a, b in zip(jax_compat.jaxpr_consts(base), jax_compat.jaxpr_consts(other), strict=True)
-        ]
-        return jax_compat.with_equations(base, inner.eqns, inner.outvars, consts)
+        def atom(x: Any, y: Any, at: str) -> Any:
+            if isinstance(x, jax_compat.Literal) and isinstance(y, jax_compat.Literal):
+                if x.aval.str_short() == y.aval.str_short():
+                    return y
+            elif not isinstance(x, jax_compat.Literal) and counterpart.get(x) is y:
+                return rewritten[x]
+            raise self._difference(at, *_types(x, y))
 
-    def difference(self, where: str, base: str, other: str) -> UnsupportedError:
-        return UnsupportedError(
-            where=where,
-            expected=f"the same operations for a micro-batch as for the whole batch ({other})",
-            got=f"others ({base})",
-            hint="do not let Python branch on the number of examples, and take sizes from the arrays rather than "
-            "writing them",
-        )
+        constvars, invars = bind(a.constvars, b.constvars, where), bind(a.invars, b.invars, where)
+        eqns = []
+        for x, y in zip(a.eqns, b.eqns, strict=True):
+            at = f"{where} at {jax_compat.source_line(x)}"
+            if x.primitive.name != y.primitive.name:
+                raise self._difference(at, x.primitive.name, y.primitive.name)
+            if (len(x.invars), len(x.outvars)) != (len(y.invars), len(y.outvars)) or set(x.params) != set(y.params):
+                raise self._difference(at, f"{x.primitive.name} of {len(x.invars)} operands", f"{len(y.invars)}")
+            operands = [atom(v, w, at) for v, w in zip(x.invars, y.invars, strict=True)]
+            params = {name: self._parameter(value, y.params[name], where, at) for name, value in x.params.items()}
+            eqns.append(x.replace(invars=operands, outvars=bind(x.outvars, y.outvars, at), params=params))
+        outvars = [atom(x, y, caller or where) for x, y in zip(a.outvars, b.outvars, strict=True)]
+        inner = a.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+        consts = self._constants(base, other, where)
+        closed = inner if a is base and not consts else jax_compat.closed_like(base, inner)
+        return jax_compat.with_equations(closed, eqns, outvars, consts)
 
+    def _constants(self, base: Any, other: Any, where: str) -> list[Any]:
+        """Those of the other one where their shapes agree, as all have to where sizes are not the base's."""
+        pairs = list(zip(jax_compat.jaxpr_consts(base), jax_compat.jaxpr_consts(other), strict=True))
+        for a, b in pairs if self.way else ():
+            if a.shape != b.shape:
+                raise self._difference(where, f"a constant of shape {a.shape}", f"{b.shape}")
+        return [b if a.shape == b.shape and a.dtype == b.dtype else a for a, b in pairs]
 
-# The program of a step for one number of examples, from those for two other numbers.
-#
-# A trace on one example is another program for many functions: broadcasts over the examples disappear. The operations
-# for two and for three examples are equal, on shapes that grow by the same amount from example to example, and give the
-# program for one. Where a step is wanted for several numbers, this is faster than to trace it for each.
+    def _parameter(self, base: Any, other: Any, where: str, at: str) -> Any:
+        """A parameter of an equation, with the jaxprs in it."""
+        if jax_compat.is_jaxpr(base):
+            return self.rewrite(base, other, where, at)
+        if isinstance(base, (tuple, list)) and any(map(jax_compat.is_jaxpr, base)):
+            members = [self._parameter(x, y, where, at) for x, y in zip(base, other, strict=True)]
+            return base._make(members) if hasattr(base, "_make") else type(base)(members)
+        return self._size(base, other, at) if self.way else base
 
-
-def extrapolated(few: Any, more: Any, where: str, examples: tuple[int, int, int] = (1, 2, 3)) -> Any:
-    """The jaxpr on the first number of examples, where `few` and `more` are the same function's on the others.
-
-    Open or closed jaxprs; jaxprs inside of equations follow. Sizes, in shapes and in parameters, grow evenly;
-    everything else must be equal, but for literals, which are those of `few`.
-    Raises: UnsupportedError when they are not the same operations, or a size cannot grow evenly.
-    """
-    wanted, at_few, at_more = examples
-    return _Extrapolation(Fraction(wanted - at_few, at_more - at_few), examples).rewrite(few, more, where)
-
-
-class _Extrapolation(PairRewriter):
-    """The program on few examples is the base, that on more the other; `part`: of the way from one to the other."""
-
-    def __init__(self, part: Fraction, examples: tuple[int, int, int]) -> None:
-        self.part, self.examples = part, examples
-
-    def variable(self, base: Any, other: Any, where: str) -> Any:
-        return jax_compat.variable_like(base, self.parameter(base.aval.shape, other.aval.shape, where))
-
-    def literal(self, base: Any, other: Any) -> Any:
-        return base
-
-    def parameter(self, base: Any, other: Any, where: str) -> Any:
-        """A size, or something of sizes, on the wanted number of examples."""
+    def _size(self, base: Any, other: Any, at: str) -> Any:
+        """A size, or something of sizes, on the wanted number of examples; everything else must be equal."""
         if base is other or (type(base) is int and base == other):  # most are
             return base
         if isinstance(base, (tuple, list)) and type(base) is type(other) and len(base) == len(other):
-            members = [self.parameter(a, b, where) for a, b in zip(base, other, strict=True)]
+            members = [self._size(a, b, at) for a, b in zip(base, other, strict=True)]
             return base._make(members) if hasattr(base, "_make") else type(base)(members)
         if isinstance(base, (int, np.integer)) and isinstance(other, (int, np.integer)) and not isinstance(base, bool):
-            size = int(base) + (int(other) - int(base)) * self.part
+            size = int(base) + (int(other) - int(base)) * self.way
             # Not so where a size names the third example, or the rest behind the second.
             if size.denominator != 1 or size < 0 <= base:
-                raise self.difference(where, str(base), str(other))
+                raise self._difference(at, str(base), str(other))
             return type(base)(int(size))  # numpy's numbers stay such
         # Functions made by tracing are equal to nothing, and hold no sizes of their own.
         if callable(base) or hasattr(base, "call_wrapped"):
@@ -210,24 +141,17 @@ class _Extrapolation(PairRewriter):
         except (TypeError, ValueError):  # arrays among them
             is_equal = False
         if not is_equal:
-            raise self.difference(where, repr(base)[:60], repr(other)[:60])
+            raise self._difference(at, repr(base)[:60], repr(other)[:60])
         return base
 
-    def result(self, base: Any, other: Any, inner: Any, where: str) -> Any:
-        constvars = (jax_compat.open_jaxpr(j).constvars for j in (base, other))
-        for a, b in zip(*constvars, strict=True):
-            if a.aval.shape != b.aval.shape:
-                raise self.difference(where, f"a constant of shape {a.aval.shape}", f"{b.aval.shape}")
-        is_open = jax_compat.open_jaxpr(base) is base and not jax_compat.jaxpr_consts(base)
-        return inner if is_open else jax_compat.closed_like(base, inner)
-
-    def difference(self, where: str, base: str, other: str) -> UnsupportedError:
-        _, few, more = self.examples
+    def _difference(self, where: str, base: str, other: str) -> UnsupportedError:
+        """The error for two jaxprs that differ."""
         return UnsupportedError(
             where=where,
-            expected=f"the same operations for {few} examples as for {more} ({base})",
-            got=f"others ({other})",
-            hint="do not let Python branch on the number of examples, or take micro-batches of two examples",
+            expected=f"the same operations for a micro-batch as for the whole batch ({other})",
+            got=f"others ({base})",
+            hint="do not let Python branch on the number of examples, and take sizes from the arrays rather than "
+            f"writing them{', or take micro-batches of two examples' if self.way else ''}",
         )
 
 
@@ -261,27 +185,21 @@ def example_leaves(traced: TracedStep) -> dict[int, int]:
 
 
 def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
-    """The step traced on fewer examples. The program of one example follows from those of two and of three.
+    """The step traced on fewer examples. Raises: UnsupportedError."""
+    return traced_at(traced, smaller_avals(traced, examples))
 
-    Raises: UnsupportedError.
+
+def like_whole(traced: TracedStep, examples: int) -> tuple[TracedStep, TracedStep]:
+    """The step on fewer examples with the literals of the whole batch, and the trace that it is made of, which is on
+    two or three examples for one. Raises: UnsupportedError where that is not like the trace of the whole batch.
     """
-    if examples > 1:
-        return traced_at(traced, smaller_avals(traced, examples))
-    two, three = (traced_at(traced, smaller_avals(traced, n)) for n in (2, 3))
-    return step_on(1, two, three, (2, 3))
-
-
-def step_on(wanted: int, few: TracedStep, more: TracedStep, examples: tuple[int, int]) -> TracedStep:
-    """The step on a number of examples, from traces on two other numbers: `few`, then `more`; literals are those of
-    `few`. Raises: UnsupportedError where the sizes do not grow evenly.
-    """
-    jaxpr = extrapolated(few.jaxpr, more.jaxpr, more.name, (wanted, *examples))
-    in_avals = tuple(
-        jax.ShapeDtypeStruct(v.aval.shape, a.dtype, weak_type=a.weak_type)
-        for v, a in zip(jaxpr.invars, few.in_avals, strict=True)
-    )
-    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
-    return dataclasses.replace(few, jaxpr=jaxpr, in_avals=in_avals, out_avals=out_avals)
+    all_examples = num_examples(traced)
+    traced_on = examples if examples > 1 else 2 if all_examples > 2 else 3
+    few = smaller_step(traced, traced_on)
+    way = Fraction(examples - traced_on, all_examples - traced_on)
+    jaxpr = with_literals_of(traced.jaxpr, few.jaxpr, traced.name, way)
+    constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, few.constants, strict=True))
+    return _of_jaxpr(few, jaxpr, constants, smaller_avals(traced, examples)), few
 
 
 def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -309,11 +227,11 @@ def traced_at(traced: TracedStep, in_avals: Sequence[jax.ShapeDtypeStruct]) -> T
             hint="take sizes from the arrays rather than writing them into the step; where a kernel's block is larger "
             "than a micro-batch, use fewer micro-batches",
         ) from error
-    jaxpr = jax_compat.open_jaxpr(closed)
-    return dataclasses.replace(
-        traced,
-        jaxpr=jaxpr,
-        constants=tuple(jax_compat.jaxpr_consts(closed)),
-        in_avals=tuple(in_avals),
-        out_avals=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars),
-    )
+    return _of_jaxpr(traced, jax_compat.open_jaxpr(closed), tuple(jax_compat.jaxpr_consts(closed)), in_avals)
+
+
+def _of_jaxpr(
+    traced: TracedStep, jaxpr: Any, constants: tuple[Any, ...], in_avals: Sequence[jax.ShapeDtypeStruct]
+) -> TracedStep:
+    out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars)
+    return dataclasses.replace(traced, jaxpr=jaxpr, constants=constants, in_avals=tuple(in_avals), out_avals=out_avals)

@@ -15,7 +15,8 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.fold_step import GraphViews
 from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
-from autopar.plan.schema import RejectionRecord
+from autopar.plan.rivals import BASELINES
+from autopar.plan.schema import CandidateRecord
 from autopar.sharding.rules import RuleBook
 
 T = TypeVar("T")
@@ -62,6 +63,9 @@ class Candidate(Protocol):
     def text(self) -> str: ...
 
     @property
+    def record(self) -> CandidateRecord: ...
+
+    @property
     def step_time_s(self) -> float: ...
 
     @property
@@ -93,11 +97,13 @@ class Rejection:
     error: AutoparError | None = dataclasses.field(default=None, compare=False)
 
     @property
-    def record(self) -> RejectionRecord:
+    def record(self) -> CandidateRecord:
         """The rejection as a plan records it."""
-        return RejectionRecord(
-            source=self.source, text=self.text, why=self.why, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes
-        )
+        name = self.text if self.source == BASELINES else ""
+        return CandidateRecord(
+            source=self.source, text=self.text, why=self.why, step_time_s=self.step_time_s, peak_bytes=self.peak_bytes,
+            axis_sizes=self.axis_sizes, name=name,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

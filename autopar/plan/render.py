@@ -11,7 +11,7 @@ from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, t
 from autopar.ir.layout import axes_text
 from autopar.passes.remat import name_of
 from autopar.plan.modules import NO_MODULE, by_axes, collective_rows, cost_of
-from autopar.plan.schema import MemoryKind, MeshTrial, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
+from autopar.plan.schema import CandidateRecord, MemoryKind, PinsRecord, PipelineRecord, PlannedValue, PlanRecord
 from autopar.plan.summary import (
     device_groups,
     flops_text,
@@ -81,10 +81,9 @@ def table(record: PlanRecord, text_format: TextFormat = PLAIN) -> str:
             out.long_line(line)
     if record.pinned is not None:
         _pins_lines(out, record, record.pinned)
-    for weighed in record.weighed:
-        out.long_line(
-            f"weighed: {weighed.text}: {text_of_s(weighed.step_time_s)}, peak {text_of_bytes(weighed.peak_bytes)}"
-        )
+    for way in record.weighed:
+        time, peak = text_of_s(way.step_time_s or 0.0), text_of_bytes(way.peak_bytes or 0)
+        out.long_line(f"weighed: {way.text}: {time}, peak {peak}")
     for note in record.notes:
         out.long_line(f"note: {note}")
     return out.text()
@@ -104,13 +103,13 @@ def _tried_lines(record: PlanRecord) -> list[str]:
     return lines
 
 
-def _by_time(trial: MeshTrial) -> float:
+def _by_time(trial: CandidateRecord) -> float:
     return math.inf if trial.step_time_s is None else trial.step_time_s
 
 
-def _trial_text(trial: MeshTrial) -> str:
+def _trial_text(trial: CandidateRecord) -> str:
     name = f" ({trial.name})" if trial.name else ""
-    return (trial.status if trial.step_time_s is None else text_of_s(trial.step_time_s)) + name
+    return (trial.why if trial.step_time_s is None else text_of_s(trial.step_time_s)) + name
 
 
 def _pins_lines(out: TextConsole, record: PlanRecord, pinned: PinsRecord) -> None:
@@ -233,10 +232,8 @@ def _largest_table(record: PlanRecord) -> Table:
 
 def in_short(record: PlanRecord) -> str:
     """A plan in a few words: those of its candidate."""
-    step_s = record.predicted.step_time_s
     if record.pipeline is not None:
-        texts = [trial.text for trial in record.weighed if trial.step_time_s == step_s]
         pipeline = record.pipeline
-        return texts[0] if texts else f"{pipeline.num_microbatches} micro-batches, {len(pipeline.stages)} stages"
-    tried = [t.name for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s) and t.name]
-    return f"mesh {stage_mesh(record, 0)}" + (f", {tried[0]}" if tried else "")
+        default = f"{pipeline.num_microbatches} micro-batches, {len(pipeline.stages)} stages"
+        return next((c.text for c in record.own), default)
+    return ", ".join([f"mesh {stage_mesh(record, 0)}", *[c.name for c in record.own if c.name][:1]])

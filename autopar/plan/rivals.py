@@ -12,7 +12,7 @@ from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
 from autopar.plan.modules import ALL_OF_STEP, module_costs, within
-from autopar.plan.schema import MemoryKind, MeshTrial, PlanRecord, RejectionRecord
+from autopar.plan.schema import CandidateRecord, MemoryKind, PlanRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
@@ -45,14 +45,12 @@ class Rival:
 
 def rivals(record: PlanRecord) -> tuple[Rival, ...]:
     """The recipes that were weighed beside the plan, by name: data, tensor parallelism, stages of ZeRO."""
-    lost = [r for r in record.rejected if r.text and (r.source == BASELINES or _of_stage(r.text))]
-    ways: list[tuple[str, RejectionRecord | MeshTrial, str]]
-    ways = [(r.text.rpartition(", ")[2], r, r.why) for r in lost]  # without the mesh of a candidate
-    ways += [(name, trial, trial.status) for trial in record.tried if (name := _recipe_of(trial))]
     limit_bytes = summary.fullest(record).limit_bytes
     found: dict[str, Rival] = {}
-    for name, way, why in ways:
-        rival = Rival(name=name, step_time_s=way.step_time_s, why=why, excess=_excess(way.peak_bytes, limit_bytes))
+    for way in record.candidates:
+        if not (name := _recipe_of(way)):
+            continue
+        rival = Rival(name=name, step_time_s=way.step_time_s, why=way.why, excess=_excess(way.peak_bytes, limit_bytes))
         # Of a recipe on several meshes, and in several numbers of micro-batches, the fastest that fits is meant.
         before = found.get(name)
         if before is None or _rank(rival) < _rank(before):
@@ -66,17 +64,14 @@ def _rank(rival: Rival) -> tuple[bool, float]:
     return bool(rival.excess) or rival.step_time_s is None, step_time_s
 
 
-def _of_stage(text: str) -> str:
-    """The recipe of one stage in micro-batches, by the words of its candidate; nothing where it has none."""
-    name = text.rpartition(", ")[2]
-    return name if name == DATA_PARALLEL or name.startswith("ZeRO-") else ""
-
-
-def _recipe_of(trial: MeshTrial) -> str:
-    """The recipe of a program: one that the search made without a recipe is data parallelism, where all axes of its
-    mesh split the batch alone.
+def _recipe_of(way: CandidateRecord) -> str:
+    """The recipe of a candidate by its name, or by the words behind its mesh; a program that the search made without a
+    recipe is data parallelism, where all axes of its mesh split the batch alone. Nothing where it has none.
     """
-    return trial.name or (DATA_PARALLEL if {*trial.axis_roles} == {summary.DATA} else "")
+    last = way.text.rpartition(", ")[2]
+    is_recipe = way.source == BASELINES or last == DATA_PARALLEL or last.startswith("ZeRO-")
+    alone = DATA_PARALLEL if {*way.axis_roles} == {summary.DATA} else ""
+    return way.name or (last if is_recipe else "") or alone
 
 
 def _excess(peak_bytes: int | None, limit_bytes: int | None) -> str:
@@ -87,10 +82,7 @@ def _excess(peak_bytes: int | None, limit_bytes: int | None) -> str:
 
 def chosen_recipe(record: PlanRecord) -> str:
     """The name of the recipe that the search found to be the best plan, or nothing."""
-    step_s = record.predicted.step_time_s
-    own = [t for t in record.tried if (t.axis_sizes, t.step_time_s) == (record.axis_sizes, step_s)]
-    of_stages = [_of_stage(trial.text) for trial in record.weighed if trial.step_time_s == step_s]
-    return next(filter(None, (*(trial.name for trial in own), *map(_recipe_of, own), *of_stages)), "")
+    return next(filter(None, (*(c.name for c in record.own), *map(_recipe_of, record.own))), "")
 
 
 def advantage(record: PlanRecord) -> str:
@@ -174,7 +166,7 @@ def _waits_of_tensor(record: PlanRecord) -> str:
     )
 
 
-def _ways_of(trial: MeshTrial) -> int:
+def _ways_of(trial: CandidateRecord) -> int:
     return _ways(trial.axis_sizes, trial.axis_roles)
 
 

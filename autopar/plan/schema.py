@@ -13,7 +13,7 @@ from autopar.ir.traced_step import ExpertLoad
 from autopar.lowering.lower import SolverReport
 from autopar.sharding.strategies import Strategy
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 # Of an option of XLA.
 OptionValue = bool | int | float | str
 # Of 16, for each operation in `Decisions.operations`: one of 65,536 wrong operations has the right signature.
@@ -186,15 +186,20 @@ class Predicted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MeshTrial:
-    """One logical mesh that was tried. Without a plan, the time is None and `status` is the reason. `name` names the
-    constraints of the plan, if it had any; `axis_roles` are those of its mesh axes, none where that was not worked out.
+class CandidateRecord:
+    """A way to run the step: the plan, or one that is not, for the reason in `why`.
+
+    `source`: of candidates; `text`: the way in short, empty where the whole source has none; `step_time_s` and
+    `peak_bytes`: None where they are not known. Of a program: its mesh, the name of its constraints if it has any, and
+    the roles of its mesh axes, none where that was not worked out.
     """
 
-    axis_sizes: tuple[int, ...]
-    step_time_s: float | None
-    peak_bytes: int | None
-    status: str
+    source: str
+    text: str
+    why: str = ""
+    step_time_s: float | None = None
+    peak_bytes: int | None = None
+    axis_sizes: tuple[int, ...] = ()
     name: str = ""
     axis_roles: tuple[str, ...] = ()
 
@@ -273,28 +278,6 @@ class PipelineRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineTrial:
-    """One pipeline that was compared: its stages in short, its step time and its peak."""
-
-    text: str
-    step_time_s: float
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionRecord:
-    """A way to run the step that lost: its source of candidates, the way in short (empty: the whole source), the
-    reason, and its predicted time and peak where they are known.
-    """
-
-    source: str
-    text: str
-    why: str
-    step_time_s: float | None = None
-    peak_bytes: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinRecord:
     """One pin: its pattern, its spec as Python writes it, and the number of leaves or modules that it matches.
 
@@ -355,7 +338,7 @@ class PlanRecord:
     `expert_load`: how many rows each expert was taken to get.
     `row_blocks`: whether ragged products are made in blocks of rows where that takes less time.
     `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
-    `rejected`: the ways to run the step that lost against this plan. `measured`: what `autopar.tune` or
+    `candidates`: the plan and the ways to run the step that lost against it. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
     `exchange_options`: those of a pipeline's programs that run once a step, in place of some of the others.
@@ -374,10 +357,9 @@ class PlanRecord:
     predicted: Predicted
     solver: SolverReport
     modules: tuple[ModuleRow, ...]
-    tried: tuple[MeshTrial, ...]
+    candidates: tuple[CandidateRecord, ...]
     notes: tuple[str, ...]
     pipeline: PipelineRecord | None = None
-    weighed: tuple[PipelineTrial, ...] = ()
     axis_names: tuple[tuple[str, ...], ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
     attention_kernel: str = ""
@@ -389,7 +371,6 @@ class PlanRecord:
     row_blocks: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
-    rejected: tuple[RejectionRecord, ...] = ()
     least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
@@ -404,6 +385,29 @@ class PlanRecord:
             return None
         kind = ONE_PROGRAM if self.pipeline is None else PIPELINE
         return step_interval_s(self.predicted.step_time_s, self.cluster.device, kind)
+
+    @property
+    def tried(self) -> tuple[CandidateRecord, ...]:
+        """The programs, each on a logical mesh, and the meshes without one."""
+        return tuple(c for c in self.candidates if c.axis_sizes)
+
+    @property
+    def weighed(self) -> tuple[CandidateRecord, ...]:
+        """The others with a time: pipelines, and one stage in micro-batches."""
+        return tuple(c for c in self.candidates if not c.axis_sizes and c.step_time_s is not None)
+
+    @property
+    def rejected(self) -> tuple[CandidateRecord, ...]:
+        """All but the plan."""
+        return tuple(c for c in self.candidates if c.why)
+
+    @property
+    def own(self) -> tuple[CandidateRecord, ...]:
+        """The plan among its candidates, then those that come to the same on the same mesh."""
+        as_it = self.axis_sizes, self.predicted.step_time_s
+        return tuple(
+            sorted((c for c in self.candidates if (c.axis_sizes, c.step_time_s) == as_it), key=lambda c: bool(c.why))
+        )
 
     @property
     def leaves(self) -> dict[int, PlannedValue]:

@@ -208,7 +208,7 @@ def main() -> int:
     if arguments.worker:
         work()
         return 0
-    os.environ |= {"JAX_PLATFORMS": "cpu", "AUTOPAR_PLANNING_PROCESSES": "1"}
+    os.environ["JAX_PLATFORMS"] = "cpu"
     numbers = arguments.everyday or range(arguments.first, arguments.first + arguments.draws)
     wanted = list(itertools.product(numbers, arguments.clusters))
     rows: list[Row] = []

@@ -18,7 +18,7 @@ from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError
 from autopar.frontend.tracing import trace
 from autopar.plan.options import Attention, PlanRequest
-from autopar.plan.schema import MeshTrial
+from autopar.plan.schema import CandidateRecord
 from autopar.sharding.rules import RuleBook
 from tests.small_steps import assert_close, grouped, slow_cluster
 
@@ -199,7 +199,7 @@ def test_a_step_without_examples_that_does_not_fit_says_that_it_is_memory():
 
 def made_up(step_time_s, *, peak_bytes=50, trial_bytes=200, trial_s=1.0, microbatches=1):
     """A plan in 100 bytes, of which 40 are needed throughout, and a program that was tried."""
-    trial = MeshTrial(axis_sizes=(1,), step_time_s=trial_s, peak_bytes=trial_bytes, status="optimal")
+    trial = CandidateRecord(source="", text="", axis_sizes=(1,), step_time_s=trial_s, peak_bytes=trial_bytes)
     memory = types.SimpleNamespace(throughout={"parameters": 40})
     predicted = types.SimpleNamespace(step_time_s=step_time_s, peak_bytes=(peak_bytes,), memory=(memory,))
     pipeline = types.SimpleNamespace(num_microbatches=microbatches, stages=(1,)) if microbatches > 1 else None

@@ -72,7 +72,7 @@ def test_where_nothing_can_be_gained_nothing_more_is_tried():
     default, thorough = planned(free, **options), planned(free, effort="thorough", **options)
     assert default.gap < 5e-5
     (meshes,) = [r for r in default.record.tried if r.axis_sizes == (2, 2)]
-    assert "no plan can take less than" in meshes.status
+    assert "no plan can take less than" in meshes.why
     assert "no plan can take less than" in untried(default, PIPELINES)[0]
     assert not untried(thorough, PIPELINES)
     assert thorough.predicted.step_time_s <= default.predicted.step_time_s

@@ -15,7 +15,7 @@ from autopar import recipes
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, check_batch, largest, resized, unit_of
 from autopar.plan.report.fit_data import fit_values
-from autopar.step_views import peak_on_more_examples, peak_on_other_batch
+from autopar.step_views import peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, grouped, mlp_step, slow_cluster
 
 OPTIONS = dict(cache_dir=None)
@@ -143,8 +143,6 @@ def test_the_memory_of_other_sizes_in_the_same_layouts(recipe, examples):
     own = autopar.parallelize(mlp_step, **grouped(**options)).plan(MLP_STATE, batch_of(examples))
     step = autopar.parallelize(mlp_step, **grouped(**options))
     assert peak_on_other_batch(step, args, (MLP_STATE, batch_of(examples))) == max(own.predicted.peak_bytes)
-    few = autopar.parallelize(mlp_step, **grouped(**options)), (MLP_STATE, batch_of(32))
-    assert peak_on_more_examples(step, args, few, (examples, 32, 64)) == max(own.predicted.peak_bytes)
     other = {name: jax.ShapeDtypeStruct((64, 2, leaf.shape[1]), leaf.dtype) for name, leaf in batch_of(64).items()}
     assert peak_on_other_batch(step, args, (MLP_STATE, other)) is None
 

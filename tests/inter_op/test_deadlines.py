@@ -39,14 +39,14 @@ def test_without_time_the_first_plan_is_taken_and_it_says_what_was_left_untried(
     plan = planned(time_limit_s=0)
     first, *others = plan.record.tried
     assert first.axis_sizes == (8,)
-    assert {t.status for t in others} == {"not tried: the 0 s of time_limit_s were over"}
+    assert {t.why for t in others} == {"not tried: the 0 s of time_limit_s were over"}
     assert plan.mesh.axis_sizes == (8,)
 
 
 def test_a_limit_that_is_not_reached_changes_nothing():
     limited, free = planned(time_limit_s=1_000), planned()
     assert limited.record.decisions == free.record.decisions
-    assert [t.status for t in limited.record.tried] == [t.status for t in free.record.tried]
+    assert [t.why for t in limited.record.tried] == [t.why for t in free.record.tried]
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"plan": autopar.recipes.pipeline(2)}], ids=str)

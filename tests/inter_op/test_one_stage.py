@@ -132,10 +132,10 @@ def test_where_one_stage_does_not_fit_as_built_the_tables_say_what_would():
         one_stage_fits=lambda _: False, run=lambda *_: {},
     )  # fmt: skip
     look = search._Search(context=context, hoist_casts=True, screens=False)
-    cuts = {4: SimpleNamespace()}
-    assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("150 bytes",)
+    look.cuts, look.posed, look.builder = {4: SimpleNamespace()}, posed, builder
+    assert look.one_stage(4, 200).policies == ("150 bytes",)
     builder.best_of[1, 4] = built, 150
-    assert look.one_stage(None, 4, cuts, posed, builder, 200).policies == ("124 bytes",)
+    assert look.one_stage(4, 200).policies == ("124 bytes",)
 
 
 # One device, too little memory

@@ -27,7 +27,7 @@ def options_in(numbers, monkeypatch):
     )
     posed = PosedProblems(context, cuts[numbers[0]].step, None)
     posed.sizes = lambda *given: [2]
-    return {m: len(posed.of(cuts[m])[0][1][1]) for m in numbers}
+    return {m: len(posed.of(cuts[m])[0][1]) for m in numbers}
 
 
 def test_numbers_without_crowded_memory_leave_the_options_of_crowded_ones(monkeypatch):

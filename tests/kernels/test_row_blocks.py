@@ -57,7 +57,7 @@ def in_blocks_of(monkeypatch, rows, everywhere=False, least_groups=2):
     monkeypatch.setattr(RowBlocks, "block", lambda self, shape: rows)
     monkeypatch.setattr(RowBlocks, "least_groups", lambda self, shape, block: min(least_groups, shape.groups))
     if everywhere:
-        monkeypatch.setattr(grouped, "is_dense", lambda platform, dims: True)
+        monkeypatch.setattr(grouped, "is_dense", lambda eqn, platform: True)
 
 
 # Their numbers

@@ -104,7 +104,7 @@ def norm_loss(params, state, batch):
     return errors_of(params, batch, h).mean(), {"state": statistics}
 
 
-@pytest.mark.parametrize("num_microbatches", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(2, marks=pytest.mark.slow), 3, BATCH])
 def test_batch_statistics(num_microbatches):
     graph = check(norm_loss, state_of(), batch_of(), ("BatchNorm",), num_microbatches)
     assert graph.per_microbatch == ("BatchNorm",)

@@ -1,6 +1,8 @@
 """Errors say where two traces of a step are not alike, in words of the user. The program for one example is made from
-those for two and for three.
+that for two and that of the whole batch.
 """
+
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UnsupportedError
-from autopar.microbatch.smaller_step import extrapolated, with_literals_of
+from autopar.frontend.tracing import trace
+from autopar.microbatch.smaller_step import like_whole, num_examples, with_literals_of
 from benchmarks.zoo import CASES
 
 
@@ -25,7 +28,7 @@ def test_results_of_a_scan_body_that_differ_are_told_by_their_types_and_the_line
     whole, part = (jax.make_jaxpr(step)(jnp.ones(n)) for n in (4, 2))
     with pytest.raises(UnsupportedError, match="a value of type float32") as caught:
         with_literals_of(whole, part, "step")
-    assert "test_smaller_steps.py:23" in caught.value.where
+    assert "test_smaller_steps.py:26" in caught.value.where
     assert "Var(" not in str(caught.value)
 
 
@@ -33,8 +36,8 @@ def at(function, examples):
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct((examples, 4), jnp.float32))
 
 
-def one(function):
-    return extrapolated(at(function, 2), at(function, 3), "function")
+def one(function, examples=5):
+    return with_literals_of(at(function, examples), at(function, 2), "function", Fraction(1 - 2, examples - 2))
 
 
 def spread(x):
@@ -60,13 +63,24 @@ def test_shapes_are_one_step_smaller():
 
 
 def test_programs_that_branch_on_the_number_of_examples_are_refused():
-    with pytest.raises(UnsupportedError, match="2 examples as for 3"):
+    with pytest.raises(UnsupportedError, match="micro-batches of two examples"):
         one(lambda x: jnp.sin(x) if x.shape[0] == 2 else jnp.cos(x))
 
 
 def test_a_program_that_needs_two_examples_is_refused():
-    with pytest.raises(UnsupportedError, match="2 examples as for 3"):
+    with pytest.raises(UnsupportedError, match="micro-batches of two examples"):
         one(lambda x: jnp.roll(x, 2, 0))
+
+
+def test_literals_are_those_of_the_whole_batch_and_two_examples_are_cut_by_a_trace_on_three():
+    traced = trace(
+        lambda params, batch: (params, (batch * params).mean()), (jnp.ones(4), jnp.ones((2, 4))),
+        names=("params", "batch"), donate=(0,), batch=(1,),
+    )  # fmt: skip
+    part, few = like_whole(traced, 1)
+    assert (num_examples(part), num_examples(few)) == (1, 3)
+    assert "div" in str(part.jaxpr)
+    assert "8.0:f32" in str(part.jaxpr)
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])

@@ -9,18 +9,17 @@ from autopar.ir.layout import Layout
 from autopar.lowering.lower import SolverReport
 from autopar.plan.schema import (
     FORMAT_VERSION,
+    CandidateRecord,
     Decisions,
     MemoryHolder,
     MemoryKind,
     MemoryUse,
-    MeshTrial,
     ModuleRow,
     PipelineRecord,
     PlannedValue,
     PlanRecord,
     Predicted,
     PredictedCollective,
-    RejectionRecord,
     StageRecord,
 )
 
@@ -110,17 +109,23 @@ def program(layers: int = 2, **changes: Any) -> PlanRecord:
         predicted=predicted(modules),
         solver=SOLVED,
         modules=modules,
-        tried=(
-            MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=10 * KB, status="optimal"),
-            MeshTrial(axis_sizes=(8,), step_time_s=15.0, peak_bytes=None, status="slower", name="data parallelism"),
+        candidates=(
+            CandidateRecord(
+                source="logical meshes", text="mesh 8", axis_sizes=(8,), step_time_s=10.0, peak_bytes=10 * KB
+            ),
+            CandidateRecord(
+                source="baselines",
+                text="data parallelism",
+                why="slower by 5 s",
+                axis_sizes=(8,),
+                step_time_s=15.0,
+                name="data parallelism",
+            ),
+            CandidateRecord(source="baselines", text="ZeRO-1", why="slower by 2 s", step_time_s=12.0),
+            CandidateRecord(source="pipelines", text="", why="not searched"),
         ),
         notes=(),
         axis_roles=(("tensor",),),
-        rejected=(
-            RejectionRecord(source="baselines", text="data parallelism", why="slower by 5 s", step_time_s=15.0),
-            RejectionRecord(source="baselines", text="ZeRO-1", why="slower by 2 s", step_time_s=12.0),
-            RejectionRecord(source="pipelines", text="", why="not searched"),
-        ),
         timeline=Timeline(
             rows=("every device",),
             links=("collectives",),
@@ -183,8 +188,7 @@ def pipeline(layers: int = 4, stages: int = 2, **changes: Any) -> PlanRecord:
             peak_bytes=(10 * KB,) * stages,
             memory=(dataclasses.replace(MEMORY, course=()),) * stages,
         ),
-        tried=(),
-        rejected=(),
+        candidates=(),
         timeline=Timeline(rows=(), links=(), events=()),
         pipeline=record,
         axis_roles=(("sharded data",),) * stages,

@@ -28,7 +28,7 @@ from autopar.plan.report.page import (
     timeline_data,
     tokens_of,
 )
-from autopar.plan.schema import MeasuredRecord, MemoryKind, MemoryUse, MeshTrial, PlanRecord, RejectionRecord
+from autopar.plan.schema import CandidateRecord, MeasuredRecord, MemoryKind, MemoryUse, PlanRecord
 from tests.plan.records import module, pipeline, program, value
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
@@ -83,7 +83,7 @@ RECORDS = {
     "pipeline": pipeline(),
     "stages": pipeline(layers=96, stages=12),
     "measured": program(measured=(MeasuredRecord(source="tune", name="step", unit="s", predicted=1.0, measured=2.0),)),
-    "bare": program(modules=(), arguments=(), tried=(), rejected=(), memory_limit_bytes=None, axis_roles=()),
+    "bare": program(modules=(), arguments=(), candidates=(), memory_limit_bytes=None, axis_roles=()),
 }
 
 
@@ -122,7 +122,7 @@ def test_names_of_the_program_are_text():
         modules=(module(HOSTILE, compute_s=1.0, send_s=1.0), module(f"a/{HOSTILE}", compute_s=1.0)),
         arguments=(value(f"state['{HOSTILE}']"),),
         notes=(HOSTILE,),
-        rejected=(dataclasses.replace(program().rejected[0], text=HOSTILE, why=HOSTILE),),
+        candidates=(dataclasses.replace(program().rejected[0], text=HOSTILE, why=HOSTILE),),
         measured=(MeasuredRecord(source=HOSTILE, name=HOSTILE, unit="s", predicted=1.0, measured=2.0),),
         predicted=dataclasses.replace(record.predicted, memory=memory),
         pipeline=dataclasses.replace(
@@ -406,9 +406,9 @@ def test_a_time_that_no_prediction_resolves_is_told_as_short():
 
 
 def test_a_mesh_that_lost_says_what_it_splits():
-    trial = MeshTrial(
-        axis_sizes=(2, 4), step_time_s=12.5, peak_bytes=1, status="optimal", axis_roles=("data", "tensor")
-    )
-    lost = RejectionRecord(source="one program", text="mesh 2x4", why="slower by 2.5 s", step_time_s=12.5)
-    texts = [row.text for row in candidate_rows(program(tried=(trial,), rejected=(lost,)))]
+    lost = CandidateRecord(
+        source="one program", text="mesh 2x4", why="slower by 2.5 s", step_time_s=12.5, axis_sizes=(2, 4),
+        axis_roles=("data", "tensor"),
+    )  # fmt: skip
+    texts = [row.text for row in candidate_rows(program(candidates=(lost,)))]
     assert "mesh 2x4: the batch split over 2, the matrices split over 4" in texts

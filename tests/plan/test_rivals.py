@@ -6,7 +6,7 @@ import autopar
 from autopar.common.text import text_of_s
 from autopar.plan import rivals
 from autopar.plan.rivals import advice
-from autopar.plan.schema import MemoryKind, MemoryUse, MeshTrial, PipelineTrial, RejectionRecord
+from autopar.plan.schema import CandidateRecord, MemoryKind, MemoryUse
 from tests.plan.records import module, pipeline, program, value
 
 
@@ -43,6 +43,14 @@ def test_a_module_that_takes_much_of_the_step_is_named():
     assert advice(with_memory(dataclasses.replace(record, modules=small), 90, 20)) == ()
 
 
+def program_on(axis_sizes, step_time_s, **fields):
+    """A candidate."""
+    fields = {"peak_bytes": 1} | fields
+    return CandidateRecord(
+        source="logical meshes", text="mesh", axis_sizes=axis_sizes, step_time_s=step_time_s, **fields
+    )
+
+
 def test_the_advantage_over_recipes_is_taken_from_the_record():
     assert rivals.advantage(program()) == (
         "1.50x as fast as data parallelism (15 s); 1.20x as fast as ZeRO-1 (12 s), the next best without tensor "
@@ -53,46 +61,43 @@ def test_the_advantage_over_recipes_is_taken_from_the_record():
         == "Neither data parallelism nor another recipe was weighed beside it: plan.why_not(recipe) does that."
     )
     step_s = pipeline().predicted.step_time_s
-    one_stage = PipelineTrial(text="2 micro-batches, mesh 8, ZeRO-3", step_time_s=step_s, peak_bytes=1)
-    too_slow = RejectionRecord(source="pipelines", text="mesh 8, ZeRO-1", why="slower", step_time_s=2 * step_s)
-    assert rivals.advantage(dataclasses.replace(pipeline(), weighed=(one_stage,), rejected=(too_slow,))) == (
+    one_stage = CandidateRecord(
+        source="pipelines", text="2 micro-batches, mesh 8, ZeRO-3", step_time_s=step_s, peak_bytes=1
+    )
+    too_slow = CandidateRecord(source="pipelines", text="mesh 8, ZeRO-1", why="slower", step_time_s=2 * step_s)
+    assert rivals.advantage(dataclasses.replace(pipeline(), candidates=(one_stage, too_slow))) == (
         f"The fastest found is a standard plan: ZeRO-3; 2.00x as fast as ZeRO-1 ({text_of_s(2 * step_s)}), the next "
         "best without tensor parallelism."
     )
-    own = MeshTrial(axis_sizes=(8,), step_time_s=10.0, peak_bytes=1, status="optimal", name="data parallelism")
-    assert (
-        rivals.advantage(program(tried=(own,), rejected=()))
-        == "The fastest found is a standard plan: data parallelism."
-    )
-    too_large = RejectionRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
-    assert rivals.advantage(program(tried=(), rejected=(too_large,))) == (
+    own = program_on((8,), 10.0, name="data parallelism")
+    assert rivals.advantage(program(candidates=(own,))) == "The fastest found is a standard plan: data parallelism."
+    too_large = CandidateRecord(source="baselines", text="data parallelism", why="over the memory limit by 1 GB")
+    assert rivals.advantage(program(candidates=(too_large,))) == (
         "Not compared with data parallelism (over the memory limit by 1 GB)."
     )
     # A program that the search made itself, of which all axes split the batch alone, is data parallelism.
-    alike = MeshTrial(axis_sizes=(8,), step_time_s=12.0, peak_bytes=1, status="optimal", axis_roles=("data",))
-    bounded = RejectionRecord(source="baselines", text="data parallelism", why="not tried: a bound says so")
-    assert rivals.advantage(program(tried=(alike,), rejected=(bounded,))) == (
-        "1.20x as fast as data parallelism (12 s)."
-    )
-    alone = program(axis_sizes=(1,), axis_roles=(("x",),), tried=(), rejected=())
+    alike = program_on((8,), 12.0, axis_roles=("data",))
+    bounded = CandidateRecord(source="baselines", text="data parallelism", why="not tried: a bound says so")
+    assert rivals.advantage(program(candidates=(bounded, alike))) == ("1.20x as fast as data parallelism (12 s).")
+    alone = program(axis_sizes=(1,), axis_roles=(("x",),), candidates=())
     assert rivals.advantage(alone) == ""
     assert rivals.advantage(dataclasses.replace(alone, recipe="zero(1)")) == "Planned under zero(1)."
-    untried = RejectionRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
-    assert rivals.advantage(program(tried=(), rejected=(untried,))) == (
+    untried = CandidateRecord(source="baselines", text="data parallelism and ZeRO", why="not tried: effort='quick'")
+    assert rivals.advantage(program(candidates=(untried,))) == (
         "Not compared with data parallelism and ZeRO (not tried: effort='quick'): plan.why_not(recipe) does that."
     )
 
 
 def test_recipes_that_do_not_fit_are_not_said_to_be_slower():
     over = {"why": "over the memory limit by 10 kB", "step_time_s": 15.0, "peak_bytes": 30_000}
-    lost = tuple(RejectionRecord(source="baselines", text=name, **over) for name in ("data parallelism", "ZeRO-1"))
-    fits = RejectionRecord(source="baselines", text="ZeRO-3", why="slower by 4 s", step_time_s=14.0, peak_bytes=9)
-    assert rivals.advantage(program(tried=(), rejected=(*lost, fits))) == (
+    lost = tuple(CandidateRecord(source="baselines", text=name, **over) for name in ("data parallelism", "ZeRO-1"))
+    fits = CandidateRecord(source="baselines", text="ZeRO-3", why="slower by 4 s", step_time_s=14.0, peak_bytes=9)
+    assert rivals.advantage(program(candidates=(*lost, fits))) == (
         "Data parallelism does not fit (30 kB a device, of 20 kB); 1.40x as fast as ZeRO-3 (14 s), the next best "
         "without tensor parallelism."
     )
-    (tensor,) = (MeshTrial(axis_sizes=(8,), step_time_s=9.0, peak_bytes=30_000, status="", axis_roles=("tensor",)),)
-    assert rivals.tensor_parallelism(program(axis_roles=(("data",),), tried=(tensor,))).endswith(
+    tensor = program_on((8,), 9.0, peak_bytes=30_000, axis_roles=("tensor",))
+    assert rivals.tensor_parallelism(program(axis_roles=(("data",),), candidates=(tensor,))).endswith(
         "the step does not fit (30 kB a device, of 20 kB)."
     )
 
@@ -110,11 +115,8 @@ def test_the_cost_of_tensor_parallelism():
     assert rivals.tensor_parallelism(data) == (
         "No way with tensor parallelism was weighed: plan.why_not(autopar.recipes.tensor_parallel(size=8)) plans one."
     )
-    trials = [
-        MeshTrial(axis_sizes=(2, 4), step_time_s=s, peak_bytes=15_000, status="optimal", axis_roles=("data", "tensor"))
-        for s in (40.0, 20.0)
-    ]
-    weighed = dataclasses.replace(data, tried=(*data.tried, *trials))
+    trials = [program_on((2, 4), s, peak_bytes=15_000, axis_roles=("data", "tensor")) for s in (40.0, 20.0)]
+    weighed = dataclasses.replace(data, candidates=(*data.candidates, *trials))
     assert rivals.tensor_parallelism(weighed) == (
         "With tensor parallelism, the batch split over 2, the matrices split over 4: 20 s a step (10 s here), peak "
         "15 kB (10 kB here)."

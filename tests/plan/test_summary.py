@@ -11,7 +11,7 @@ import autopar
 from autopar.common.paths import parts_of
 from autopar.plan import render, render_summary, summary
 from autopar.plan.plan import decode, encode
-from autopar.plan.schema import MeshTrial
+from autopar.plan.schema import CandidateRecord
 from tests.plan.records import module, pipeline, predicted, program, value
 from tests.small_steps import shapes, slow_cluster, transformer
 
@@ -186,14 +186,14 @@ def test_stages_that_are_alike_are_one_row():
 
 def test_the_mesh_of_the_plan_has_its_time():
     trials = [
-        MeshTrial(axis_sizes=sizes, step_time_s=s, peak_bytes=1, status=status, name=name)
-        for sizes, s, status, name in (
-            ((8,), 12.0, "optimal", ""),
+        CandidateRecord(source="", text="", axis_sizes=sizes, step_time_s=s, why=why, name=name)
+        for sizes, s, why, name in (
+            ((8,), 12.0, "slower", ""),
             ((2, 4), None, "not tried: slow", ""),
-            ((8,), 10.0, "optimal", "ZeRO-1"),
+            ((8,), 10.0, "", "ZeRO-1"),
         )
     ]
-    table = render.table(program(tried=tuple(trials))).splitlines()
+    table = render.table(program(candidates=tuple(trials))).splitlines()
     assert [line for line in table if line.startswith("tried")] == [
         "tried on mesh 8: 10 s (ZeRO-1, the plan), 12 s",
         "tried on mesh 2x4: not tried: slow",

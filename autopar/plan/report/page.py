@@ -33,7 +33,7 @@ from autopar.plan.modules import NO_MODULE, CollectiveRow, ModuleCost
 from autopar.plan.report.drawing import drawing_of, link_loads
 from autopar.plan.report.fit_data import FitRow, fit_values
 from autopar.plan.rivals import advice_and_notes
-from autopar.plan.schema import MemoryHolder, MemoryKind, ModuleRow, PlanRecord, RejectionRecord
+from autopar.plan.schema import MemoryHolder, MemoryKind, ModuleRow, PlanRecord
 from autopar.plan.summary import StateGroup
 
 # The values that the page of a plan shows, computed from its record. Numbers, not text: the template writes them.
@@ -370,22 +370,13 @@ def candidate_rows(record: PlanRecord) -> tuple[CandidateRow, ...]:
             relative=1.0 if plan_s else None,
         )
     ]
-    known: set[tuple[str, float | None]] = set()
     for lost in record.rejected:
-        known.add((lost.text, lost.step_time_s))
-        text = f"{lost.text}{_splits_of(record, lost)}"
-        rows.append(_candidate(lost.source, text, (lost.step_time_s, lost.peak_bytes), lost.why, plan_s))
-    for trial in record.weighed:
-        if (trial.text, trial.step_time_s) not in known and trial.step_time_s != plan_s:
-            times = (trial.step_time_s, trial.peak_bytes)
-            rows.append(_candidate("pipelines", trial.text, times, "another was better", plan_s))
+        # What the mesh of a program splits, where that was worked out: a mesh alone says nothing of it.
+        is_split = lost.axis_roles and not lost.name
+        splits = f": {summary.splits_text(lost.axis_sizes, lost.axis_roles)}" if is_split else ""
+        times = (lost.step_time_s, lost.peak_bytes)
+        rows.append(_candidate(lost.source, f"{lost.text}{splits}", times, lost.why, plan_s))
     return tuple(sorted(rows, key=_by_time))
-
-
-def _splits_of(record: PlanRecord, lost: RejectionRecord) -> str:
-    """What the mesh of a program that lost splits, where that was worked out: a mesh alone says nothing of it."""
-    found = [t for t in record.tried if t.axis_roles and not t.name and t.step_time_s == lost.step_time_s is not None]
-    return f": {summary.splits_text(found[0].axis_sizes, found[0].axis_roles)}" if found else ""
 
 
 def fastest(candidates: Sequence[CandidateRow]) -> tuple[CandidateRow, ...]:
