@@ -71,9 +71,10 @@ KNOWN = (
 )
 BESIDE = "## The free search beside the published plans"
 ABOUT_SEARCH = (
-    "`python -m benchmarks.ledger ROW --search`: the step of a row on its cluster and in its memory, under its published "
-    "plan and by the free search, both with all layers and by the same model of costs. Above 1 the search is faster. "
-    "Runs of one configuration under other releases have the same search. Rows without a search are not in the table."
+    "`python -m benchmarks.ledger ROW --search`: the step of a row on its cluster and in its memory, under its "
+    "published plan and by the free search, both with all layers and by one model of costs. Above 1 the search is "
+    "faster. Runs of one configuration under other releases have the same search. Rows without a search are not in "
+    "the table."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "
@@ -84,8 +85,8 @@ ABOUT_INTERVALS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan and under
-    that of the free search, by one version; the latter's processor time, and what it is.
+    """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan and by
+    the free search, in one version; the latter's processor time, and its plan.
     """
 
     published_plan_s: float
