@@ -7,8 +7,8 @@ parallelism as a recipe.
     python -m benchmarks.ledger --short                rows of one stage from models of 2 and 4 layers: equal layers
                                                        add equal times, so a line through both is taken; memory is not
                                                        told
-    python -m benchmarks.ledger NAME --search          the free search beside the published plans of such rows, with all
-                                                       layers; `--keep` keeps it beside the rows' predictions
+    python -m benchmarks.ledger NAME --search          the published plans of such rows and the free search, both with
+                                                       all layers; `--keep` keeps them beside the rows' predictions
     python -m benchmarks.ledger --page                 plans nothing; writes both from the rows that are kept
 
 One set of constants a kind of device, those of `autopar.hardware.presets`. Rows of runs with flash attention are
@@ -256,12 +256,12 @@ def _free(run: Row) -> tuple[autopar.Plan, float]:
     return found, time.process_time() - started_s
 
 
-def searched(row: Row, entry: Entry) -> ledger_page.Search:
-    """The free search beside the row's own prediction. Raises: AutoparError where it finds no plan."""
-    assert entry.step_time_s is not None, "a row with a prediction"
+def searched(row: Row) -> ledger_page.Search:
+    """The free search beside the published plan, both with all layers. Raises: AutoparError where one finds no plan."""
+    published, _ = _timed(as_run(row), False)
     found, planned_s = _free(as_run(row))
     return ledger_page.Search(
-        published_plan_s=entry.step_time_s,
+        published_plan_s=published.step_time_s,
         step_time_s=found.predicted.step_time_s,
         planned_s=planned_s,
         plan=str(found).split(".\n")[0].split(": ", 1)[1].replace("\n", " "),
@@ -272,7 +272,7 @@ def searched(row: Row, entry: Entry) -> ledger_page.Search:
 
 def with_search(row: Row, entry: Entry) -> Entry:
     try:
-        made = searched(row, entry)
+        made = searched(row)
     except AutoparError as error:
         print(f"{row.key}: {_in_short(error)}", flush=True)
         return entry

@@ -4,6 +4,7 @@ which no pipeline is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,7 +14,7 @@ import numpy as np
 
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.cost.cost_model import NodeCosts, cost_model, in_turn_s
-from autopar.errors import AutoparError, BatchMismatchError, UnsupportedError
+from autopar.errors import AutoparError, BatchMismatchError, MixedExamplesError, UnsupportedError
 from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.inter_op.build_stages import MicrobatchedStep, cut_layers
@@ -430,6 +431,24 @@ class _Search:
             whole = whole_batch(step, rules, self.context.graphs)
         return cut_layers(step, m, rules, whole, hoist_casts=self.hoist_casts)
 
+    def admitted(self, m: int) -> MicrobatchedStep:
+        """The step in m micro-batches. One that mixes the examples of some mixes those of their parts: where it mixes
+        those of m, the fewest that m is a multiple of are asked once, for all of their multiples.
+
+        Raises: as `cut_layers`.
+        """
+        mixed: dict[int, MixedExamplesError] = self.context.graphs.of(self.step.traced, "micro-batches that mix", dict)
+        for number, error in mixed.items():
+            if m % number == 0:
+                raise error
+        try:
+            return self.microbatched(self.step, m)
+        except MixedExamplesError as error:
+            mixed[m] = error
+            with contextlib.suppress(UnsupportedError, BatchMismatchError):
+                self.admitted(divisors(m)[1])
+            raise
+
     def cut_first(self) -> None:
         """Cuts the step in each number of micro-batches that it admits, where it may be faster so; a step that mixes
         its examples, as one where no program fits: stages and recomputation need less memory. Raises: the reason, where
@@ -444,7 +463,7 @@ class _Search:
                 break
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    found = self.microbatched(self.step, m)
+                    found = self.admitted(m)
             except (UnsupportedError, BatchMismatchError) as error:
                 error_of_last = error  # other numbers may be traceable
                 continue
@@ -472,7 +491,7 @@ class _Search:
         if m not in self.cuts:
             try:
                 with self.context.progress.pass_(f"{m} micro-batches"):
-                    found = self.microbatched(self.step, m)
+                    found = self.admitted(m)
             except (UnsupportedError, BatchMismatchError):
                 return None  # as in `cut_first`
             if not self.may_be_faster(found):

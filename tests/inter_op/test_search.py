@@ -16,6 +16,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
 from autopar.inter_op import evaluate, search, search_space, stage_problems
+from autopar.inter_op.build_stages import cut_layers
 from autopar.inter_op.evaluate import PipelineEvaluator
 from autopar.inter_op.search_space import (
     microbatch_numbers,
@@ -387,3 +388,27 @@ def test_a_long_step_whose_state_does_not_fit_is_not_searched_for_anything(monke
         plan(cluster(), *arguments(), memory_limit_bytes=arguments_bytes() // 4 - 1)
     assert caught.value.needed_bytes == arguments_bytes() // 4
     assert {name for name, _ in caught.value.largest} >= {"batch['x']", "params[0]"}
+
+
+def test_a_step_that_mixes_its_examples_is_cut_into_the_fewest_micro_batches_and_no_others(monkeypatch):
+    numbers = []
+
+    def counted(step, m, *args, **options):
+        numbers.append(m)
+        return cut_layers(step, m, *args, **options)
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for w in params:
+                x = jnp.tanh(x @ w)
+                x = x / jnp.max(jnp.abs(x))
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        return [w - 0.1 * g for w, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    monkeypatch.setattr(search, "cut_layers", counted)
+    on = cluster(memory_bytes=8 * 10**8)  # nothing fits, so that all numbers are asked for
+    with pytest.raises(MemoryLimitError):
+        autopar.plan(step, *arguments(layers=4, width=8192, batch=8192), cluster=on, cache_dir=None)
+    assert numbers == [64, 2, 1]
