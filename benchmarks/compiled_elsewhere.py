@@ -234,7 +234,7 @@ def own_kernels(made: Any, model: Any) -> int:
         if compute.op.primitive in ring.PRIMITIVES:
             devices = 1 if compute.strategy is None else model.links.mesh.size(compute.strategy.ring)
             kernel = kernel_under(compute.op, model.device, devices)
-            backward = 2 if kernel is Kernel.TPU_FLASH else 1
+            backward = 2 if kernel is Kernel.TPU_SPLASH else 1
             is_forward = compute.op.eqn.params["gradients"] is None
             calls += 0 if kernel is Kernel.BLOCKS else 1 if is_forward else backward
     return calls

@@ -28,7 +28,7 @@ class Kernel(enum.Enum):
 
     BLOCKS = "XLA in blocks of queries"
     CUDNN = "cuDNN's fused attention"
-    TPU_FLASH = "Pallas splash attention"
+    TPU_SPLASH = "Pallas splash attention"
 
     @property
     def skips(self) -> bool:
@@ -55,14 +55,14 @@ _CUDNN_WIDTH, _CUDNN_WIDTH_MULTIPLE = 128, 8  # of a head: the most on every car
 def library_of(device: DeviceKind) -> Kernel:
     """The kernels that a device kind has."""
     if device.platform is Platform.TPU:
-        return Kernel.TPU_FLASH
+        return Kernel.TPU_SPLASH
     return Kernel.BLOCKS if device.attention_shares is None else Kernel.CUDNN
 
 
 def library_on(device: Any) -> Kernel:
     """The kernels that a device of jax has: cuDNN's need compute capability 8.0."""
     if device.platform == "tpu":
-        return Kernel.TPU_FLASH
+        return Kernel.TPU_SPLASH
     capability = str(getattr(device, "compute_capability", ""))
     major = capability.split(".")[0]
     return Kernel.CUDNN if "." in capability and major.isdigit() and int(major) >= 8 else Kernel.BLOCKS
@@ -157,10 +157,13 @@ def visible_share(form: AttentionForm, kernel: Kernel, positions: int) -> float:
     mask = distance_mask(form, positions)
     if mask is None or not mask.causal or positions <= _BLOCK:
         return 1.0
-    side = jax_local.tpu_block(positions) if mask.window and kernel is Kernel.TPU_FLASH else _BLOCK
+    causal = (1.0 + _BLOCK / positions) / 2.0
+    if mask.window is None:
+        return causal
+    side = jax_local.tpu_block(positions) if kernel is Kernel.TPU_SPLASH else _BLOCK
     blocks = positions / side
-    before = min(math.ceil(((mask.window or positions) - 1) / side), blocks - 1)  # blocks of keys before a query's
-    return (blocks + before * (before + 1) / 2 + before * (blocks - 1 - before)) / blocks**2
+    before = min(math.ceil((mask.window - 1) / side), blocks - 1)  # blocks of keys before a query's
+    return min(causal, (blocks + before * (before + 1) / 2 + before * (blocks - 1 - before)) / blocks**2)
 
 
 # Dimensions: those that keep everything apart, the groups of queries that share keys, and the width
@@ -258,7 +261,7 @@ class CanonicalShape:
 # The forward and the backward pass of each library.
 KERNEL_CALLS: dict[Kernel, tuple[Callable[..., Any], Callable[..., Any]]] = {
     Kernel.CUDNN: (jax_local.cudnn_forward, jax_local.cudnn_backward),
-    Kernel.TPU_FLASH: (jax_local.tpu_forward, jax_local.tpu_backward),
+    Kernel.TPU_SPLASH: (jax_local.tpu_forward, jax_local.tpu_backward),
 }
 
 

@@ -28,7 +28,7 @@ def flops(eqn: Any, kernel: Kernel = Kernel.BLOCKS, ring: int = 1) -> float:
     each = 2.0 * _scores(eqn) * computed_share(eqn, kernel, ring)
     if eqn.params["gradients"] is None:
         return each * (inner + outer)
-    again = 1.0 if kernel is Kernel.TPU_FLASH else 0.0
+    again = 1.0 if kernel is Kernel.TPU_SPLASH else 0.0
     return each * ((3.0 + again) * inner + (2.0 + again) * outer)
 
 
@@ -74,7 +74,7 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     of a row once for each lane, and reads two of them backward once for each sublane. Segments of queries it has once
     for each lane, those of keys for each sublane.
     """
-    if kernel is not Kernel.TPU_FLASH:
+    if kernel is not Kernel.TPU_SPLASH:
         return 0
     form, sizes = eqn.params["form"], sizes_of(eqn)
 

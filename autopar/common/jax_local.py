@@ -230,6 +230,7 @@ def tpu_backward(
 
 
 def _scaled(a: Any, scale: float) -> Any:
+    """The kernel knows no scale: queries have it, rounded to their type."""
     return a if scale == 1.0 else (a.astype(jnp.float32) * scale).astype(a.dtype)
 
 

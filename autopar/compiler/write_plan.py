@@ -605,7 +605,9 @@ def _candidates(context: PlanningContext, chosen: Candidate) -> tuple[CandidateR
     """Every way to run the step that was looked at, with the reason for which it is not the plan."""
     values = dimensions_of(context.views.annotated)
     roles_of: dict[CandidateRecord, tuple[str, ...]] = {}
-    for outcome in context.results:
+    # Another plan near the best may be of a search that came after these.
+    is_among = any(outcome is chosen for outcome in context.results)
+    for outcome in (*context.results, *(() if is_among else (chosen,))):
         # Pipelines that were evaluated and are no candidates, as another of the same search is better.
         others = outcome.weighed if isinstance(outcome, PipelineCandidate) else ()
         roles: tuple[str, ...] = ()

@@ -440,7 +440,7 @@ class _Search:
         mixed: dict[int, MixedExamplesError] = self.context.graphs.of(self.step.traced, "micro-batches that mix", dict)
         for number, error in mixed.items():
             if m % number == 0:
-                raise error
+                raise error.with_traceback(None)
         try:
             return self.microbatched(self.step, m)
         except MixedExamplesError as error:

@@ -86,6 +86,9 @@ class _Alignment:
                 return rewritten[x]
             raise self._difference(at, *_types(x, y))
 
+        for x, y in zip(a.constvars, b.constvars, strict=True) if self.way else ():
+            if x.aval.shape != y.aval.shape:  # its numbers on other examples are not known
+                raise self._difference(where, f"a constant of shape {x.aval.shape}", f"{y.aval.shape}")
         constvars, invars = bind(a.constvars, b.constvars, where), bind(a.invars, b.invars, where)
         eqns = []
         for x, y in zip(a.eqns, b.eqns, strict=True):
@@ -99,17 +102,10 @@ class _Alignment:
             eqns.append(x.replace(invars=operands, outvars=bind(x.outvars, y.outvars, at), params=params))
         outvars = [atom(x, y, caller or where) for x, y in zip(a.outvars, b.outvars, strict=True)]
         inner = a.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-        consts = self._constants(base, other, where)
+        pairs = zip(jax_compat.jaxpr_consts(base), jax_compat.jaxpr_consts(other), strict=True)
+        consts = [b if a.shape == b.shape and a.dtype == b.dtype else a for a, b in pairs]
         closed = inner if a is base and not consts else jax_compat.closed_like(base, inner)
         return jax_compat.with_equations(closed, eqns, outvars, consts)
-
-    def _constants(self, base: Any, other: Any, where: str) -> list[Any]:
-        """Those of the other one where their shapes agree, as all have to where sizes are not the base's."""
-        pairs = list(zip(jax_compat.jaxpr_consts(base), jax_compat.jaxpr_consts(other), strict=True))
-        for a, b in pairs if self.way else ():
-            if a.shape != b.shape:
-                raise self._difference(where, f"a constant of shape {a.shape}", f"{b.shape}")
-        return [b if a.shape == b.shape and a.dtype == b.dtype else a for a, b in pairs]
 
     def _parameter(self, base: Any, other: Any, where: str, at: str) -> Any:
         """A parameter of an equation, with the jaxprs in it."""

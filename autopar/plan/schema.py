@@ -393,7 +393,7 @@ class PlanRecord:
 
     @property
     def weighed(self) -> tuple[CandidateRecord, ...]:
-        """The others with a time: pipelines, and one stage in micro-batches."""
+        """The others with a time: pipelines, one stage in micro-batches, and programs that save other values."""
         return tuple(c for c in self.candidates if not c.axis_sizes and c.step_time_s is not None)
 
     @property

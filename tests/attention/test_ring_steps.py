@@ -124,6 +124,6 @@ def test_the_kernel_of_tpus_runs_the_steps_of_a_ring(form, interpreted):
     segments = jnp.asarray(np.stack([np.repeat([1, 2, 3], [100, 300, 112]), np.repeat([1, 2, 0], [200, 250, 62])]))
     args = (*operands(512), *(segments for _ in form.arrays))
     expected = jax.jit(passes(ring.HERE, Kernel.BLOCKS, form))(*args)
-    found = on_devices(2, Kernel.TPU_FLASH, form)(*args)
+    found = on_devices(2, Kernel.TPU_SPLASH, form)(*args)
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))

@@ -74,7 +74,7 @@ def planned(step, cluster="dgx-h100:1", **options):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("scans", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize(
-    ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("tpu-v5p:2x2x1", "TPU_FLASH")]
+    ("cluster", "kernel"), [("dgx-h100:1", "CUDNN"), ("dgx-h100:4", "CUDNN"), ("tpu-v5p:2x2x1", "TPU_SPLASH")]
 )
 def test_the_kernel_of_the_device_is_the_default_where_it_is_faster(cluster, kernel, scans):
     step = step_of(causal, scans=scans)

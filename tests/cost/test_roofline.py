@@ -159,7 +159,7 @@ def test_a_kernel_takes_the_time_of_its_arithmetic_or_of_what_it_reads_and_write
     assert presets.H100.memory_s(moved) < arithmetic_s
     assert flops(backward.eqn, Kernel.CUDNN) == 2.5 * flops(forward.eqn, Kernel.CUDNN)
     # The TPU's computes scores, and gradients of weights, once for queries and once for keys and values.
-    assert flops(backward.eqn, Kernel.TPU_FLASH) == 3.5 * flops(forward.eqn, Kernel.TPU_FLASH)
+    assert flops(backward.eqn, Kernel.TPU_SPLASH) == 3.5 * flops(forward.eqn, Kernel.TPU_SPLASH)
 
 
 def test_causal_attention_costs_half_where_hidden_blocks_are_left_out():

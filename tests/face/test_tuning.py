@@ -102,6 +102,7 @@ def test_of_each_number_of_stages_the_best_is_worked_out():
     plans, best = near(step, args, 4.0)
     assert decided(plans[0]) == decided(best)
     assert {len(plan.record.pipeline.stages) for plan in plans} == {1, 2}
+    assert all(not plan.record.own[0].why for plan in plans)  # of which each has a row
     assert times_s(plans)[1:] == sorted(times_s(plans)[1:])
     assert max(times_s(plans)) <= 4 * best.predicted.step_time_s
     limit_bytes = best.record.memory_limit_bytes

@@ -72,6 +72,18 @@ def test_a_program_that_needs_two_examples_is_refused():
         one(lambda x: jnp.roll(x, 2, 0))
 
 
+def test_a_constant_whose_size_is_that_of_the_batch_is_refused():
+    """Its numbers for one example are not known, of a closed jaxpr or of the step's own."""
+
+    def step(x, batch):
+        return x - jax.grad(lambda x: jnp.sum(jnp.asarray(np.eye(len(batch), dtype=np.float32)) @ batch @ x))(x)
+
+    shapes = jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((5, 4), jnp.float32)
+    traced = trace(step, shapes, names=("x", "batch"), donate=(0,), batch=(1,))
+    with pytest.raises(UnsupportedError, match="constant of shape"):
+        like_whole(traced, 1)
+
+
 def test_literals_are_those_of_the_whole_batch_and_two_examples_are_cut_by_a_trace_on_three():
     traced = trace(
         lambda params, batch: (params, (batch * params).mean()), (jnp.ones(4), jnp.ones((2, 4))),
