@@ -70,9 +70,9 @@ def block_bytes(eqn: Any, split: int = 1, ring: int = 1) -> int:
 
 
 def row_bytes(eqn: Any, kernel: Kernel) -> int:
-    """Bytes that a kernel takes for numbers of each row of scores beside its operands and results: the TPU's writes one
-    of a row once for each lane, and reads two of them backward once for each sublane. Segments of queries it has once
-    for each lane, those of keys for each sublane.
+    """Bytes that a kernel takes beside its operands and results: the TPU's writes a number of each row of scores once
+    for each lane, and reads two of them backward once for each sublane. Segments of queries it has once for each lane,
+    those of keys for each sublane. Heads that fill no lanes are as wide as these in its operands and results.
     """
     if kernel is not Kernel.TPU_SPLASH:
         return 0
@@ -81,8 +81,16 @@ def row_bytes(eqn: Any, kernel: Kernel) -> int:
     def of(letters: str) -> int:
         return functools.reduce(lambda n, letter: n * sizes[letter], letters, 4)
 
+    def beside_heads(names: str, wide: str) -> int:
+        (letter,) = set(wide) - set(form.rows)
+        return of(names) // 4 // sizes[letter] * (-sizes[letter] % LANES) * jax_compat.itemsize(eqn.invars[0].aval)
+
     segments = sum(of(names) * (SUBLANES if KEY in names else LANES) for names in form.arrays)
-    return segments + of(form.rows) * (LANES if eqn.params["gradients"] is None else 2 * SUBLANES)
+    empty = sum(beside_heads(names, form.query) for names in (form.query, form.key))
+    empty += sum(beside_heads(names, form.out) for names in (form.value, form.out))
+    if eqn.params["gradients"] is None:
+        return segments + empty + of(form.rows) * LANES
+    return segments + 2 * empty + of(form.rows) * 2 * SUBLANES
 
 
 def score_traffic_bytes(eqn: Any, ring: int = 1) -> float:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from msgspec.structs import replace
+
 from autopar.attention import ring
+from autopar.attention.kernels import Kernel
 from autopar.attention.work import (
     block_bytes,
     held_in_steps,
@@ -23,7 +26,6 @@ from autopar.cost.inner_collectives import parts_of_operands
 from autopar.cost.roofline import kernel_under
 from autopar.cost.usage import results_of, rounded_copies
 from autopar.cost.xla_program import HOST_COPY, HOST_SLICE, SUM_OF_PIECES, MemoryStep, Tile, facts_of, transposed_alone
-from autopar.hardware.kinds import DeviceKind
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.primitives import GROUPED_PRODUCT, MATRIX_PRODUCTS
@@ -51,12 +53,15 @@ from autopar.sharding.strategies import Strategy
 # What a pass of attention that is one operation needs of memory, by the kernel that runs it.
 
 
+LARGEST = 4  # of the operands of a backward pass, the largest number of each row
+
+
 def attention_steps(
     op: Op,
     strategy: Strategy | None,
     inputs: tuple[int, ...],
     outputs: tuple[int, ...],
-    device: DeviceKind,
+    kernel: Kernel,
     mesh: LogicalMesh,
     nbytes: Mapping[int, int],
     new: Callable[[int], int],
@@ -69,7 +74,6 @@ def attention_steps(
     same = op.key, strategy  # what another operation has that computes the same of the same operands
     split = 1 if strategy is None else strategy.split
     ring_size = 1 if strategy is None else mesh.size(strategy.ring)
-    kernel = kernel_under(op, device, ring_size)
     if strategy is not None and ring_size > 1:
         held = travelling(op.eqn)
         if in_steps(op.eqn, kernel, ring_size):
@@ -254,6 +258,9 @@ class _MemoryWriter:
         self.graph, self.model, self.mesh, self.device = graph, model, model.links.mesh, model.device
         self.rounded: set[tuple[int, Place]] = set()
         self.transposed: dict[int, Sequence[int]] = {}
+        # The largest numbers of rows of the latest attention, and its kernel's array of them: where its own backward
+        # pass is the next one, XLA takes them out of that array there.
+        self.rows: tuple[int, tuple[int, ...]] = -1, ()
         self.nbytes: dict[int, int] = {}
         self.stands_for: dict[int, tuple[int, Place]] = {}
         self._facts: dict[str, tuple[str, bool, bool, bool]] = {}
@@ -435,7 +442,14 @@ class _MemoryWriter:
     def attention(self, compute: Compute, env: dict[tuple[int, Place], int], steps: list[MemoryStep]) -> None:
         op, inputs = compute.op, self.read(compute.op, compute.reads, env)
         outputs = tuple(self.define(v, place, env) for v, place in zip(op.outputs, compute.places, strict=True))
-        steps += attention_steps(op, compute.strategy, inputs, outputs, self.device, self.mesh, self.nbytes, self.new)
+        ring_size = 1 if compute.strategy is None else self.mesh.size(compute.strategy.ring)
+        kernel = kernel_under(op, self.device, ring_size)
+        made = attention_steps(op, compute.strategy, inputs, outputs, kernel, self.mesh, self.nbytes, self.new)
+        if op.primitive == ring.FORWARD.name:
+            self.rows = outputs[1], () if kernel.writes_scores else made[-2].outputs
+        elif self.rows[0] == inputs[LARGEST]:
+            made[-2] = replace(made[-2], inputs=(*made[-2].inputs, *self.rows[1]))
+        steps += made
 
     def crossing(
         self, instruction: Split | Accumulate | Stack, env: dict[tuple[int, Place], int], steps: list[MemoryStep]
