@@ -53,9 +53,6 @@ from autopar.sharding.strategies import Strategy
 # What a pass of attention that is one operation needs of memory, by the kernel that runs it.
 
 
-LARGEST = 4  # of the operands of a backward pass, the largest number of each row
-
-
 def attention_steps(
     op: Op,
     strategy: Strategy | None,
@@ -447,7 +444,7 @@ class _MemoryWriter:
         made = attention_steps(op, compute.strategy, inputs, outputs, kernel, self.mesh, self.nbytes, self.new)
         if op.primitive == ring.FORWARD.name:
             self.rows = outputs[1], () if kernel.writes_scores else made[-2].outputs
-        elif self.rows[0] == inputs[LARGEST]:
+        elif self.rows[0] == inputs[4]:  # after queries, keys, values and the result
             made[-2] = replace(made[-2], inputs=(*made[-2].inputs, *self.rows[1]))
         steps += made
 
