@@ -547,7 +547,7 @@ def buffer_addresses(array: Any) -> tuple[int, ...]:
     try:
         shards = array._arrays if type(array) is ArrayImpl else [shard.data for shard in array.addressable_shards]
         return tuple([shard.unsafe_buffer_pointer() for shard in shards])
-    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):  # each backend refuses in its own way
         return ()
 
 

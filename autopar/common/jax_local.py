@@ -206,7 +206,7 @@ def _cudnn_options(run: Callable[..., Any], of: ScoreOptions) -> dict[str, Any]:
 
 def tpu_forward(q: Any, k: Any, v: Any, of: ScoreOptions) -> tuple[Any, Any, Any]:
     """As `cudnn_forward`, by splash attention."""
-    kernel = _splash_kernel(q.shape, k.shape, of.causal, of.window)
+    kernel = _splash_kernel(*q.shape[1:3], k.shape[2], of.causal, of.window)
     out, (log_sum,) = jax.vmap(kernel)(_scaled(q, of.scale), k, v, _segment_ids(of))
     return out, log_sum, jnp.ones_like(log_sum)
 
@@ -216,7 +216,7 @@ def tpu_backward(
 ) -> tuple[Any, Any, Any]:
     """As `cudnn_backward`, by splash attention."""
     out, largest, total = saved
-    kernel, module = _splash_kernel(q.shape, k.shape, of.causal, of.window), _splash().splash_attention_kernel
+    kernel, module = _splash_kernel(*q.shape[1:3], k.shape[2], of.causal, of.window), _splash().splash_attention_kernel
     options = {**kernel.kwargs, "save_residuals": False}
 
     def backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, change: Any) -> Any:
@@ -235,10 +235,9 @@ def _scaled(a: Any, scale: float) -> Any:
 
 
 @functools.cache
-def _splash_kernel(queries: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: int | None) -> Any:
-    """The kernel for one example, of arrays of (examples, heads, positions, width)."""
-    splash, (_, heads, positions, _) = _splash(), queries
-    shape, n, of_keys = (positions, keys[2]), tpu_block(positions), tpu_block(keys[2])
+def _splash_kernel(heads: int, positions: int, keys: int, causal: bool, window: int | None) -> Any:
+    """The kernel for one example, with so many heads and positions of queries, and positions of keys."""
+    splash, shape, n, of_keys = _splash(), (positions, keys), tpu_block(positions), tpu_block(keys)
     before = None if window is None else window - 1
     mask = _band_mask()(shape, window_size=(before, 0), offset=0) if causal else splash.FullMask(shape)
     blocks = splash.BlockSizes(
@@ -258,7 +257,7 @@ def _band_mask() -> Any:
     """`LocalMask` that computes no block of which it shows all or nothing: of 131,072 positions, all take a minute."""
     filled = functools.cache(np.full)
 
-    class BandMask(_splash().LocalMask):  # type: ignore[misc]
+    class BandMask(_splash().LocalMask):  # type: ignore[misc]  # jax's module is imported where it is used
         def __getitem__(self, block: tuple[slice, slice]) -> Any:
             queries, keys = (range(n)[of] for n, of in zip(self.shape, block, strict=True))
             least, most, before = queries[0] - keys[-1], queries[-1] - keys[0], self.window_size[0]

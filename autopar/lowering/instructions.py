@@ -36,10 +36,10 @@ class _Reading(msgspec.Struct, frozen=True, dict=True):
         return tuple(self._made())
 
     def _read(self) -> Iterable[Key]:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of instruction has its own
 
     def _made(self) -> Iterable[Key]:
-        raise NotImplementedError
+        raise NotImplementedError  # as above
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

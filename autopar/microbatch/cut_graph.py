@@ -218,7 +218,7 @@ class _Cutter:
             found = jax.eval_shape(
                 lambda *args: jax_compat.bind(eqn, args), *(jax_compat.struct_of(v.aval) for v in invars)
             )
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:  # jax's rule does not take these shapes
             raise self._refusal(op, str(error).strip().split("\n")[0]) from error
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")

@@ -169,7 +169,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     return tuple(
         dataclasses.replace(g, values=tuple(v), block=replace(g.block, ops=tuple(o)))
         for g, v, o in zip((whole, part), values, ops, strict=True)
-    )  # type: ignore[return-value]
+    )  # type: ignore[return-value]  # a pair, of a pair of graphs
 
 
 class _Fixed:
