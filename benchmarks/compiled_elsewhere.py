@@ -297,11 +297,11 @@ XLA's TPU compiler makes a kernel of its own of a softmax and the product behind
 written all the same, for the backward pass. XLA's analyses count no arithmetic of kernels of attention.
 
 Vector memory. XLA's TPU compiler keeps what it can there (112 MiB for values on v5e, 96 on v6e, 48 on v5p), by times
-and free space. With flash attention one plan's program of the one-layer GPT took 102 MB on v5e, 159 on v6e, 196 on
-v5p, that of the mixture 222, 256 and 295: the difference is what lies there. Of its logits and their gradients, 34 MB
-each, v5e holds three and 17 MB beside them, v6e three and nothing else, v5p one. The prediction places values at addresses, those
-first that take the least for the shortest, and leaves out what waits for long. What it is off by is at most the vector
-memory, which is little beside the memory of a device.
+and free space. With flash attention one plan's program of the one-layer GPT took 102 MB on v5e, 159 on v6e, 196 on v5p,
+that of the mixture 222, 256 and 295: the difference is what lies there. Of its logits and their gradients, 34 MB each,
+v5e holds three and 17 MB beside them, v6e three and nothing else, v5p one. The prediction places values at addresses,
+those first that take the least for the shortest, and leaves out what waits for long. What it is off by is at most the
+vector memory, which is little beside the memory of a device.
 
 Numbers of rows of attention (their largest score and their sum) wait for the backward pass as the TPU's kernel writes
 them, once for each of 128 lanes, 8 MB for each of the two in the one-layer models: XLA takes one of each where they are
