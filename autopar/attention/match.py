@@ -10,6 +10,10 @@ The weights may be divided by their sum after the product with the values: the q
 have the sum as a factor. D may also be the sum of the result times its gradient. Reshapes may join dimensions of scores
 and take them apart again.
 
+A sink, a number of each head behind the scores, which takes a part of each row's weights and multiplies no value, is
+taken off again: the operation runs without it, and its result is scaled by what the sink leaves to the keys. The
+backward pass reads the result and the sums of rows with the sink.
+
 Attention of other forms stays as it is, and a ring refuses it: dropout on the weights, weights that are returned, a
 gradient of a bias. Plans say which kernel runs attention, what that gains, and what stands in the way of it.
 """
@@ -18,51 +22,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from msgspec.structs import replace
 
 from autopar.attention import ring
 from autopar.attention.checks import score_products
-from autopar.attention.form import ELEMENTWISE, KEY, NONE, AttentionForm, Expression, Gradients, has_score
+from autopar.attention.form import KEY, NONE, AttentionForm, Expression, Gradients
 from autopar.attention.kernels import Kernel, obstacle_for
-from autopar.attention.mask_terms import (
-    ONE,
+from autopar.attention.reader import (
     Around,
-    ArrayReader,
-    Factor,
     Label,
     Labels,
     Product,
-    Read,
+    Reader,
     Sum,
     Use,
     add,
     equal,
     multiply,
     nodes_of,
-    power,
-    scale,
     term_of,
 )
 from autopar.common import jax_compat
 from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.errors import UnsupportedError
-from autopar.ir.graph import Atom, Block, Dimension, Op, OpGraph, OpKind, walk
+from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, walk
 from autopar.ir.rewrite import Fresh, in_order, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, closed, with_joined_scans
 from autopar.sharding.rules import equation_key
 from autopar.sharding.semantics import annotate_semantics
-
-# The equations of a block as polynomials in the scores of attention.
-#
-# A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*. An atom is a product of queries
-# and keys (or of the result's gradient and the values), the weights that softmax computes from one, a sum over a row,
-# or any other factor of the scores.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,284 +69,7 @@ class Sought:
     obstacles: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-class Reader(ArrayReader):
-    """Reads the equations of one block in order."""
-
-    def __init__(self, block: Block, sought: Sought, fresh: Fresh, around: Around) -> None:
-        super().__init__(block, sought.named, fresh.values, around)
-        self.block, self.wanted = block, sought.products
-        self.known: dict[int, Read] = {}
-        self.products: dict[int, Product] = {}
-        self.pairs: dict[frozenset[object], int] = {}  # the atom's number of the product of two arrays
-        self.uses: dict[int, Use] = {}  # by operation
-        self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
-        self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
-        self.first_unknown: Op | None = None  # the first equation on scores that is not understood
-
-    # Operations
-
-    def run(self) -> None:
-        for op in self.block.ops:
-            if op.kind is OpKind.BARRIER:
-                for source, target in zip(op.inputs, op.outputs, strict=True):
-                    if isinstance(source, int) and source in self.known:
-                        self.known[target] = self.known[source]
-            elif op.kind is OpKind.EQUATION:
-                self.equation(op)
-
-    def equation(self, op: Op) -> None:
-        reads = [self.known.get(a) if isinstance(a, int) else None for a in op.inputs]
-        if op.primitive == "dot_general":
-            self.product(op, reads)
-        elif any(read is not None for read in reads):
-            found = self.followed(op, reads) if len(op.outputs) == 1 else None
-            if all(read is None or _of_result(read) for read in reads):
-                if found is not None and len(found.sum or ()) == 1:
-                    self.known[op.outputs[0]] = found
-                return
-            was_known = any(read is not None and (read.sum is not None or read.tree is not None) for read in reads)
-            if found is None and was_known and self.first_unknown is None:
-                self.first_unknown = op
-            for v in op.outputs:
-                self.known[v] = found or self.unknown(v)
-
-    def unknown(self, value: int) -> Read:
-        return Read(tuple(self.label() for _ in self.shape(value)), None)
-
-    def product(self, op: Op, reads: Sequence[Read | None]) -> None:
-        factors = [self.factor(a, read) for a, read in zip(op.inputs, reads, strict=True)]
-        left, right = (f or r for f, r in zip(factors, reads, strict=True))
-        assert left is not None, "what is not known is a factor"
-        assert right is not None, "what is not known is a factor"
-        if factors == [None, None]:
-            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
-            return
-        if None not in factors and op.id not in self.wanted:
-            return
-        sums, kept = op.eqn.params["dimension_numbers"]
-        for lefts, rights in (sums, kept):
-            self.join(tuple(left.labels[d] for d in lefts), tuple(right.labels[d] for d in rights))
-        out = self.result(left.labels, right.labels, op)
-        match factors:
-            case [Factor() as one, Factor() as other]:
-                pair = self.pairs.setdefault(self.pair(one.value, other.value), op.id)
-                number = pair if pair < 0 else op.id
-                self.products[number] = Product(op, number, one, other)
-                scale = multiply(one.scale, other.scale)
-                tree: Expression | None = ("score", number) if scale == {ONE: 1.0} else None
-                self.known[op.outputs[0]] = Read(out, multiply({((("product", number), 1),): 1.0}, scale), tree)
-            case [Factor() as factor, None] | [None, Factor() as factor]:
-                read = reads[factors.index(None)]
-                assert read is not None, "it is no factor"
-                summed = tuple(read.labels[d] for d in sums[factors.index(None)])
-                self.use(op, read, factor, summed, out)
-
-    def factor(self, atom: Atom, read: Read | None) -> Factor | None:
-        """An operand of a product without scores: an array, alone or times sums of rows; None for others."""
-        if read is not None and (found := self.scaled(read)) is not None:
-            return found
-        if read is not None and not _of_result(read):
-            return None
-        labels = tuple(self.label() for _ in self.shape(atom))
-        return Factor(atom, labels, labels, {ONE: 1.0})
-
-    def scaled(self, read: Read) -> Factor | None:
-        """An array times sums of rows."""
-        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
-        arrays = [(atom[1], n) for atom, n in term if atom[0] == "other" and atom[1][0] == "array"]
-        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
-        if len(arrays) != 1 or arrays[0][1] != 1 or len(rest) + 1 != len(term):
-            return None
-        (_, value, at), _ = arrays[0]
-        return Factor(value, tuple(self.label() if x < 0 else x for x in at), read.labels, {term_of(rest): number})
-
-    def pair(self, one: Atom, other: Atom) -> frozenset[object]:
-        """Two arrays, whichever comes first."""
-        return frozenset(self.equals.number(a) if isinstance(a, int) else a.content for a in (one, other))
-
-    def use(self, op: Op, read: Read, factor: Factor, summed: Labels, out: Labels) -> None:
-        """Enters a product of an array and what is known, which is a result of attention where weights are summed over
-        the keys.
-        """
-        if not isinstance(factor.value, int):
-            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
-            return
-        if read.sum is not None:
-            read = dataclasses.replace(read, sum=multiply(read.sum, factor.scale))
-        self.uses[op.id] = Use(op, read, factor.value, factor.at, summed, out)
-        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
-        weights = [(atom[1], n) for atom, n in term if atom[0] == "weights"]
-        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
-        if len(weights) != 1 or weights[0][1] != 1 or len(rest) + 1 != len(term):
-            return
-        if self.all(summed) == (self.of(self.weights[weights[0][0]][1]),):
-            self.known[op.outputs[0]] = Read(out, {term_of([(("result", op.id), 1), *rest]): number})
-
-    def result(self, left: Labels, right: Labels, op: Op) -> Labels:
-        """The labels of a product's dimensions: what is kept apart, what the left has alone, what the right has."""
-        (left_sum, right_sum), (left_kept, right_kept) = op.eqn.params["dimension_numbers"]
-        return (
-            *(left[d] for d in left_kept),
-            *(x for d, x in enumerate(left) if d not in (*left_sum, *left_kept)),
-            *(x for d, x in enumerate(right) if d not in (*right_sum, *right_kept)),
-        )
-
-    def followed(self, op: Op, reads: Sequence[Read | None]) -> Read | None:
-        """What an equation makes of scores; None where that is not understood."""
-        name, params, (first, *_) = op.primitive, op.eqn.params, reads
-        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"):
-            labels = self.moved(op, first) if first is not None else None
-            return dataclasses.replace(first, labels=labels) if first is not None and labels is not None else None
-        if name in ("convert_element_type", "copy", "reduce_precision", "stop_gradient"):
-            is_float = all(np.dtype(v.aval.dtype).kind in "fV" for v in (*op.eqn.invars, *op.eqn.outvars))
-            return first if is_float else None
-        if name in ("reduce_max", "reduce_sum"):
-            return self.reduced(op, first) if first is not None else None
-        if name == "exp":
-            return self.exponential(first) if first is not None else None
-        out = self.shape(op.outputs[0])
-        if any(len(self.shape(a)) not in (0, len(out)) for a in op.inputs):
-            return None
-        labels = tuple(self.label() for _ in out)
-        for a, read in zip(op.inputs, reads, strict=True):
-            for d, x in enumerate(read.labels if read is not None else ()):
-                if self.shape(a)[d] == out[d]:
-                    self.join((x,), (labels[d],))
-        labels = self.all(labels)
-        if name == "sub" and reads[0] is not None and reads[1] is not None and reads[1].largest_of is not None:
-            same = reads[0].tree is not None and self.same(reads[0].tree, reads[1].largest_of)
-            return Read(labels, None, without_largest=reads[0].tree) if same else None
-        if name == "max":
-            row = next((r for r in reads if r is not None and r.largest_of is not None), None)
-            others = [a for a, r in zip(op.inputs, reads, strict=True) if r is not row]
-            if row is not None and all(self.number(a) == -math.inf for a in others):
-                return row
-        if name not in ELEMENTWISE and name != "integer_pow":
-            return None
-        sums = [r.sum if r is not None else self.sum_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
-        trees = [r.tree if r is not None else self.tree_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
-        tree: Expression | None = None
-        if all(t is not None for t in trees):
-            tree = (name, (params["y"],) if name == "integer_pow" else (), *trees)
-        return Read(labels, self.combined(name, params, sums, trees[0]), tree)
-
-    def combined(self, name: str, params: Mapping[str, Any], sums: Sequence[Sum | None], which: Any) -> Sum | None:
-        """The sum that an elementwise operation makes."""
-        if name in ("mul", "div") and sums[0] == {}:
-            return {}
-        if name == "mul" and sums[1] == {}:
-            return {}
-        if name == "select_n":
-            no, yes = sums[1:]
-            if no == {} and yes == {}:
-                return {}
-            if no is None or yes is None or which is None:
-                return None
-            chosen: Sum = {((("chosen", self.settled(which)), 1),): 1.0}
-            return add(no, multiply(chosen, add(yes, scale(no, -1.0))))
-        if any(s is None for s in sums):
-            return None
-        known = [s for s in sums if s is not None]
-        match name:
-            case "neg":
-                return scale(known[0], -1.0)
-            case "add" | "add_any":
-                return add(*known)
-            case "sub":
-                return add(known[0], scale(known[1], -1.0))
-            case "mul":
-                return multiply(*known)
-            case "div":
-                inverse = power(known[1], -1)
-                return multiply(known[0], inverse) if inverse is not None else None
-            case "integer_pow":
-                return power(known[0], params["y"])
-        return None
-
-    def moved(self, op: Op, read: Read) -> Labels | None:
-        """The labels behind an operation that moves, joins or splits dimensions; None where that is not understood."""
-        shape, out, labels = self.shape(op.inputs[0]), self.shape(op.outputs[0]), read.labels
-        if op.primitive == "transpose":
-            return tuple(labels[d] for d in op.eqn.params["permutation"])
-        if op.primitive == "broadcast_in_dim":
-            made = [self.label() for _ in out]
-            for d, at in enumerate(op.eqn.params["broadcast_dimensions"]):
-                if shape[d] == out[at]:
-                    made[at] = labels[d]
-            return tuple(made)
-        return self.regrouped(labels, shape, out, splits=not _of_result(read))
-
-    def reduced(self, op: Op, read: Read) -> Read | None:
-        axes = op.eqn.params["axes"]
-        left = tuple(x for d, x in enumerate(read.labels) if d not in axes)
-        axes = [d for d in axes if self.shape(op.inputs[0])[d] != 1]
-        if not axes:
-            return dataclasses.replace(read, labels=left)
-        if op.primitive == "reduce_max":
-            if read.tree is None or len(axes) != 1 or not has_score(read.tree):
-                return None
-            labels, key = self.weights.setdefault(self.settled(read.tree), (read.labels, read.labels[axes[0]]))
-            if self.all(labels) != self.all(read.labels) or self.of(key) != self.of(read.labels[axes[0]]):
-                return None
-            self.slopes[self.settled(read.tree)] = read.sum or {}
-            return Read(left, None, largest_of=read.tree)
-        if read.sum is None:
-            return None
-        return self.along(read, axes, left) if _of_result(read) else self.row_sums(read, axes, left)
-
-    def along(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
-        """The sum of a result of attention times its gradient over the values' own dimensions: that of the weights
-        times the product of gradient and values over the keys.
-        """
-        ((term, number),) = (read.sum or {}).items()
-        results = [(atom[1], n) for atom, n in term if atom[0] == "result"]
-        factor = self.scaled(Read(read.labels, {term_of([part for part in term if part[0][0] != "result"]): number}))
-        if factor is None or [n for _, n in results] != [1]:
-            return None
-        use = self.uses[results[0][0]]
-        (tree,) = (atom[1] for term in use.read.sum or () for atom, _ in term if atom[0] == "weights")
-        large = tuple(x for x, n in zip(use.at, self.shape(use.other), strict=True) if n != 1)
-        own = set(self.flat(large)) - set(self.flat(self.weights[tree][0]))
-        if set(self.flat(tuple(read.labels[d] for d in axes))) != own:
-            return None
-        of_pair = self.pairs.setdefault(self.pair(factor.value, use.other), -1 - len(self.pairs))
-        return Read(left, multiply(factor.scale, {((("along", tree, of_pair), 1),): 1.0}))
-
-    def row_sums(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
-        """Sums over the keys: of the weights 1, of the weights times a product a number for each row."""
-        total: Sum = {}
-        for term, number in (read.sum or {}).items():
-            weights = [(atom, n) for atom, n in term if atom[0] == "weights"]
-            products = [(atom, n) for atom, n in term if atom[0] == "product"]
-            rest = [(atom, n) for atom, n in term if atom[0] in ("total", "along")]
-            if len(weights) + len(products) + len(rest) != len(term) or [n for _, n in weights] != [1]:
-                return None
-            (_, tree), _ = weights[0]
-            if len(axes) != 1 or self.of(self.weights[tree][1]) != self.of(read.labels[axes[0]]):
-                return None
-            if products:
-                if [n for _, n in products] != [1]:
-                    return None
-                rest.append((("along", tree, products[0][0][1]), 1))
-            total = add(total, multiply({ONE: number}, {term_of(rest): 1.0}))
-        return Read(left, total)
-
-    def exponential(self, read: Read) -> Read | None:
-        if read.without_largest is None:
-            return None
-        tree = self.settled(read.without_largest)
-        return Read(read.labels, {term_of([(("weights", tree), 1), (("total", tree), 1)]): 1.0})
-
-    def same(self, one: Expression, other: Expression) -> bool:
-        return self.settled(one) == self.settled(other)
-
-
-def _of_result(read: Read) -> bool:
-    """Whether a value is computed of a result of attention, or of one that is not divided by the sums of rows yet."""
-    return any(atom[0] == "result" for term in read.sum or () for atom, _ in term)
-
-
-# Replaces each pass of attention that a reader of a block has found (below) by one operation.
+# Replaces each pass of attention that a reader of a block has found by one operation.
 
 
 @dataclasses.dataclass(slots=True)
@@ -388,6 +102,7 @@ class PassWriter:
                 pairs = zip(op.inputs, op.outputs, strict=True)
                 self.behind.update({b: self.behind.get(a, a) for a, b in pairs if isinstance(a, int)})
         self.forwards: dict[tuple[AttentionForm, tuple[Atom, ...]], Op] = {}
+        self.with_sink: dict[tuple[int, int], tuple[int, ...]] = {}  # results with a sink, by operation and its array
         self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
         self.replaced: dict[int, int] = {}  # values by those that are made in their place
         self.of_results: dict[int, list[int]] = {}  # what is a result of attention, by its product with the values
@@ -451,12 +166,15 @@ class PassWriter:
         for term, n in self.reader.slopes[found.tree].items():
             if (own, 1) in term:
                 slope = add(slope, {tuple(part for part in term if part != (own, 1)): n})
+        return multiply(slope, self.changes(found, number))
+
+    def changes(self, found: _Found, number: int) -> Sum:
+        """The gradient of the scores: P G - D P."""
         weights, along = ("weights", found.tree), ("along", found.tree, number)
-        changes: Sum = {
+        return {
             term_of([(weights, 1), (("product", number), 1)]): 1.0,
             term_of([(weights, 1), (along, 1)]): -1.0,
         }
-        return multiply(slope, changes)
 
     def write(self, found: _Found) -> None:
         forward: dict[int, tuple[Op, AttentionForm]] = {}  # by the values that are weighed
@@ -471,7 +189,8 @@ class PassWriter:
                     forward[same(use.other)] = made
                 op, form = forward[same(use.other)]
                 if self.letters(found, out, use.at) == form.out:
-                    self.replaced[result] = self.shaped(op.outputs[0], result, use.op)
+                    made_here = self.results_of(found, op, form, use.at, use.op)
+                    self.replaced[result] = self.shaped(made_here[0], result, use.op)
         for number in dict.fromkeys(number for _, number in found.of_products):
             self.backward(found, number, forward)
 
@@ -534,10 +253,60 @@ class PassWriter:
         read = [[use.other for use in groups["key"][2]], [use.other for use in groups["query"][2]], [value]]
         arrays = [self.as_read(atom, others, like) for atom, others in zip(op.inputs, read, strict=False)]
         change = self.apart(found, change, change_at, like)
-        operands = (*arrays, *op.outputs, change, *op.inputs[3:])
+        saved = self.results_of(found, op, form, value_at, like)
+        operands = (*arrays, *saved, change, *op.inputs[3:])
         eqn = self.equation(form, gradients, operands, like)
         results = dict(zip(order, self.operation(eqn, operands, like).outputs, strict=True))
         self.replaced.update({v: self.shaped(results[name], v, like) for v, name in replaced.items()})
+        if found.tree[0] == "sink":
+            self.sink_backward(found, number, (form, gradients), (*saved, change), value_at, like)
+
+    # Sinks
+
+    def sink(self, found: _Found, value_at: Labels, form: AttentionForm, like: Op) -> tuple[int, str] | None:
+        """(the array of a softmax's sinks, its letters, `NONE` of a dimension of size one); None where it has others
+        than rows have.
+        """
+        arrays: dict[tuple[int, str], int] = {}
+        written = self.written(found, value_at, found.tree[3], arrays, like)
+        ((value, at),) = arrays or ((-1, ""),)
+        return (value, at) if written is not None and set(at) <= {*form.rows, NONE} else None
+
+    def results_of(self, found: _Found, op: Op, form: AttentionForm, value_at: Labels, like: Op) -> tuple[int, ...]:
+        """The results of a forward pass: the attention's own, and each row's largest number and sum, with a sink."""
+        if found.tree[0] != "sink":
+            return op.outputs
+        sink = self.sink(found, value_at, form, like)
+        assert sink is not None, "it was looked at for the forward pass"
+        if (op.id, sink[0]) not in self.with_sink:
+            function = functools.partial(_with_sink, form, sink[1])
+            self.with_sink[op.id, sink[0]] = self.computed(function, (*op.outputs, sink[0]), op)
+        return self.with_sink[op.id, sink[0]]
+
+    def sink_backward(
+        self,
+        found: _Found,
+        number: int,
+        forms: tuple[AttentionForm, Gradients],
+        arrays: tuple[int, ...],
+        value_at: Labels,
+        like: Op,
+    ) -> None:
+        """The gradients of a softmax's sink for each row, where they are cut off behind those of the scores.
+
+        Args:
+            arrays: The result, each row's largest number and sum, and the gradient of the result.
+        """
+        (form, gradients), (sink, sink_at) = forms, self.sink(found, value_at, forms[0], like) or (-1, "")
+        key = self.reader.of(self.reader.weights[found.tree][1])
+        for v, read in self.reader.columns.items():
+            if read.sum is None or not equal(read.sum, self.changes(found, number)):
+                continue
+            rows = self.letters(found, tuple(x for x in read.labels if self.reader.of(x) != key), value_at)
+            if rows is not None and sorted(rows) == sorted(form.rows):
+                function = functools.partial(_sink_backward, form, gradients, sink_at, rows)
+                (made,) = self.computed(function, (*arrays, sink), like)
+                self.replaced[v] = self.shaped(made, v, like)
 
     def as_read(self, forward: Atom, backward: Sequence[int], like: Op) -> Atom:
         """An array of the forward pass, or what the backward pass computes again for it rather than keep it."""
@@ -597,13 +366,16 @@ class PassWriter:
         }
         positions = [letter for letter, n in of_queries.items() if n == keys] or [*of_queries]
         arrays: dict[tuple[int, str], int] = {}
-        score = self.written(found, value_at, found.tree, arrays, like)
+        tree = found.tree[2] if found.tree[0] == "sink" else found.tree
+        score = self.written(found, value_at, tree, arrays, like)
         if len(positions) != 1 or score is None or any(set(a) - set(scored) - {NONE} for _, a in arrays):
             return None
         form = AttentionForm(
             query=query, key=key, value=weighed, out=out, rows=rows, position=positions[0], score=score,
             arrays=tuple(letters for _, letters in arrays), sources=_sources([v for v, _ in arrays]),
         )  # fmt: skip
+        if found.tree[0] == "sink" and self.sink(found, value_at, form, like) is None:
+            return None
         operands = (query_value, key_value, value, *(v for v, _ in arrays))
         # `jax.checkpoint` round attention alone would have the scores computed again, rather than kept. There are none.
         same = form, tuple(self.behind.get(v, v) for v in operands)
@@ -683,10 +455,19 @@ class PassWriter:
         return value if is_same else self.one_equation(lambda a: a.reshape(shape), value, like)
 
     def one_equation(self, function: Callable[[Any], Any], value: int, like: Op) -> int:
-        own = self.fresh.values[value]
-        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(own.shape, own.dtype))
-        (eqn,) = jax_compat.open_jaxpr(closed).eqns
-        return self.operation(jax_compat.at_line_of(like.eqn, eqn), (value,), like).outputs[0]
+        (made,) = self.computed(function, (value,), like)
+        return made
+
+    def computed(self, function: Callable[..., Any], values: Sequence[int], like: Op) -> tuple[int, ...]:
+        """The results of a function of arrays, by operations beside one."""
+        structs = [jax.ShapeDtypeStruct(self.fresh.values[v].shape, self.fresh.values[v].dtype) for v in values]
+        jaxpr = jax_compat.open_jaxpr(jax.make_jaxpr(function)(*structs))
+        known = dict(zip(jaxpr.invars, values, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [Constant(a) if isinstance(a, jax_compat.Literal) else known[a] for a in eqn.invars]
+            made = self.operation(jax_compat.at_line_of(like.eqn, eqn), operands, like)
+            known.update(zip(eqn.outvars, made.outputs, strict=True))
+        return tuple(known[v] for v in jaxpr.outvars)
 
     def operation(self, eqn: Any, operands: Sequence[Atom], like: Op) -> Op:
         made = [v.aval for v in eqn.outvars]
@@ -697,8 +478,55 @@ class PassWriter:
             outputs=outputs, rule=rule, key=equation_key(eqn),
         )  # fmt: skip
         self.added.append(op)
-        self.like[op.id] = like.id
+        self.like[op.id] = self.like.get(like.id, like.id)
         return op
+
+
+# A sink beside attention. Dimensions have letters, as in `AttentionForm`.
+
+
+def _spread(array: Any, at: str, shape: Sequence[int], letters: str) -> Any:
+    """An array repeated along the dimensions of another one that it lacks, in the order of that one."""
+    own = at.replace(NONE, "")
+    ordered = [x for x in letters if x in own]
+    array = array.reshape([n for n, x in zip(array.shape, at, strict=True) if x != NONE])
+    array = jax.lax.transpose(array, [own.index(x) for x in ordered])
+    return jax.lax.broadcast_in_dim(array, shape, [letters.index(x) for x in ordered])
+
+
+def _with_sink(form: AttentionForm, at: str, out: Any, largest: Any, total: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """(result, each row's largest number, its sum) with a sink in each row."""
+    sinks = _spread(sink.astype(total.dtype), at, total.shape, form.rows)
+    larger = jax.lax.max(largest, sinks)
+    of_keys = total * jax.lax.exp(largest - larger)
+    more = of_keys + jax.lax.exp(sinks - larger)
+    share = _spread(of_keys / more, form.rows, out.shape, form.out)
+    scaled = (share * out.astype(share.dtype)).astype(out.dtype)
+    # Of a row without keys the result is no number.
+    return jax.lax.select(share > 0, scaled, jax.lax.full_like(out, 0)), larger, more
+
+
+def _sink_backward(
+    form: AttentionForm,
+    gradients: Gradients,
+    at: str,
+    made: str,
+    out: Any,
+    largest: Any,
+    total: Any,
+    change: Any,
+    sink: Any,
+) -> tuple[Any]:
+    """The gradient of the sink of each row, whose letters are `made`: less its weight times the sum of the result times
+    its gradient.
+    """
+    sinks = _spread(sink.astype(total.dtype), at, total.shape, form.rows)
+    change = jax.lax.transpose(change, [gradients.out.index(x) for x in form.out]).astype(total.dtype)
+    own = [d for d, x in enumerate(form.out) if x not in form.rows]
+    along = jax.lax.reduce(out.astype(total.dtype) * change, jax.numpy.zeros((), total.dtype), jax.lax.add, own)
+    along = _spread(along, "".join(x for x in form.out if x in form.rows), total.shape, form.rows)
+    of_row = -along * jax.lax.exp(sinks - largest) / total
+    return (jax.lax.transpose(of_row, [form.rows.index(x) for x in made]),)
 
 
 def _sources(values: Sequence[int]) -> tuple[int, ...]:
@@ -760,7 +588,7 @@ def _rewritten(block: Block, sought: Sought, fresh: Fresh, around: Around) -> Bl
             inner = tuple(_rewritten(b, sought, fresh, seen().inside(op)) for b in op.blocks)
             ops.append(replace(op, blocks=inner) if inner else op)
         block = replace(block, ops=tuple(ops))
-    reader = Reader(block, sought, fresh, around)
+    reader = Reader(block, sought.named, sought.products, fresh.values, around)
     reader.run()
     if (unknown := reader.first_unknown) is not None:
         stands = f"{unknown.primitive} at {jax_compat.source_line(unknown.eqn)}"
@@ -772,7 +600,7 @@ def _rewritten_pair(
     sought: Sought, fresh: Fresh, seen: Callable[[], Around], first: Op, second: Op, joined: JoinedBodies
 ) -> JoinedBodies | None:
     """The bodies of two scans with attention found as if they were one. `seen`: by blocks of operations beside them."""
-    reader = Reader(joined.block, sought, fresh, seen().inside(first, second))
+    reader = Reader(joined.block, sought.named, sought.products, fresh.values, seen().inside(first, second))
     reader.run()
     writer = PassWriter(joined.block, reader, sought, fresh)
     found = writer.run()

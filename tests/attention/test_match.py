@@ -122,6 +122,90 @@ def divided_behind(q, k, v, batch):
     return weighed.reshape(B, L, H, D) / total
 
 
+def softmax_beside_sink(q, k, v, sink):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D)
+    scores = jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -1e30)
+    column = jnp.broadcast_to(sink[:, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1))[..., :-1]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def sink_of_a_library(q, k, v, sink):
+    """As KerasHub: the largest is taken off before the softmax."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    column = jnp.broadcast_to(sink.reshape(1, -1, 1, 1), (*scores.shape[:-1], 1))
+    scores = jnp.concatenate([scores, column], axis=-1)
+    scores = scores - jnp.max(scores, axis=-1, keepdims=True)
+    exponentials = jnp.exp(scores)
+    weights = exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights[..., :-1], v)
+
+
+def sink_divided_behind(q, k, v, sink):
+    """As MaxText: grouped queries, divided behind the product with the values."""
+    heads = k.shape[2]
+    scores = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, L, heads, H // heads, D), k)
+    scores = jnp.where(jnp.tril(jnp.ones((L, L), bool)), scores, -1e30).reshape(B, H, L, L)
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sink[None, :, None, None], (B, H, L, 1))], axis=-1)
+    exponentials = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    total = exponentials.sum(axis=-1, keepdims=True).transpose(0, 2, 1, 3)
+    exponentials = exponentials[..., :L].reshape(B, heads, H // heads, L, L)
+    return jnp.einsum("bkgts,bskd->btkgd", exponentials, v).reshape(B, L, H, D) / total
+
+
+def in_16_bits_beside_sink(q, k, v, sink):
+    made = softmax_beside_sink(*(a.astype(jnp.bfloat16) for a in (q, k, v, sink)))
+    return made.astype(jnp.float32)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("layers", ["one", "scanned", "unrolled"])
+@pytest.mark.parametrize(
+    ("attention", "heads"),
+    [
+        (softmax_beside_sink, H),
+        (sink_of_a_library, H),
+        (sink_divided_behind, H),
+        (sink_divided_behind, 1),
+        (in_16_bits_beside_sink, H),
+    ],
+)
+def test_attention_with_a_sink_is_found(attention, heads, layers):
+    def step(state, batch):
+        def layer(x, weights):
+            q, k, v = (jnp.einsum("blw,whd->blhd", x, weights[name]) for name in "qkv")
+            return x + attention(q, k, v, weights["sink"]).reshape(x.shape)
+
+        def loss(state):
+            x = batch["x"]
+            if layers == "scanned":
+                x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, state)
+            for i in range({"one": 1, "scanned": 0, "unrolled": 2}[layers]):
+                x = (
+                    jax.checkpoint(layer)(x, jax.tree.map(lambda w, i=i: w[i], state))
+                    if i
+                    else layer(x, jax.tree.map(lambda w: w[0], state))
+                )
+            return jnp.sum(jnp.sin(x))
+
+        return jax.grad(loss)(state)
+
+    state, batch = numbers(heads)
+    state |= {"sink": jnp.array([0.7, -0.4])}
+    state = jax.tree.map(lambda a: jnp.stack([a, -a, a]), state)
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
+    check_blockwise(graph)
+    assert "attention_backward" in [primitive for primitive, _ in operations(graph)]
+    scores = {(B, H, L, L), (B, H, L, L + 1), (B, heads, H // heads, L, L)}
+    assert not any(v.shape in scores and v.dtype != "bool" for op in graph.ops() for v in made(graph, op))
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    error = 2e-6 if attention is not in_16_bits_beside_sink else 4 * float(jnp.finfo(jnp.bfloat16).eps)
+    for a, b in zip(jax.tree.leaves(step(state, batch)), (read(env, v) for v in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=error * float(abs(a).max()))
+
+
 def long_chain(q, k, v, batch):
     penalty = (jnp.arange(L)[:, None] - jnp.arange(L)[None, :]).astype(jnp.float32)
     for _ in range(400):

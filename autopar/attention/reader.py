@@ -1,4 +1,5 @@
-"""What scores of attention are read with: polynomials, the values computed from scores, and the terms that meet them.
+"""Reads the equations of a block around scores of attention: polynomials, the values computed from scores, and the
+terms that meet them.
 
 A polynomial is a sum of numbers times powers of atoms; an atom is any tuple, whose first entry is its kind. The terms
 are expressions of positions, numbers and arrays.
@@ -9,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy.cluster.hierarchy import DisjointSet
 
-from autopar.attention.form import COMPARISONS, ELEMENTWISE, Expression
+from autopar.attention.form import COMPARISONS, ELEMENTWISE, Expression, has_score
 from autopar.common import jax_compat
 from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, Value
 
@@ -81,7 +82,8 @@ class Read:
     """What is known of a value that scores went into.
 
     `sum` is None where it is nothing that is understood. `tree` computes it of one product. A row's largest value and
-    what is left of a tree when that is taken off are known as such, by the tree.
+    what is left of a tree when that is taken off are known as such, by the tree. `column`: the label of the keys where
+    one more column stands behind them, a sink: in a sum its products are zero, and its weights those of the sink.
     """
 
     labels: Labels
@@ -89,6 +91,7 @@ class Read:
     tree: Expression | None = None
     largest_of: Expression | None = None
     without_largest: Expression | None = None
+    column: Label | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -482,3 +485,353 @@ def _number(atom: Atom) -> float | None:
 def _plain(value: Any) -> Any:
     """A parameter as a number, or a type as its name."""
     return value if isinstance(value, (bool, int, float)) else str(np.dtype(value))
+
+
+# The equations of a block as polynomials in the scores of attention.
+#
+# A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*. An atom is a product of queries
+# and keys (or of the result's gradient and the values), the weights that softmax computes from one, a sum over a row,
+# or any other factor of the scores.
+
+
+class Reader(ArrayReader):
+    """Reads the equations of one block in order."""
+
+    def __init__(
+        self, block: Block, named: OpGraph, products: Collection[int], values: Sequence[Value], around: Around
+    ) -> None:
+        """`products`: of scores whose attention is sought, in a described graph."""
+        super().__init__(block, named, values, around)
+        self.block, self.wanted = block, products
+        self.known: dict[int, Read] = {}
+        self.products: dict[int, Product] = {}
+        self.pairs: dict[frozenset[object], int] = {}  # the atom's number of the product of two arrays
+        self.uses: dict[int, Use] = {}  # by operation
+        self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
+        self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
+        self.columns: dict[int, Read] = {}  # what is cut off behind the keys, with that of which it is
+        self.extended: list[tuple[Expression, Sum]] = []  # scores with a sink behind them, and the sum of the scores
+        self.first_unknown: Op | None = None  # the first equation on scores that is not understood
+
+    # Operations
+
+    def run(self) -> None:
+        for op in self.block.ops:
+            if op.kind is OpKind.BARRIER:
+                for source, target in zip(op.inputs, op.outputs, strict=True):
+                    if isinstance(source, int) and source in self.known:
+                        self.known[target] = self.known[source]
+            elif op.kind is OpKind.EQUATION:
+                self.equation(op)
+
+    def equation(self, op: Op) -> None:
+        reads = [self.known.get(a) if isinstance(a, int) else None for a in op.inputs]
+        if op.primitive == "dot_general":
+            self.product(op, reads)
+        elif reads and reads[0] is not None and reads[0].column is not None and (cut := self.cut(op, reads[0])):
+            for v, is_column in zip(op.outputs, cut, strict=True):
+                if is_column:
+                    self.columns[v] = reads[0]
+                else:
+                    self.known[v] = dataclasses.replace(reads[0], column=None, tree=None)
+        elif any(read is not None for read in reads):
+            found = self.followed(op, reads) if len(op.outputs) == 1 else None
+            if all(read is None or of_result(read) for read in reads):
+                if found is not None and len(found.sum or ()) == 1:
+                    self.known[op.outputs[0]] = found
+                return
+            was_known = any(read is not None and (read.sum is not None or read.tree is not None) for read in reads)
+            if found is None and was_known and self.first_unknown is None:
+                self.first_unknown = op
+            for v in op.outputs:
+                self.known[v] = found or self.unknown(v)
+
+    def unknown(self, value: int) -> Read:
+        return Read(tuple(self.label() for _ in self.shape(value)), None)
+
+    def product(self, op: Op, reads: Sequence[Read | None]) -> None:
+        factors = [self.factor(a, read) for a, read in zip(op.inputs, reads, strict=True)]
+        left, right = (f or r for f, r in zip(factors, reads, strict=True))
+        assert left is not None, "what is not known is a factor"
+        assert right is not None, "what is not known is a factor"
+        if factors == [None, None]:
+            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
+            return
+        if None not in factors and op.id not in self.wanted:
+            return
+        sums, kept = op.eqn.params["dimension_numbers"]
+        for lefts, rights in (sums, kept):
+            self.join(tuple(left.labels[d] for d in lefts), tuple(right.labels[d] for d in rights))
+        out = self.result(left.labels, right.labels, op)
+        match factors:
+            case [Factor() as one, Factor() as other]:
+                pair = self.pairs.setdefault(self.pair(one.value, other.value), op.id)
+                number = pair if pair < 0 else op.id
+                self.products[number] = Product(op, number, one, other)
+                scale = multiply(one.scale, other.scale)
+                tree: Expression | None = ("score", number) if scale == {ONE: 1.0} else None
+                self.known[op.outputs[0]] = Read(out, multiply({((("product", number), 1),): 1.0}, scale), tree)
+            case [Factor() as factor, None] | [None, Factor() as factor]:
+                read = reads[factors.index(None)]
+                assert read is not None, "it is no factor"
+                summed = tuple(read.labels[d] for d in sums[factors.index(None)])
+                self.use(op, read, factor, summed, out)
+
+    def factor(self, atom: Atom, read: Read | None) -> Factor | None:
+        """An operand of a product without scores: an array, alone or times sums of rows; None for others."""
+        if read is not None and (found := self.scaled(read)) is not None:
+            return found
+        if read is not None and not of_result(read):
+            return None
+        labels = tuple(self.label() for _ in self.shape(atom))
+        return Factor(atom, labels, labels, {ONE: 1.0})
+
+    def scaled(self, read: Read) -> Factor | None:
+        """An array times sums of rows."""
+        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
+        arrays = [(atom[1], n) for atom, n in term if atom[0] == "other" and atom[1][0] == "array"]
+        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
+        if len(arrays) != 1 or arrays[0][1] != 1 or len(rest) + 1 != len(term):
+            return None
+        (_, value, at), _ = arrays[0]
+        return Factor(value, tuple(self.label() if x < 0 else x for x in at), read.labels, {term_of(rest): number})
+
+    def pair(self, one: Atom, other: Atom) -> frozenset[object]:
+        """Two arrays, whichever comes first."""
+        return frozenset(self.equals.number(a) if isinstance(a, int) else a.content for a in (one, other))
+
+    def use(self, op: Op, read: Read, factor: Factor, summed: Labels, out: Labels) -> None:
+        """Enters a product of an array and what is known, which is a result of attention where weights are summed over
+        the keys.
+        """
+        if not isinstance(factor.value, int) or read.column is not None:
+            self.known[op.outputs[0]] = self.unknown(op.outputs[0])
+            return
+        if read.sum is not None:
+            read = dataclasses.replace(read, sum=multiply(read.sum, factor.scale))
+        self.uses[op.id] = Use(op, read, factor.value, factor.at, summed, out)
+        ((term, number),) = (read.sum or {}).items() if len(read.sum or {}) == 1 else (((), 0.0),)
+        weights = [(atom[1], n) for atom, n in term if atom[0] == "weights"]
+        rest = [(atom, n) for atom, n in term if atom[0] == "total"]
+        if len(weights) != 1 or weights[0][1] != 1 or len(rest) + 1 != len(term):
+            return
+        if self.all(summed) == (self.of(self.weights[weights[0][0]][1]),):
+            self.known[op.outputs[0]] = Read(out, {term_of([(("result", op.id), 1), *rest]): number})
+
+    def result(self, left: Labels, right: Labels, op: Op) -> Labels:
+        """The labels of a product's dimensions: what is kept apart, what the left has alone, what the right has."""
+        (left_sum, right_sum), (left_kept, right_kept) = op.eqn.params["dimension_numbers"]
+        return (
+            *(left[d] for d in left_kept),
+            *(x for d, x in enumerate(left) if d not in (*left_sum, *left_kept)),
+            *(x for d, x in enumerate(right) if d not in (*right_sum, *right_kept)),
+        )
+
+    def followed(self, op: Op, reads: Sequence[Read | None]) -> Read | None:
+        """What an equation makes of scores; None where that is not understood."""
+        name, params, (first, *_) = op.primitive, op.eqn.params, reads
+        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"):
+            labels = self.moved(op, first) if first is not None else None
+            return dataclasses.replace(first, labels=labels) if first is not None and labels is not None else None
+        if name in ("convert_element_type", "copy", "reduce_precision", "stop_gradient"):
+            is_float = all(np.dtype(v.aval.dtype).kind in "fV" for v in (*op.eqn.invars, *op.eqn.outvars))
+            return first if is_float else None
+        if name in ("reduce_max", "reduce_sum"):
+            return self.reduced(op, first) if first is not None else None
+        if name in ("concatenate", "pad"):
+            return self.extended_by_one(op, first) if first is not None and first.column is None else None
+        if name == "exp":
+            return self.exponential(first) if first is not None else None
+        out = self.shape(op.outputs[0])
+        if any(len(self.shape(a)) not in (0, len(out)) for a in op.inputs):
+            return None
+        labels = tuple(self.label() for _ in out)
+        for a, read in zip(op.inputs, reads, strict=True):
+            for d, x in enumerate(read.labels if read is not None else ()):
+                if self.shape(a)[d] == out[d]:
+                    self.join((x,), (labels[d],))
+        labels = self.all(labels)
+        column = next((r.column for r in reads if r is not None and r.column is not None), None)
+        if column is not None and not self.goes_with_column(op, reads, labels.index(self.of(column))):
+            return None
+        if name == "sub" and reads[0] is not None and reads[1] is not None and reads[1].largest_of is not None:
+            same = reads[0].tree is not None and self.same(reads[0].tree, reads[1].largest_of)
+            return Read(labels, None, without_largest=reads[0].tree, column=column) if same else None
+        if name == "max":
+            row = next((r for r in reads if r is not None and r.largest_of is not None), None)
+            others = [a for a, r in zip(op.inputs, reads, strict=True) if r is not row]
+            if row is not None and all(self.number(a) == -math.inf for a in others):
+                return row
+        if name not in ELEMENTWISE and name != "integer_pow":
+            return None
+        sums = [r.sum if r is not None else self.sum_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
+        trees = [r.tree if r is not None else self.tree_of(a, labels) for a, r in zip(op.inputs, reads, strict=True)]
+        tree: Expression | None = None
+        if all(t is not None for t in trees):
+            tree = (name, (params["y"],) if name == "integer_pow" else (), *trees)
+        return Read(labels, self.combined(name, params, sums, trees[0]), tree, column=column)
+
+    # A sink: a number of each head, behind the scores of the keys, whose weight multiplies no value
+
+    def extended_by_one(self, op: Op, read: Read) -> Read | None:
+        """Scores with a sink behind them, or a gradient with a zero there; None for others."""
+        params = op.eqn.params
+        if op.primitive == "pad":
+            added = [d for d, padding in enumerate(params["padding_config"]) if padding != (0, 0, 0)]
+            if [params["padding_config"][d] for d in added] != [(0, 1, 0)] or self.number(op.inputs[1]) != 0:
+                return None
+            return Read(read.labels, read.sum, column=read.labels[added[0]])
+        d = params["dimension"]
+        if read.tree is None or not has_score(read.tree) or [self.shape(a)[d] for a in op.inputs[1:]] != [1]:
+            return None
+        sink = self.tree_of(op.inputs[1], tuple(self.label() if at == d else x for at, x in enumerate(read.labels)))
+        if sink is None or sink[0] != "array":
+            return None
+        tree = ("sink", (), read.tree, sink)
+        self.extended.append((tree, read.sum or {}))
+        return Read(read.labels, None, tree, column=read.labels[d])
+
+    def cut(self, op: Op, read: Read) -> tuple[bool, ...] | None:
+        """Of each result of a slice or a split that parts keys and sink, whether it is the sink's; None for others."""
+        params, shape = op.eqn.params, self.shape(op.inputs[0])
+        if op.primitive == "split":
+            cut, ends = [params["axis"]], list(itertools.accumulate(params["sizes"], initial=0))
+        elif op.primitive == "slice" and params["strides"] is None:
+            pairs = [*zip(params["start_indices"], params["limit_indices"], strict=True)]
+            cut = [d for d, (pair, n) in enumerate(zip(pairs, shape, strict=True)) if pair != (0, n)]
+            ends = list(pairs[cut[0]]) if cut else []
+        else:
+            return None
+        if len(cut) != 1 or read.column is None or self.of(read.labels[cut[0]]) != self.of(read.column):
+            return None
+        keys = shape[cut[0]] - 1
+        return {(0, keys, keys + 1): (False, True), (0, keys): (False,), (keys, keys + 1): (True,)}.get(tuple(ends))
+
+    def goes_with_column(self, op: Op, reads: Sequence[Read | None], d: int) -> bool:
+        """Whether what meets keys with a sink behind them in dimension d is a number for each row, or has one too."""
+        return all(
+            read is not None or not self.shape(a) or self.shape(a)[d] == 1 or self.number(a) is not None
+            for a, read in zip(op.inputs, reads, strict=True)
+        )
+
+    def combined(self, name: str, params: Mapping[str, Any], sums: Sequence[Sum | None], which: Any) -> Sum | None:
+        """The sum that an elementwise operation makes."""
+        if name in ("mul", "div") and sums[0] == {}:
+            return {}
+        if name == "mul" and sums[1] == {}:
+            return {}
+        if name == "select_n":
+            no, yes = sums[1:]
+            if no == {} and yes == {}:
+                return {}
+            if no is None or yes is None or which is None:
+                return None
+            chosen: Sum = {((("chosen", self.settled(which)), 1),): 1.0}
+            return add(no, multiply(chosen, add(yes, scale(no, -1.0))))
+        if any(s is None for s in sums):
+            return None
+        known = [s for s in sums if s is not None]
+        match name:
+            case "neg":
+                return scale(known[0], -1.0)
+            case "add" | "add_any":
+                return add(*known)
+            case "sub":
+                return add(known[0], scale(known[1], -1.0))
+            case "mul":
+                return multiply(*known)
+            case "div":
+                inverse = power(known[1], -1)
+                return multiply(known[0], inverse) if inverse is not None else None
+            case "integer_pow":
+                return power(known[0], params["y"])
+        return None
+
+    def moved(self, op: Op, read: Read) -> Labels | None:
+        """The labels behind an operation that moves, joins or splits dimensions; None where that is not understood."""
+        shape, out, labels = self.shape(op.inputs[0]), self.shape(op.outputs[0]), read.labels
+        if op.primitive == "transpose":
+            return tuple(labels[d] for d in op.eqn.params["permutation"])
+        if op.primitive == "broadcast_in_dim":
+            made = [self.label() for _ in out]
+            for d, at in enumerate(op.eqn.params["broadcast_dimensions"]):
+                if shape[d] == out[at]:
+                    made[at] = labels[d]
+            return tuple(made)
+        return self.regrouped(labels, shape, out, splits=not of_result(read))
+
+    def reduced(self, op: Op, read: Read) -> Read | None:
+        axes = op.eqn.params["axes"]
+        left = tuple(x for d, x in enumerate(read.labels) if d not in axes)
+        axes = [d for d in axes if self.shape(op.inputs[0])[d] != 1]
+        if not axes:
+            return dataclasses.replace(read, labels=left)
+        if op.primitive == "reduce_max":
+            if read.tree is None or len(axes) != 1 or not has_score(read.tree):
+                return None
+            has_sink = read.tree[0] == "sink"
+            if has_sink != (read.column is not None and self.of(read.column) == self.of(read.labels[axes[0]])):
+                return None
+            labels, key = self.weights.setdefault(self.settled(read.tree), (read.labels, read.labels[axes[0]]))
+            if self.all(labels) != self.all(read.labels) or self.of(key) != self.of(read.labels[axes[0]]):
+                return None
+            scores = next((sums for tree, sums in self.extended if has_sink and self.same(tree, read.tree)), read.sum)
+            self.slopes[self.settled(read.tree)] = scores or {}
+            return Read(left, None, largest_of=read.tree)
+        if read.sum is None:
+            return None
+        return self.along(read, axes, left) if of_result(read) else self.row_sums(read, axes, left)
+
+    def along(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
+        """The sum of a result of attention times its gradient over the values' own dimensions: that of the weights
+        times the product of gradient and values over the keys.
+        """
+        ((term, number),) = (read.sum or {}).items()
+        results = [(atom[1], n) for atom, n in term if atom[0] == "result"]
+        factor = self.scaled(Read(read.labels, {term_of([part for part in term if part[0][0] != "result"]): number}))
+        if factor is None or [n for _, n in results] != [1]:
+            return None
+        use = self.uses[results[0][0]]
+        (tree,) = (atom[1] for term in use.read.sum or () for atom, _ in term if atom[0] == "weights")
+        large = tuple(x for x, n in zip(use.at, self.shape(use.other), strict=True) if n != 1)
+        own = set(self.flat(large)) - set(self.flat(self.weights[tree][0]))
+        if set(self.flat(tuple(read.labels[d] for d in axes))) != own:
+            return None
+        of_pair = self.pairs.setdefault(self.pair(factor.value, use.other), -1 - len(self.pairs))
+        return Read(left, multiply(factor.scale, {((("along", tree, of_pair), 1),): 1.0}))
+
+    def row_sums(self, read: Read, axes: Sequence[int], left: Labels) -> Read | None:
+        """Sums over the keys: of the weights 1, of the weights times a product a number for each row."""
+        total: Sum = {}
+        for term, number in (read.sum or {}).items():
+            weights = [(atom, n) for atom, n in term if atom[0] == "weights"]
+            products = [(atom, n) for atom, n in term if atom[0] == "product"]
+            rest = [(atom, n) for atom, n in term if atom[0] in ("total", "along")]
+            if len(weights) + len(products) + len(rest) != len(term) or [n for _, n in weights] != [1]:
+                return None
+            (_, tree), _ = weights[0]
+            if not products and (tree[0] == "sink") != (read.column is not None):
+                return None
+            if len(axes) != 1 or self.of(self.weights[tree][1]) != self.of(read.labels[axes[0]]):
+                return None
+            if products:
+                if [n for _, n in products] != [1]:
+                    return None
+                rest.append((("along", tree, products[0][0][1]), 1))
+            total = add(total, multiply({ONE: number}, {term_of(rest): 1.0}))
+        return Read(left, total)
+
+    def exponential(self, read: Read) -> Read | None:
+        if read.without_largest is None:
+            return None
+        tree = self.settled(read.without_largest)
+        atoms = [(("weights", tree), 1), (("total", tree), 1)]
+        return Read(read.labels, {term_of(atoms): 1.0}, column=read.column)
+
+    def same(self, one: Expression, other: Expression) -> bool:
+        return self.settled(one) == self.settled(other)
+
+
+def of_result(read: Read) -> bool:
+    """Whether a value is computed of a result of attention, or of one that is not divided by the sums of rows yet."""
+    return any(atom[0] == "result" for term in read.sum or () for atom, _ in term)
