@@ -159,7 +159,7 @@ def in_16_bits_beside_sink(q, k, v, sink):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("layers", ["one", "scanned", "unrolled"])
+@pytest.mark.parametrize("layers", ["scanned", "one", "unrolled"])
 @pytest.mark.parametrize(
     ("attention", "heads"),
     [
