@@ -304,7 +304,7 @@ class PassWriter:
                 continue
             rows = self.letters(found, tuple(x for x in read.labels if self.reader.of(x) != key), value_at)
             if rows is not None and sorted(rows) == sorted(form.rows):
-                function = functools.partial(_sink_backward, form, gradients, sink_at, rows)
+                function = functools.partial(_sink_backward, form, gradients, (sink_at, rows))
                 (made,) = self.computed(function, (*arrays, sink), like)
                 self.replaced[v] = self.shaped(made, v, like)
 
@@ -509,17 +509,19 @@ def _with_sink(form: AttentionForm, at: str, out: Any, largest: Any, total: Any,
 def _sink_backward(
     form: AttentionForm,
     gradients: Gradients,
-    at: str,
-    made: str,
+    letters: tuple[str, str],
     out: Any,
     largest: Any,
     total: Any,
     change: Any,
     sink: Any,
 ) -> tuple[Any]:
-    """The gradient of the sink of each row, whose letters are `made`: less its weight times the sum of the result times
-    its gradient.
+    """The gradient of the sink of each row: less its weight times the sum of the result times its gradient.
+
+    Args:
+        letters: Those of the sinks, and of what is made.
     """
+    at, made = letters
     sinks = _spread(sink.astype(total.dtype), at, total.shape, form.rows)
     change = jax.lax.transpose(change, [gradients.out.index(x) for x in form.out]).astype(total.dtype)
     own = [d for d, x in enumerate(form.out) if x not in form.rows]

@@ -655,6 +655,9 @@ class Reader(ArrayReader):
         if column is not None and not self.goes_with_column(op, reads, labels.index(self.of(column))):
             return None
         if name == "sub" and reads[0] is not None and reads[1] is not None and reads[1].largest_of is not None:
+            if reads[0].without_largest is not None:  # once more, as it is zero now
+                shifted = ("shifted", (), reads[0].without_largest)
+                return dataclasses.replace(reads[0], labels=labels) if self.same(shifted, reads[1].largest_of) else None
             same = reads[0].tree is not None and self.same(reads[0].tree, reads[1].largest_of)
             return Read(labels, None, without_largest=reads[0].tree, column=column) if same else None
         if name == "max":
@@ -766,6 +769,8 @@ class Reader(ArrayReader):
         axes = [d for d in axes if self.shape(op.inputs[0])[d] != 1]
         if not axes:
             return dataclasses.replace(read, labels=left)
+        if op.primitive == "reduce_max" and read.without_largest is not None:
+            return Read(left, None, largest_of=("shifted", (), read.without_largest))
         if op.primitive == "reduce_max":
             if read.tree is None or len(axes) != 1 or not has_score(read.tree):
                 return None

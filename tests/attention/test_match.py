@@ -131,14 +131,12 @@ def softmax_beside_sink(q, k, v, sink):
 
 
 def sink_of_a_library(q, k, v, sink):
-    """As KerasHub: the largest is taken off before the softmax."""
+    """As KerasHub: the largest is taken off once more before the softmax."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     column = jnp.broadcast_to(sink.reshape(1, -1, 1, 1), (*scores.shape[:-1], 1))
     scores = jnp.concatenate([scores, column], axis=-1)
-    scores = scores - jnp.max(scores, axis=-1, keepdims=True)
-    exponentials = jnp.exp(scores)
-    weights = exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights[..., :-1], v)
+    scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores)[..., :-1], v)
 
 
 def sink_divided_behind(q, k, v, sink):

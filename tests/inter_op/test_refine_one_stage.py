@@ -43,8 +43,9 @@ def refined(
         seen.append((name, m, choice.policies == RECOMPUTES.policies, len(choice.group_meshes[0].axis_sizes)))
 
     fake = SimpleNamespace(
-        context=SimpleNamespace(weighed_one_program=weighed_one_program), cluster=ON, limit_bytes=LIMIT_BYTES,
-        cuts={}, best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[], refined=evaluate,
+        context=SimpleNamespace(weighed_one_program=weighed_one_program), cluster=ON, cuts={},
+        limit_bytes=LIMIT_BYTES, best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[],
+        refined=evaluate,
         deadline=SimpleNamespace(passed=is_late),
         may_gain=lambda m, choice: not bounded(seen, choice.policies == RECOMPUTES.policies),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
