@@ -102,7 +102,8 @@ class PassWriter:
                 pairs = zip(op.inputs, op.outputs, strict=True)
                 self.behind.update({b: self.behind.get(a, a) for a, b in pairs if isinstance(a, int)})
         self.forwards: dict[tuple[AttentionForm, tuple[Atom, ...]], Op] = {}
-        self.with_sink: dict[tuple[int, int], tuple[int, ...]] = {}  # results with a sink, by operation and its array
+        self.sinks: dict[Expression, tuple[int, str] | None] = {}  # by softmax
+        self.with_sink: dict[tuple[int, Expression], tuple[int, ...]] = {}  # results with a sink
         self.like: dict[int, int] = {}  # of each added operation, one in whose place it stands
         self.replaced: dict[int, int] = {}  # values by those that are made in their place
         self.of_results: dict[int, list[int]] = {}  # what is a result of attention, by its product with the values
@@ -189,7 +190,7 @@ class PassWriter:
                     forward[same(use.other)] = made
                 op, form = forward[same(use.other)]
                 if self.letters(found, out, use.at) == form.out:
-                    made_here = self.results_of(found, op, form, use.at, use.op)
+                    made_here = self.results_of(found, op, form)
                     self.replaced[result] = self.shaped(made_here[0], result, use.op)
         for number in dict.fromkeys(number for _, number in found.of_products):
             self.backward(found, number, forward)
@@ -253,7 +254,7 @@ class PassWriter:
         read = [[use.other for use in groups["key"][2]], [use.other for use in groups["query"][2]], [value]]
         arrays = [self.as_read(atom, others, like) for atom, others in zip(op.inputs, read, strict=False)]
         change = self.apart(found, change, change_at, like)
-        saved = self.results_of(found, op, form, value_at, like)
+        saved = self.results_of(found, op, form)
         operands = (*arrays, *saved, change, *op.inputs[3:])
         eqn = self.equation(form, gradients, operands, like)
         results = dict(zip(order, self.operation(eqn, operands, like).outputs, strict=True))
@@ -267,21 +268,22 @@ class PassWriter:
         """(the array of a softmax's sinks, its letters, `NONE` of a dimension of size one); None where it has others
         than rows have.
         """
-        arrays: dict[tuple[int, str], int] = {}
-        written = self.written(found, value_at, found.tree[3], arrays, like)
-        ((value, at),) = arrays or ((-1, ""),)
-        return (value, at) if written is not None and set(at) <= {*form.rows, NONE} else None
+        if found.tree not in self.sinks:
+            arrays: dict[tuple[int, str], int] = {}
+            self.written(found, value_at, found.tree[3], arrays, like)
+            (sink,) = arrays or (None,)
+            self.sinks[found.tree] = sink if sink is not None and set(sink[1]) <= {*form.rows, NONE} else None
+        return self.sinks[found.tree]
 
-    def results_of(self, found: _Found, op: Op, form: AttentionForm, value_at: Labels, like: Op) -> tuple[int, ...]:
+    def results_of(self, found: _Found, op: Op, form: AttentionForm) -> tuple[int, ...]:
         """The results of a forward pass: the attention's own, and each row's largest number and sum, with a sink."""
         if found.tree[0] != "sink":
             return op.outputs
-        sink = self.sink(found, value_at, form, like)
-        assert sink is not None, "it was looked at for the forward pass"
-        if (op.id, sink[0]) not in self.with_sink:
-            function = functools.partial(_with_sink, form, sink[1])
-            self.with_sink[op.id, sink[0]] = self.computed(function, (*op.outputs, sink[0]), op)
-        return self.with_sink[op.id, sink[0]]
+        sink, at = self.sinks[found.tree] or (-1, "")
+        if (op.id, found.tree) not in self.with_sink:
+            function = functools.partial(_with_sink, form, at)
+            self.with_sink[op.id, found.tree] = self.computed(function, (*op.outputs, sink), op)
+        return self.with_sink[op.id, found.tree]
 
     def sink_backward(
         self,
@@ -297,7 +299,7 @@ class PassWriter:
         Args:
             arrays: The result, each row's largest number and sum, and the gradient of the result.
         """
-        (form, gradients), (sink, sink_at) = forms, self.sink(found, value_at, forms[0], like) or (-1, "")
+        (form, gradients), (sink, sink_at) = forms, self.sinks[found.tree] or (-1, "")
         key = self.reader.of(self.reader.weights[found.tree][1])
         for v, read in self.reader.columns.items():
             if read.sum is None or not equal(read.sum, self.changes(found, number)):

@@ -579,7 +579,7 @@ class Reader(ArrayReader):
 
     def factor(self, atom: Atom, read: Read | None) -> Factor | None:
         """An operand of a product without scores: an array, alone or times sums of rows; None for others."""
-        if read is not None and (found := self.scaled(read)) is not None:
+        if read is not None and read.column is None and (found := self.scaled(read)) is not None:
             return found
         if read is not None and not of_result(read):
             return None
