@@ -82,6 +82,7 @@ BEAT_S = 5.0
 LEASE_S = 30.0  # a process that holds Python's lock for 20 s in one call is taken for dead elsewhere too
 WATCHED_S = 2 * BEAT_S
 _LOOK_S = 1.0  # a bucket takes about one change of an object in a second
+SEEN_S = 60.0  # so long a client of NFS may take a new file for absent (acdirmax)
 LEFT_S = 3600.0  # to take a folder lasts seconds: whoever began longer ago was killed while at it
 
 
@@ -170,13 +171,25 @@ class FolderOwner:
         now_s = self._touched_s(f"{PREFIX}{claimed}") or 0.0
         return [name for name in found if (self._touched_s(name) or now_s) < now_s - LEFT_S]
 
+    @property
+    def taken(self) -> tuple[int, str] | None:
+        """(number, run) by which this process has the folder."""
+        return None if self._own is None else (self._own[0], self._own[1].run)
+
     def is_own(self) -> bool:
         """Whether the folder is this process's: it was taken, and nobody has taken it over."""
-        if self._own is None:
-            return False
-        number, own = self._own
+        return self.taken is not None and self._has(*self.taken) and self.taken[0] == max(self._numbers(), default=0)
+
+    def sees(self, number: int, run: str) -> bool:
+        """Whether the folder, as this process sees it, is that of another one: waits for network file systems."""
+        until_s = time.monotonic() + SEEN_S
+        while not (is_seen := self._has(number, run)) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        return is_seen
+
+    def _has(self, number: int, run: str) -> bool:
         there = self._read(number)
-        return number == max(self._numbers(), default=0) and there is not None and there.run == own.run
+        return there is not None and there.run == run
 
     def _check_is_own(self, number: int) -> None:
         """Raises: CheckpointFolderInUseError where another run took the folder, since this one seemed to be gone."""
@@ -395,6 +408,18 @@ def compare(said: Sequence[tuple[str, str]], process: int) -> None:
                 where=f"Checkpointer, process {process} of {len(said)}", expected=expected,
                 got=f"{what} differ: {said[0][i]} in process 0, {said[other][i]} in process {other}", hint=hint,
             )  # fmt: skip
+
+
+def check_is_shared(folder: Path, sees: Sequence[bool]) -> None:
+    """Raises: ProcessMismatchError where a process does not see what process 0 has in the folder."""
+    if not all(sees):
+        blind = ", ".join(str(process) for process, sees_it in enumerate(sees) if not sees_it)
+        raise ProcessMismatchError(
+            where=f"save to {folder}", expected="one folder that all processes share",
+            got=f"one of its own, of the same name, in process {blind}",
+            hint="each process writes its part of a checkpoint: give a folder of a shared file system, or of a bucket; "
+            "disks and memory of one machine hold checkpoints of processes on that machine",
+        )  # fmt: skip
 
 
 # A program that ends while a checkpoint is being written waits for it.
@@ -637,9 +662,14 @@ class Checkpointer:
             except CheckpointFolderInUseError as error:
                 refused = error
         fields = {} if refused is None else {k: vars(refused)[k] for k in ("where", "expected", "got", "hint")}
-        if fields := together(call, self.folder, fields)[0]:
+        fields, taken = together(call, self.folder, [fields, self._owner.taken])[0]
+        if fields:
             raise refused or CheckpointFolderInUseError(**fields)
         if self._writer is None:
+            sees = together(call, self.folder, jax.process_index() == 0 or self._owner.sees(*taken))
+            if not all(sees):
+                self._owner.give_back()
+            check_is_shared(self.folder, sees)
             if not is_in_bucket(self.folder) and (self.folder / _DELETED).is_symlink():  # what lies there is removed
                 raise CheckpointFormatError(
                     where=str(self.folder / _DELETED),

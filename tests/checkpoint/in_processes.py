@@ -124,6 +124,23 @@ def train_until_one_is_killed(task: dict[str, Any], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save_to_a_folder_of_its_own(task: dict[str, Any], folder: Path) -> None:
+    """Saves to a path that is the same text in all processes, and another folder in each."""
+    import jax.numpy as jnp
+
+    from autopar.checkpoint import Checkpointer, checkpointer
+    from autopar.errors import ProcessMismatchError
+
+    checkpointer.SEEN_S = 1.0
+    at = folder / f"disk{task['process']}"
+    at.mkdir()
+    os.chdir(at)
+    try:
+        Checkpointer("/proc/self/cwd/run").save(1, {"w": jnp.ones(4)})
+    except ProcessMismatchError as error:
+        (folder / f"result{task['process']}").write_text(str(error))
+
+
 def main(task: dict[str, Any]) -> None:
     if task["what"] == "kill":
         autopar_join(task)
@@ -134,6 +151,8 @@ def main(task: dict[str, Any]) -> None:
         train_until_told_to_end(task, folder / "run")
     elif task["what"] == "kill":
         train_until_one_is_killed(task, folder / "run")
+    elif task["what"] == "own folders":
+        save_to_a_folder_of_its_own(task, folder)
     else:
         result = restore_onto_each_other(task.get("runs", str(folder)))
         (folder / f"result{task['process']}").write_text(json.dumps(result))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from autopar.checkpoint import Checkpointer, checkpointer
-from autopar.checkpoint.checkpointer import FolderOwner, Owner, begun, compare, this_process
+from autopar.checkpoint.checkpointer import FolderOwner, Owner, begun, check_is_shared, compare, this_process
 from autopar.checkpoint.folders import folder_of, names_in, owner_file, put_owner, touch, touched_s
 from autopar.errors import CheckpointFolderInUseError, ProcessMismatchError
 
@@ -202,3 +202,20 @@ def test_the_error_names_folders_and_calls_that_differ():
         compare([("restore_or", "/a"), ("restore_or", "/b")], 1)
     with pytest.raises(ProcessMismatchError, match="save of step 10 in process 0, save of step 11 in process 2"):
         compare([("save of step 10", "/a"), ("save of step 10", "/a"), ("save of step 11", "/a")], 1)
+
+
+def test_a_process_sees_an_owner_that_comes_into_sight_late_and_not_one_of_another_run(any_folder, monkeypatch):
+    monkeypatch.setattr(checkpointer, "_LOOK_S", 0.01)
+    late = threading.Thread(target=lambda: [time.sleep(0.1), written(any_folder, 1, Owner(run="first"))])
+    late.start()
+    assert FolderOwner(folder_of(any_folder)).sees(1, "first")
+    late.join()
+    monkeypatch.setattr(checkpointer, "SEEN_S", 0.05)
+    assert not FolderOwner(folder_of(any_folder)).sees(1, "second")
+    assert not FolderOwner(folder_of(any_folder)).sees(2, "first")
+
+
+def test_the_error_names_the_processes_whose_folder_is_another_one():
+    check_is_shared("/a", [True, True])
+    with pytest.raises(ProcessMismatchError, match="one of its own, of the same name, in process 1, 3"):
+        check_is_shared("/a", [True, False, True, False])
