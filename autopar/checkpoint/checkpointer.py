@@ -26,7 +26,6 @@ import msgspec
 from autopar.calls import nnx_objects
 from autopar.checkpoint.folders import (
     folder_of,
-    is_complete,
     is_in_bucket,
     names_in,
     owner_file,
@@ -43,9 +42,9 @@ from autopar.checkpoint.manifest import (
     complete_steps,
     encoded,
     find,
+    incomplete,
     named_leaves,
     read,
-    step_numbers,
 )
 from autopar.checkpoint.preemption import ENDS_WITHOUT_THREADS, Preempted, PreemptionNotice, SpareThreads
 from autopar.checkpoint.stored_arrays import record_of, stored_array
@@ -726,7 +725,7 @@ class Checkpointer:
             return list(at.iterdir()) if at.is_dir() else []  # the folder stays while more may come into it
         if not self._owner.is_own():  # a run that has taken the folder over may be saving
             return []
-        return [at for step in step_numbers(self.folder) if not is_complete(at := self.folder / str(step))]
+        return incomplete(self.folder)
 
     # Restoring
 

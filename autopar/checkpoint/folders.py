@@ -14,16 +14,18 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import InvalidArgumentError, MissingPackageError
 
-# What orbax writes when a checkpoint is complete: in a bucket, where nothing is renamed at once, after all else.
-_COMMITTED = "_CHECKPOINT_METADATA"
-_COMMITTED_IN_BUCKET = "commit_success.txt"
+# What is there when a checkpoint is complete, on a file system and in a bucket: there nothing is renamed at once, and
+# orbax writes this one after all else.
+COMMITTED = _COMMITTED, _COMMITTED_IN_BUCKET = "_CHECKPOINT_METADATA", "commit_success.txt"
 _OWNER_FILE = "owner.json"
+_SCHEME = "gs://"
 
 logger = logging.getLogger("autopar")
 
@@ -35,8 +37,8 @@ def folder_of(folder: str | os.PathLike[str]) -> Path:
     MissingPackageError.
     """
     text = os.fspath(folder)
-    if text.startswith("gs://"):
-        _bucket_files("gs://")
+    if text.startswith(_SCHEME):
+        _bucket_files(_SCHEME)
         path: Path = import_module("etils.epath").Path(text)
         return path
     if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", text):
@@ -64,11 +66,16 @@ def names_in(folder: Path) -> list[str]:
     return [name for entry in entries if (name := entry.rstrip("/").rsplit("/", 1)[-1])]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether all of a checkpoint is there, under the name of its step."""
-    if is_in_bucket(checkpoint):
-        return _about(checkpoint / _COMMITTED_IN_BUCKET) is not None
-    return (checkpoint / _COMMITTED).is_file()
+def complete_in(folder: Path, steps: Sequence[int]) -> list[int]:
+    """Those of the steps of a folder of whose checkpoints all is there."""
+    if not is_in_bucket(folder):
+        return [step for step in steps if (folder / str(step) / _COMMITTED).is_file()]
+    files = {step: f"{folder}/{step}/{_COMMITTED_IN_BUCKET}" for step in steps}
+    read = _bucket_files(folder).cat([*files.values()], on_error="return") if files else {}  # all at once
+    for answer in read.values():
+        if isinstance(answer, Exception) and not isinstance(answer, FileNotFoundError):
+            raise answer
+    return [step for step, file in files.items() if isinstance(read[file.removeprefix(_SCHEME)], bytes)]
 
 
 def take_back(checkpoint: Path) -> None:

@@ -20,7 +20,7 @@ import jax
 import msgspec
 
 from autopar.calls import nnx_objects
-from autopar.checkpoint.folders import is_complete, is_in_bucket, names_in
+from autopar.checkpoint.folders import COMMITTED, complete_in, is_in_bucket, names_in
 from autopar.common.files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError, UnsupportedError
 from autopar.frontend.static_leaves import set_apart
@@ -253,11 +253,17 @@ class _Arrays(msgspec.Struct):
 
 def complete_steps(folder: Path) -> list[int]:
     """The numbers of the complete checkpoints of a folder, ascending. Unfinished ones have other names or no end."""
-    return [step for step in step_numbers(folder) if is_complete(folder / str(step))]
+    return complete_in(folder, _step_numbers(folder))
 
 
-def step_numbers(folder: Path) -> list[int]:
-    """The numbers by which a folder has checkpoints, complete or not, ascending."""
+def incomplete(folder: Path) -> list[Path]:
+    """What has the name and the parts of a checkpoint in a bucket, and is none: other folders may be called 2024."""
+    steps = _step_numbers(folder)
+    left = [folder / str(step) for step in sorted({*steps} - {*complete_in(folder, steps)})]
+    return [at for at in left if {*names_in(at)} <= {STATE, MANIFEST, *COMMITTED}]
+
+
+def _step_numbers(folder: Path) -> list[int]:
     names = [name for name in names_in(folder) if name.isascii() and name.isdigit()]
     return sorted(int(name) for name in names if str(int(name)) == name)
 

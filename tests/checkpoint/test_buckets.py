@@ -79,18 +79,19 @@ def steps_in(buckets, bucket):
 def test_the_latest_are_kept_and_what_others_have_in_the_bucket_stays(buckets, bucket):
     buckets.put(bucket, "run/logs/today", b"text", {})
     buckets.put(bucket, "run/deleted/mine", b"text", {})
+    buckets.put(bucket, "run/2024/mine", b"text", {})
     with Checkpointer(f"gs://{bucket}/run", keep=2, on_preemption=False) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(step, {"n": step, "w": jnp.full(4, float(step))})
         checkpoints.wait()
         assert checkpoints.steps() == [3, 4]
-        assert steps_in(buckets, bucket) == [".writer-1", "3", "4", "deleted", "logs"]
+        assert steps_in(buckets, bucket) == [".writer-1", "2024", "3", "4", "deleted", "logs"]
         assert checkpoints.discard_after(3) == [4]
         assert float(checkpoints.restore()["w"][0]) == 3.0
-        assert steps_in(buckets, bucket) == [".writer-1", "3", "deleted", "logs"]
+        assert steps_in(buckets, bucket) == [".writer-1", "2024", "3", "deleted", "logs"]
         checkpoints.save(4, {"n": 40})
         assert checkpoints.restore() == {"n": 40}
-    assert steps_in(buckets, bucket) == ["3", "4", "deleted", "logs"]
+    assert steps_in(buckets, bucket) == ["2024", "3", "4", "deleted", "logs"]
 
 
 def copied(buckets, bucket, names, at):
@@ -218,6 +219,21 @@ def test_a_bucket_that_does_not_let_in_is_an_error_and_no_empty_folder(buckets, 
     buckets.forbidden.remove(bucket)
     with pytest.raises(CheckpointNotFoundError, match="no folder"):
         checkpoints.restore()
+
+
+def test_a_checkpoint_of_which_the_bucket_does_not_tell_is_an_error(buckets, bucket, monkeypatch):
+    buckets.put(bucket, "run/1/commit_success.txt", b"", {})
+    checkpoints, get = Checkpointer(f"gs://{bucket}/run", on_preemption=False), buckets.get
+    assert checkpoints.steps() == [1]
+
+    def refuse(at, name, query):
+        if name.endswith("commit_success.txt"):
+            raise Fault(403)
+        return get(at, name, query)
+
+    monkeypatch.setattr(buckets, "get", refuse)
+    with pytest.raises(OSError, match="Forbidden"):
+        checkpoints.steps()
 
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket/run"), "file:/run"])
