@@ -18,6 +18,7 @@ FOLDERS = {"autopar": "autopar", "solver": "autopar.solver", "runtime": "autopar
 
 # Import name -> name in package indexes, where they differ.
 DISTRIBUTION_OF = {
+    "absl": "absl_py",
     "haiku": "dm_haiku",
     "orbax": "orbax_checkpoint",
     "ott": "ott_jax",

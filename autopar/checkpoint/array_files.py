@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.checkpoint.folders import is_in_bucket, take_back
 from autopar.checkpoint.manifest import MANIFEST, STATE
 
 # Memory that the C library keeps of what was freed.
@@ -168,11 +169,15 @@ def manager(folder: Path, keep: int | None, deleted: str) -> Any:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         todelete_subdir=deleted,
-        cleanup_tmp_directories=True,
+        # In a bucket orbax takes every folder for a checkpoint, and would remove those of others.
+        cleanup_tmp_directories=not is_in_bucket(folder),
         save_root_metadata=False,
     )
     handlers = {STATE: _handler(None), MANIFEST: ocp.JsonCheckpointHandler()}
-    return _Manager(folder, item_handlers=handlers, options=options)
+    manager = _Manager(folder, item_handlers=handlers, options=options)
+    if is_in_bucket(folder):
+        manager._checkpoint_deleter = _TakingBack(folder)
+    return manager
 
 
 class _Manager(ocp.CheckpointManager):
@@ -184,6 +189,24 @@ class _Manager(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         return False
+
+
+class _TakingBack:
+    """In place of orbax's removal in a bucket, which may be cut off: a checkpoint ceases to be complete at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def delete(self, step: int) -> None:
+        if jax.process_index() == 0:
+            take_back(self._folder / str(step))
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self.delete(step)
+
+    def close(self) -> None:
+        pass
 
 
 def save(writer: Any, step: int, arrays: Mapping[str, Any], manifest: Any) -> None:

@@ -6,13 +6,11 @@ import collections
 import concurrent.futures.thread  # noqa: F401 (its own end of the program comes after ours: later ones come first)
 import contextlib
 import datetime
-import errno
 import functools
 import json
 import logging
 import operator
 import os
-import shutil
 import socket
 import threading
 import time
@@ -26,6 +24,17 @@ import jax
 import msgspec
 
 from autopar.calls import nnx_objects
+from autopar.checkpoint.folders import (
+    folder_of,
+    is_in_bucket,
+    names_in,
+    owner_file,
+    put_owner,
+    remove,
+    rename_owner,
+    touch,
+    touched_s,
+)
 from autopar.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -33,6 +42,7 @@ from autopar.checkpoint.manifest import (
     complete_steps,
     encoded,
     find,
+    incomplete,
     named_leaves,
     read,
 )
@@ -55,10 +65,11 @@ from autopar.executables.step_leaves import with_process_lost_errors
 from autopar.plan.plan import Plan, encode
 from autopar.runtime.agreement import exchange_in_turn
 
-# One run writes to a folder: a folder `.writer-N` in it says which, and shows signs of life.
+# One run writes to a folder: `.writer-N` in it says which, and shows signs of life.
 #
-# (1) `.writer-N` comes into being whole, by renaming a folder that has its file already. Renaming fails where there is
-# one with something in it: of two runs one gets it, also on network file systems, and without locks of files. (2) The
+# (1) `.writer-N` comes into being whole: by renaming a folder that has its file already, which fails where there is one
+# with something in it; as an object, which a bucket makes only where there is none. Of two runs one gets it, also on
+# network file systems, and without locks of files. (2) The
 # owner is the highest N. A live one is never moved: who finds the owner gone makes N + 1, and then removes what is
 # below. An owner that was taken for gone, and goes on, finds the higher one before its next save. (3) On the same
 # machine the owner is gone where its process is, known by number and start. On another machine it is gone where its
@@ -66,11 +77,11 @@ from autopar.runtime.agreement import exchange_in_turn
 
 PREFIX = ".writer-"
 _UNFINISHED = f"{PREFIX}new-"
-_FILE = "owner.json"
 BEAT_S = 5.0
 LEASE_S = 30.0  # a process that holds Python's lock for 20 s in one call is taken for dead elsewhere too
 WATCHED_S = 2 * BEAT_S
-_LOOK_S = 0.5
+_LOOK_S = 1.0  # a bucket takes about one change of an object in a second
+SEEN_S = 60.0  # so long a client of NFS may take a new file for absent (acdirmax)
 LEFT_S = 3600.0  # to take a folder lasts seconds: whoever began longer ago was killed while at it
 
 
@@ -103,17 +114,16 @@ class FolderOwner:
     def take(self) -> None:
         """Returns when the folder is this process's. Raises: CheckpointFolderInUseError."""
         if self._own is not None:
-            self._check_is_own(*self._own)
+            self._check_is_own(self._own[0])
             return
         own = this_process()
-        probe = self._folder / f"{_UNFINISHED}{own.run}"
-        probe.mkdir(parents=True)
-        (probe / _FILE).write_bytes(msgspec.json.encode(own))
+        probe = f"{_UNFINISHED}{own.run}"
+        put_owner(self._folder, probe, msgspec.json.encode(own))
         try:
             while not self._claimed(own, probe):
                 pass
         finally:
-            shutil.rmtree(probe, ignore_errors=True)
+            remove(self._folder / probe)
         self._stop = threading.Event()
         beat = threading.Thread(target=self._beat, args=(self._stop,), name="autopar folder owner", daemon=True)
         beat.start()
@@ -125,13 +135,13 @@ class FolderOwner:
         self._stop.set()
         (number, _), self._own = self._own, None
         for n in [*(n for n in self._numbers() if n < number), number]:  # or a lower one would be the owner
-            shutil.rmtree(self._folder / f"{PREFIX}{n}", ignore_errors=True)
+            remove(self._folder / f"{PREFIX}{n}")
 
-    def _claimed(self, own: Owner, probe: Path) -> bool:
+    def _claimed(self, own: Owner, probe: str) -> bool:
         """Whether the folder is this process's now; else somebody was faster, and is looked at next."""
         number = max(self._numbers(), default=0)
         there = self._read(number)
-        if there is not None and not self._is_gone(number, there, own, probe / _FILE):
+        if there is not None and not self._is_gone(number, there, own, probe):
             raise CheckpointFolderInUseError(
                 where=f"save to {self._folder}", expected="a folder that no other run writes to",
                 got=f"one that {there} writes to",
@@ -141,36 +151,50 @@ class FolderOwner:
         if max(self._numbers(), default=0) != number:
             return False  # while the owner was watched others came, and may have gone
         claimed = number + 1
-        try:
-            os.rename(probe, self._folder / f"{PREFIX}{claimed}")
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+        if not rename_owner(self._folder, probe, f"{PREFIX}{claimed}"):
             return False
         if max(self._numbers(), default=0) != claimed:  # the folder was listed while others came and went
-            shutil.rmtree(self._folder / f"{PREFIX}{claimed}", ignore_errors=True)
-            probe.mkdir(exist_ok=True)
-            (probe / _FILE).write_bytes(msgspec.json.encode(own))
+            remove(self._folder / f"{PREFIX}{claimed}")
+            put_owner(self._folder, probe, msgspec.json.encode(own))
             return False
         self._own = claimed, own
         gone = [f"{PREFIX}{n}" for n in self._numbers() if n < claimed]
         gone += self._unfinished(claimed)
         for name in gone:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
+            remove(self._folder / name)
         return True
 
     def _unfinished(self, claimed: int) -> list[str]:
         """What was left by who was killed before it had the folder; not that of who is at it now."""
-        found = [entry.name for entry in os.scandir(self._folder) if entry.name.startswith(_UNFINISHED)]
-        now_s = _touched_s(self._folder / f"{PREFIX}{claimed}" / _FILE) or 0.0
-        return [name for name in found if (_touched_s(self._folder / name / _FILE) or now_s) < now_s - LEFT_S]
+        found = [name for name in names_in(self._folder) if name.startswith(_UNFINISHED)]
+        now_s = self._touched_s(f"{PREFIX}{claimed}") or 0.0
+        return [name for name in found if (self._touched_s(name) or now_s) < now_s - LEFT_S]
 
-    def _check_is_own(self, number: int, own: Owner) -> None:
+    @property
+    def taken(self) -> tuple[int, str] | None:
+        """(number, run) by which this process has the folder."""
+        return None if self._own is None else (self._own[0], self._own[1].run)
+
+    def is_own(self) -> bool:
+        """Whether the folder is this process's: it was taken, and nobody has taken it over."""
+        return self.taken is not None and self._has(*self.taken) and self.taken[0] == max(self._numbers(), default=0)
+
+    def sees(self, number: int, run: str) -> bool:
+        """Whether the folder, as this process sees it, is that of another one: waits for network file systems."""
+        until_s = time.monotonic() + SEEN_S
+        while not (is_seen := self._has(number, run)) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        return is_seen
+
+    def _has(self, number: int, run: str) -> bool:
+        there = self._read(number)
+        return there is not None and there.run == run
+
+    def _check_is_own(self, number: int) -> None:
         """Raises: CheckpointFolderInUseError where another run took the folder, since this one seemed to be gone."""
-        latest = max(self._numbers(), default=0)
-        if latest == number and (there := self._read(number)) is not None and there.run == own.run:
+        if self.is_own():
             return
-        there = self._read(latest)
+        there = self._read(max(self._numbers(), default=0))
         raise CheckpointFolderInUseError(
             where=f"save to {self._folder}", expected="the folder of this run",
             got="one without a writer" if there is None else f"one that {there} has taken over",
@@ -178,28 +202,31 @@ class FolderOwner:
             f"{PREFIX}{number} in the folder: start again from the last checkpoint",
         )  # fmt: skip
 
-    def _is_gone(self, number: int, there: Owner, own: Owner, probe: Path) -> bool:
+    def _is_gone(self, number: int, there: Owner, own: Owner, probe: str) -> bool:
         if there.machine == own.machine:
             is_restart = there.launcher == own.launcher is not None and there.restart < own.restart
             return is_restart or begun(there.pid) != there.begun
-        file = self._folder / f"{PREFIX}{number}" / _FILE
-        first, until_s = _touched_s(file), time.monotonic() + WATCHED_S
-        while (touched_s := _touched_s(file)) is not None and touched_s == first:
-            os.utime(probe)
-            now_s = _touched_s(probe)  # by the same clock, that of the file system
+        name = f"{PREFIX}{number}"
+        first, until_s = self._touched_s(name), time.monotonic() + WATCHED_S
+        while (touched_s := self._touched_s(name)) is not None and touched_s == first:
+            touch(owner_file(self._folder, probe))
+            now_s = self._touched_s(probe)  # by the same clock, that of the file system or the bucket
             if now_s is None or (now_s - touched_s > LEASE_S and time.monotonic() > until_s):
                 return True
             time.sleep(_LOOK_S)
         return touched_s is None
 
+    def _touched_s(self, name: str) -> float | None:
+        return touched_s(owner_file(self._folder, name))
+
     def _numbers(self) -> list[int]:
-        names = [entry.name.removeprefix(PREFIX) for entry in os.scandir(self._folder) if entry.name.startswith(PREFIX)]
+        names = [name.removeprefix(PREFIX) for name in names_in(self._folder) if name.startswith(PREFIX)]
         return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     def _read(self, number: int) -> Owner | None:
         """Who owns the folder by this; None where there is nobody. Of a damaged file nothing is known but its time."""
         try:
-            return msgspec.json.decode((self._folder / f"{PREFIX}{number}" / _FILE).read_bytes(), type=Owner)
+            return msgspec.json.decode(owner_file(self._folder, f"{PREFIX}{number}").read_bytes(), type=Owner)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except msgspec.DecodeError:
@@ -207,10 +234,10 @@ class FolderOwner:
 
     def _beat(self, stop: threading.Event) -> None:
         assert self._own is not None, "taken before"
-        file = self._folder / f"{PREFIX}{self._own[0]}" / _FILE
+        file = owner_file(self._folder, f"{PREFIX}{self._own[0]}")
         while not stop.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # the next save finds what has become of it
-                os.utime(file)
+            with contextlib.suppress(Exception):  # networks have any: the next save finds what has become of it
+                touch(file)
 
 
 def this_process() -> Owner:
@@ -256,15 +283,6 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _touched_s(file: Path) -> float | None:
-    """When a file was touched; None where there is none. Opened, or a network file system may answer from memory."""
-    try:
-        with file.open("rb") as opened:
-            return os.fstat(opened.fileno()).st_mtime
-    except OSError:
-        return None
-
-
 # The checked arguments of `Checkpointer`: the folder, the number of the step, the step, the plan, the data.
 
 
@@ -277,8 +295,10 @@ class HasPosition(Protocol):
 
 
 def checked_folder(folder: str | Path) -> Path:
-    """The absolute path of a folder, which may not exist yet. Raises: InvalidArgumentError."""
-    path = Path(folder).absolute()
+    """The absolute path of a folder, which may not exist yet. Raises: InvalidArgumentError, MissingPackageError."""
+    path = folder_of(folder)
+    if is_in_bucket(path):
+        return path
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir():
         raise InvalidArgumentError(
@@ -387,6 +407,18 @@ def compare(said: Sequence[tuple[str, str]], process: int) -> None:
                 where=f"Checkpointer, process {process} of {len(said)}", expected=expected,
                 got=f"{what} differ: {said[0][i]} in process 0, {said[other][i]} in process {other}", hint=hint,
             )  # fmt: skip
+
+
+def check_is_shared(folder: Path, sees: Sequence[bool]) -> None:
+    """Raises: ProcessMismatchError where a process does not see what process 0 has in the folder."""
+    if not all(sees):
+        blind = ", ".join(str(process) for process, sees_it in enumerate(sees) if not sees_it)
+        raise ProcessMismatchError(
+            where=f"save to {folder}", expected="one folder that all processes share",
+            got=f"one of its own, of the same name, in process {blind}",
+            hint="each process writes its part of a checkpoint: give a folder of a shared file system, or of a bucket; "
+            "disks and memory of one machine hold checkpoints of processes on that machine",
+        )  # fmt: skip
 
 
 # A program that ends while a checkpoint is being written waits for it.
@@ -568,8 +600,8 @@ class Checkpointer:
             return
         self._writer.close()
         self._writer = None
-        if not jax.process_index():
-            shutil.rmtree(self.folder / _DELETED, ignore_errors=True)
+        if not jax.process_index() and not is_in_bucket(self.folder):
+            remove(self.folder / _DELETED)
         self._owner.give_back()
         no_wait(self)
         _writing.pop(self.folder, None)
@@ -595,7 +627,7 @@ class Checkpointer:
         files = array_files("Checkpointer.save")
         self._open(files, f"save of step {step_number}")
         self._check_is_later(step_number)
-        self._remove_deleted()
+        self._remove_deleted(but=step_number)
         arrays = {
             record.name: stored_array(leaf.value, record)
             for leaf, record in zip(leaves, records, strict=True)
@@ -629,10 +661,15 @@ class Checkpointer:
             except CheckpointFolderInUseError as error:
                 refused = error
         fields = {} if refused is None else {k: vars(refused)[k] for k in ("where", "expected", "got", "hint")}
-        if fields := together(call, self.folder, fields)[0]:
+        fields, taken = together(call, self.folder, [fields, self._owner.taken])[0]
+        if fields:
             raise refused or CheckpointFolderInUseError(**fields)
         if self._writer is None:
-            if (self.folder / _DELETED).is_symlink():  # what lies there is removed
+            sees = together(call, self.folder, jax.process_index() == 0 or self._owner.sees(*taken))
+            if not all(sees):
+                self._owner.give_back()
+            check_is_shared(self.folder, sees)
+            if not is_in_bucket(self.folder) and (self.folder / _DELETED).is_symlink():  # what lies there is removed
                 raise CheckpointFormatError(
                     where=str(self.folder / _DELETED),
                     expected="a folder",
@@ -665,16 +702,30 @@ class Checkpointer:
         self.wait()
         return later
 
-    def _remove_deleted(self) -> None:
-        """Removes what is no longer kept, in the background, in one process."""
-        at = self.folder / _DELETED
-        if jax.process_index() or not at.is_dir() or (self._removal is not None and self._removal.is_alive()):
+    def _remove_deleted(self, but: int | None = None) -> None:
+        """Removes what is no longer kept, in the background, in one process; not a step that is saved next."""
+        if jax.process_index():
             return
-        gone = list(at.iterdir())  # the folder stays while more may come into it
+        if self._removal is not None and is_in_bucket(self.folder):
+            self._removal.join()  # from under a name that the next checkpoint may have
+        if self._removal is not None and self._removal.is_alive():
+            return
+        gone = [folder for folder in self._deleted() if folder.name != str(but)]
+        if not gone:
+            return
         removal = threading.Thread(target=_remove, args=(gone,))
         with contextlib.suppress(RuntimeError):  # a program that ends may begin none: the next one removes
             removal.start()
             self._removal = removal
+
+    def _deleted(self) -> list[Path]:
+        """What is no longer kept: in a bucket also what was never complete, which has the name of a step there."""
+        if not is_in_bucket(self.folder):
+            at = self.folder / _DELETED
+            return list(at.iterdir()) if at.is_dir() else []  # the folder stays while more may come into it
+        if not self._owner.is_own():  # a run that has taken the folder over may be saving
+            return []
+        return incomplete(self.folder)
 
     # Restoring
 
@@ -783,4 +834,4 @@ class Checkpointer:
 
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)

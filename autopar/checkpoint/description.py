@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.checkpoint.folders import folder_of
 from autopar.checkpoint.manifest import LeafRecord, complete_steps, find, read
 from autopar.checkpoint.stored_arrays import restored_array
 from autopar.checkpoint.targets import read_arrays
@@ -70,7 +71,7 @@ class Description:
 
 def describe(folder: str | Path, step: int | None = None) -> Description:
     """The latest checkpoint of a folder, or that of a step. Raises: as `Checkpointer.restore`."""
-    path = Path(folder)
+    path = folder_of(folder)
     number = find(path, step)
     file = read(path, number)
     return Description(
@@ -141,7 +142,7 @@ def export(
     Raises: InvalidArgumentError where nothing is called so; UnsupportedError for types that the format does not have;
     as `Checkpointer.restore`.
     """
-    at = Path(folder).absolute()
+    at = folder_of(folder)
     number = find(at, step)
     selected = _selected(read(at, number).leaves, select, f"{folder}, step {number}")
     header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(number)}}

@@ -20,6 +20,7 @@ import jax
 import msgspec
 
 from autopar.calls import nnx_objects
+from autopar.checkpoint.folders import COMMITTED, complete_in, is_in_bucket, names_in
 from autopar.common.files import JsonFaultError, decoded
 from autopar.errors import CheckpointFormatError, CheckpointNotFoundError, PlanFormatError, UnsupportedError
 from autopar.frontend.static_leaves import set_apart
@@ -182,7 +183,6 @@ logger = logging.getLogger("autopar")
 FORMAT_VERSION = 1
 STATE, MANIFEST = "state", "manifest"
 _MANIFEST_FILE = "metadata"  # as orbax names the file of a JSON item
-_COMMITTED = "_CHECKPOINT_METADATA"  # what orbax writes when a checkpoint is complete
 _ARRAYS_FILE = "_METADATA"
 _HINT = "restore another step of the folder (autopar checkpoint show FOLDER lists them)"
 
@@ -253,10 +253,19 @@ class _Arrays(msgspec.Struct):
 
 def complete_steps(folder: Path) -> list[int]:
     """The numbers of the complete checkpoints of a folder, ascending. Unfinished ones have other names or no end."""
-    if not folder.is_dir():
-        return []
-    names = [entry.name for entry in os.scandir(folder) if entry.name.isascii() and entry.name.isdigit()]
-    return sorted(int(name) for name in names if str(int(name)) == name and (folder / name / _COMMITTED).is_file())
+    return complete_in(folder, _step_numbers(folder))
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """What has the name and the parts of a checkpoint in a bucket, and is none: other folders may be called 2024."""
+    steps = _step_numbers(folder)
+    left = [folder / str(step) for step in sorted({*steps} - {*complete_in(folder, steps)})]
+    return [at for at in left if {*names_in(at)} <= {STATE, MANIFEST, *COMMITTED}]
+
+
+def _step_numbers(folder: Path) -> list[int]:
+    names = [name for name in names_in(folder) if name.isascii() and name.isdigit()]
+    return sorted(int(name) for name in names if str(int(name)) == name)
 
 
 def find(folder: Path, step: int | None, steps: Sequence[int] | None = None) -> int:
@@ -350,7 +359,9 @@ def _other_plan_format(plan: str) -> bool:
 
 
 def _check_paths(at: Path) -> None:
-    """Raises: CheckpointFormatError where a checkpoint is, or holds, a link."""
+    """Raises: CheckpointFormatError where a checkpoint is, or holds, a link, which buckets have not."""
+    if is_in_bucket(at):
+        return
     if at.is_symlink():
         raise _fault(str(at), "a folder", "a symbolic link")
     for root, folders, files in os.walk(at):

@@ -54,7 +54,7 @@ def holds_its_parts(array: Any, whole: Any) -> bool:
     return all(part.tobytes() == np.asarray(whole)[index].tobytes() for index, part in parts)
 
 
-def restore_onto_each_other(folder: Path) -> dict[str, Any]:
+def restore_onto_each_other(folder: str) -> dict[str, Any]:
     """Saves a state of each kind and restores it onto each: digests of the states, and what was not equal."""
     import jax
 
@@ -70,7 +70,7 @@ def restore_onto_each_other(folder: Path) -> dict[str, Any]:
         state = steps[kind].init(case.init, jax.random.key(0))
         for i in range(2):
             state, _ = steps[kind](state, case.batch(i))
-        with Checkpointer(folder / kind) as checkpoints:
+        with Checkpointer(f"{folder}/{kind}") as checkpoints:
             checkpoints.save(2, state, plan=steps[kind])
             plain = checkpoints.restore(like=shapes)
             digests[kind] = digest(plain)
@@ -79,10 +79,10 @@ def restore_onto_each_other(folder: Path) -> dict[str, Any]:
             pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(plain), strict=True)
             unequal += [(kind, name, i) for i, (array, whole) in enumerate(pairs) if not holds_its_parts(array, whole)]
         in_host += sum(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(back["offload"]))
-    return {"digests": digests, "unequal": unequal, "in_host": in_host, "mixed": mixed_leaves(folder / "mixed")}
+    return {"digests": digests, "unequal": unequal, "in_host": in_host, "mixed": mixed_leaves(f"{folder}/mixed")}
 
 
-def mixed_leaves(folder: Path) -> bool:
+def mixed_leaves(folder: str) -> bool:
     """Whether what each process has whole comes back: arrays of numpy and of one device, keys, numbers."""
     import jax
     import jax.numpy as jnp
@@ -124,6 +124,23 @@ def train_until_one_is_killed(task: dict[str, Any], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save_to_a_folder_of_its_own(task: dict[str, Any], folder: Path) -> None:
+    """Saves to a path that is the same text in all processes, and another folder in each."""
+    import jax.numpy as jnp
+
+    from autopar.checkpoint import Checkpointer, checkpointer
+    from autopar.errors import ProcessMismatchError
+
+    checkpointer.SEEN_S = 1.0
+    at = folder / f"disk{task['process']}"
+    at.mkdir()
+    os.chdir(at)
+    try:
+        Checkpointer("/proc/self/cwd/run").save(1, {"w": jnp.ones(4)})
+    except ProcessMismatchError as error:
+        (folder / f"result{task['process']}").write_text(str(error))
+
+
 def main(task: dict[str, Any]) -> None:
     if task["what"] == "kill":
         autopar_join(task)
@@ -134,8 +151,11 @@ def main(task: dict[str, Any]) -> None:
         train_until_told_to_end(task, folder / "run")
     elif task["what"] == "kill":
         train_until_one_is_killed(task, folder / "run")
+    elif task["what"] == "own folders":
+        save_to_a_folder_of_its_own(task, folder)
     else:
-        (folder / f"result{task['process']}").write_text(json.dumps(restore_onto_each_other(folder)))
+        result = restore_onto_each_other(task.get("runs", str(folder)))
+        (folder / f"result{task['process']}").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -52,6 +53,17 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(tmp_path):
     assert int(checkpoints.restore()["n"]) == checkpoints.latest()
 
 
+def test_a_folder_that_is_another_one_in_each_process_is_refused_before_anything_is_lost(tmp_path):
+    ended = launch(tmp_path, 2, 1, 120, program=in_processes.__file__, what="own folders")
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][1] + ended[1][1]
+    for i in range(2):
+        said = (tmp_path / f"result{i}").read_text()
+        assert (
+            "expected one folder that all processes share, got one of its own, of the same name, in process 1" in said
+        )
+    assert [path.name for path in (tmp_path / "disk0" / "run").iterdir()] == []
+
+
 def launched(folder, what, restarts):
     """(exit code, output) of tests/checkpoint/restarted.py in two processes."""
     command = [sys.executable, "-m", "autopar.launch", "--processes", "2", "--devices-per-process", "1"]
@@ -81,3 +93,17 @@ def test_a_process_that_does_not_save_is_named(tmp_path):
     code, text = launched(tmp_path, "alone", restarts=0)
     assert code != 0
     assert "expected all processes to call save of step 6, got process 1 has begun another step" in text, text[-4000:]
+
+
+def test_a_run_whose_process_was_killed_goes_on_from_memory_of_its_machine_or_else_from_the_folder(tmp_path):
+    code, text = launched(tmp_path, "near", restarts=1)
+    assert code == 0, text[-4000:]
+    ends = [json.loads((tmp_path / f"end{i}").read_text()) for i in range(2)]
+    assert ends[0] == ends[1]
+    assert ends[0][0] in (6, 7)  # the folder has step 5
+    assert ends[0][1] == restarted.LAST
+    assert Checkpointer(tmp_path / "run", on_preemption=False).steps() == [5, 10]
+    shutil.rmtree(tmp_path / "memory")
+    code, text = launched(tmp_path, "near", restarts=0)
+    assert code == 0, text[-4000:]
+    assert json.loads((tmp_path / "end0").read_text()) == [10, restarted.LAST]
