@@ -504,8 +504,8 @@ def _with_sink(form: AttentionForm, at: str, out: Any, largest: Any, total: Any,
     more = of_keys + jax.lax.exp(sinks - larger)
     share = _spread(of_keys / more, form.rows, out.shape, form.out)
     scaled = (share * out.astype(share.dtype)).astype(out.dtype)
-    # Of a row without keys the result is no number.
-    return jax.lax.select(share > 0, scaled, jax.lax.full_like(out, 0)), larger, more
+    # The result of a row that sees no keys is nan; its sink has all of the weight.
+    return jax.lax.select(share == 0, jax.lax.full_like(out, 0), scaled), larger, more
 
 
 def _sink_backward(
@@ -527,7 +527,7 @@ def _sink_backward(
     sinks = _spread(sink.astype(total.dtype), at, total.shape, form.rows)
     change = jax.lax.transpose(change, [gradients.out.index(x) for x in form.out]).astype(total.dtype)
     own = [d for d, x in enumerate(form.out) if x not in form.rows]
-    along = jax.lax.reduce(out.astype(total.dtype) * change, jax.numpy.zeros((), total.dtype), jax.lax.add, own)
+    along = (out.astype(total.dtype) * change).sum(own)
     along = _spread(along, "".join(x for x in form.out if x in form.rows), total.shape, form.rows)
     of_row = -along * jax.lax.exp(sinks - largest) / total
     return (jax.lax.transpose(of_row, [form.rows.index(x) for x in made]),)

@@ -489,7 +489,7 @@ def _plain(value: Any) -> Any:
 
 # The equations of a block as polynomials in the scores of attention.
 #
-# A value with scores is a sum of terms (`polynomial`): numbers times powers of *atoms*. An atom is a product of queries
+# A value with scores is a sum of terms: numbers times powers of *atoms*. An atom is a product of queries
 # and keys (or of the result's gradient and the values), the weights that softmax computes from one, a sum over a row,
 # or any other factor of the scores.
 
@@ -509,7 +509,7 @@ class Reader(ArrayReader):
         self.uses: dict[int, Use] = {}  # by operation
         self.weights: dict[Expression, tuple[Labels, Label]] = {}  # labels of the scores, and that of the keys
         self.slopes: dict[Expression, Sum] = {}  # the scores' sums, by tree
-        self.columns: dict[int, Read] = {}  # what is cut off behind the keys, with that of which it is
+        self.columns: dict[int, Read] = {}  # by columns of sinks that are cut off, the values that they are cut off
         self.extended: list[tuple[Expression, Sum]] = []  # scores with a sink behind them, and the sum of the scores
         self.first_unknown: Op | None = None  # the first equation on scores that is not understood
 
@@ -533,7 +533,7 @@ class Reader(ArrayReader):
                 if is_column:
                     self.columns[v] = reads[0]
                 else:
-                    self.known[v] = dataclasses.replace(reads[0], column=None, tree=None)
+                    self.known[v] = Read(reads[0].labels, reads[0].sum)
         elif any(read is not None for read in reads):
             found = self.followed(op, reads) if len(op.outputs) == 1 else None
             if all(read is None or of_result(read) for read in reads):
@@ -652,7 +652,7 @@ class Reader(ArrayReader):
                     self.join((x,), (labels[d],))
         labels = self.all(labels)
         column = next((r.column for r in reads if r is not None and r.column is not None), None)
-        if column is not None and not self.goes_with_column(op, reads, labels.index(self.of(column))):
+        if column is not None and not self.goes_with_column(op, reads, labels, column):
             return None
         if name == "sub" and reads[0] is not None and reads[1] is not None and reads[1].largest_of is not None:
             if reads[0].without_largest is not None:  # once more, as it is zero now
@@ -683,6 +683,8 @@ class Reader(ArrayReader):
             added = [d for d, padding in enumerate(params["padding_config"]) if padding != (0, 0, 0)]
             if [params["padding_config"][d] for d in added] != [(0, 1, 0)] or self.number(op.inputs[1]) != 0:
                 return None
+            if not read.sum or not all(any(atom[0] == "product" for atom, _ in term) for term in read.sum):
+                return None
             return Read(read.labels, read.sum, column=read.labels[added[0]])
         d = params["dimension"]
         if read.tree is None or not has_score(read.tree) or [self.shape(a)[d] for a in op.inputs[1:]] != [1]:
@@ -710,10 +712,16 @@ class Reader(ArrayReader):
         keys = shape[cut[0]] - 1
         return {(0, keys, keys + 1): (False, True), (0, keys): (False,), (keys, keys + 1): (True,)}.get(tuple(ends))
 
-    def goes_with_column(self, op: Op, reads: Sequence[Read | None], d: int) -> bool:
-        """Whether what meets keys with a sink behind them in dimension d is a number for each row, or has one too."""
+    def goes_with_column(self, op: Op, reads: Sequence[Read | None], labels: Labels, column: Label) -> bool:
+        """Whether each operand has a sink behind its keys, or one number for all of a row."""
+        if self.of(column) not in labels:
+            return False
+        d = labels.index(self.of(column))
         return all(
-            read is not None or not self.shape(a) or self.shape(a)[d] == 1 or self.number(a) is not None
+            not self.shape(a)
+            or self.shape(a)[d] == 1
+            or self.number(a) is not None
+            or (read is not None and (read.column is not None or _of_rows(read)))
             for a, read in zip(op.inputs, reads, strict=True)
         )
 
@@ -770,7 +778,10 @@ class Reader(ArrayReader):
         if not axes:
             return dataclasses.replace(read, labels=left)
         if op.primitive == "reduce_max" and read.without_largest is not None:
-            return Read(left, None, largest_of=("shifted", (), read.without_largest))
+            keys = [key for tree, (_, key) in self.weights.items() if self.same(tree, read.without_largest)]
+            is_row = self.all(tuple(read.labels[d] for d in axes)) in [(self.of(key),) for key in keys]
+            same = is_row and (read.without_largest[0] == "sink") == (read.column is not None)
+            return Read(left, None, largest_of=("shifted", (), read.without_largest)) if same else None
         if op.primitive == "reduce_max":
             if read.tree is None or len(axes) != 1 or not has_score(read.tree):
                 return None
@@ -817,7 +828,9 @@ class Reader(ArrayReader):
             (_, tree), _ = weights[0]
             if not products and (tree[0] == "sink") != (read.column is not None):
                 return None
-            if len(axes) != 1 or self.of(self.weights[tree][1]) != self.of(read.labels[axes[0]]):
+            key = self.of(self.weights[tree][1])
+            column = key if read.column is None else self.of(read.column)
+            if self.all(tuple(read.labels[d] for d in axes)) != (key,) or column != key:
                 return None
             if products:
                 if [n for _, n in products] != [1]:
@@ -835,6 +848,11 @@ class Reader(ArrayReader):
 
     def same(self, one: Expression, other: Expression) -> bool:
         return self.settled(one) == self.settled(other)
+
+
+def _of_rows(read: Read) -> bool:
+    """Whether a value is a number of each row of scores, made of sums over its keys."""
+    return read.sum is not None and all(atom[0] in ("total", "along") for term in read.sum for atom, _ in term)
 
 
 def of_result(read: Read) -> bool:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints, on a file system or in a bucket of Google Cloud Storage: what each does in its own way.
+"""Reads and writes folders of checkpoints, on a file system or in a bucket of Google Cloud Storage.
 
 A folder in a bucket is a path of etils, as orbax takes it, which has the methods of a path of Python. It is read and
 written through gcsfs, as etils has it, which is imported with the first such folder. Only an object that is not there
@@ -23,7 +23,8 @@ from autopar.errors import InvalidArgumentError, MissingPackageError
 
 # What is there when a checkpoint is complete, on a file system and in a bucket: there nothing is renamed at once, and
 # orbax writes this one after all else.
-COMMITTED = _COMMITTED, _COMMITTED_IN_BUCKET = "_CHECKPOINT_METADATA", "commit_success.txt"
+_COMMITTED, _COMMITTED_IN_BUCKET = "_CHECKPOINT_METADATA", "commit_success.txt"
+COMMITTED = _COMMITTED, _COMMITTED_IN_BUCKET
 _OWNER_FILE = "owner.json"
 _SCHEME = "gs://"
 
@@ -38,7 +39,14 @@ def folder_of(folder: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(folder)
     if text.startswith(_SCHEME):
-        _bucket_files(_SCHEME)
+        if set(text) & set("*?[]"):  # fsspec would take them for patterns of other names
+            raise InvalidArgumentError(
+                where="the folder of checkpoints",
+                expected="a name in a bucket without *, ?, [ and ]",
+                got=repr(text),
+                hint="take other characters, such as run-lr-1",
+            )
+        _bucket_files(_SCHEME).invalidate_cache()
         path: Path = import_module("etils.epath").Path(text)
         return path
     if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", text):
@@ -150,7 +158,9 @@ def _create(file: Path, data: bytes) -> bool:
     try:
         _bucket_files(file).pipe_file(str(file), data, mode="create")
     except FileExistsError:  # also of our own, where the answer was lost and gcsfs asked again
-        return file.read_bytes() == data
+        with contextlib.suppress(FileNotFoundError):  # another run may have given it back by now
+            return bool(file.read_bytes() == data)
+        return False
     return True
 
 

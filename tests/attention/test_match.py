@@ -204,6 +204,71 @@ def test_attention_with_a_sink_is_found(attention, heads, layers):
         np.testing.assert_allclose(b, a, atol=error * float(abs(a).max()))
 
 
+def scores_beside_sink(q, k, sink):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.concatenate([scores, jnp.broadcast_to(sink[:, None, None], (*scores.shape[:-1], 1))], axis=-1)
+
+
+def without_largest(scores, axis=-1):
+    return scores - jax.lax.stop_gradient(scores.max(axis, keepdims=True))
+
+
+def first_key_dropped(q, k, sink):
+    return jax.nn.softmax(scores_beside_sink(q, k, sink))[..., 1:]
+
+
+def some_scores_logged(q, k, sink):
+    scores = scores_beside_sink(q, k, sink)
+    return jax.nn.softmax(scores)[..., :-1] + 1e-3 * scores[..., :3].sum()
+
+
+def shifted_over_queries(q, k, sink):
+    exponentials = jnp.exp(without_largest(without_largest(scores_beside_sink(q, k, sink)[..., :-1]), axis=-2))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def shifted_without_sink(q, k, sink):
+    shifted = without_largest(scores_beside_sink(q, k, sink))
+    return jnp.exp(without_largest(shifted[..., :-1])) / jnp.exp(shifted).sum(axis=-1, keepdims=True)
+
+
+def divided_once_more(q, k, sink):
+    weights = jax.nn.softmax(scores_beside_sink(q, k, sink))[..., :-1]
+    return weights / jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, 1))).sum(axis=-1, keepdims=True)
+
+
+def sink_returned(q, k, sink):
+    weights = jax.nn.softmax(scores_beside_sink(q, k, sink))
+    return weights[..., :-1] + weights[..., -1:]
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        first_key_dropped, some_scores_logged, shifted_over_queries, shifted_without_sink, divided_once_more,
+        sink_returned,
+    ],
+)  # fmt: skip
+def test_what_is_like_attention_with_a_sink_stays_as_it_is_written(weights, has_gradients):
+    def step(state, batch):
+        def loss(state):
+            q, k, v = (jnp.einsum("blw,whd->blhd", batch["x"], state[name]) for name in "qkv")
+            return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", weights(q, k, state["sink"]), v)))
+
+        return jax.grad(loss)(state) if has_gradients else (state, loss(state))
+
+    state, batch = numbers()
+    state |= {"sink": jnp.array([2.0, -0.4])}
+    traced = trace(step, (state, batch), names=("state", "batch"), donate=(0,), batch=(1,))
+    graph = build_graph(dataclasses.replace(traced, attention_kernel="BLOCKS"), RuleBook())
+    assert operations(graph) == []
+    env = dict(zip(graph.block.inputs, [*graph.constants, *jax.tree.leaves((state, batch))], strict=True))
+    run_ops(graph.block.ops, env, graph)
+    for a, b in zip(jax.tree.leaves(step(state, batch)), (read(env, v) for v in graph.block.outputs), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-6 * float(abs(a).max()))
+
+
 def long_chain(q, k, v, batch):
     penalty = (jnp.arange(L)[:, None] - jnp.arange(L)[None, :]).astype(jnp.float32)
     for _ in range(400):

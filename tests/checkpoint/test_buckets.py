@@ -236,7 +236,7 @@ def test_a_checkpoint_of_which_the_bucket_does_not_tell_is_an_error(buckets, buc
         checkpoints.steps()
 
 
-@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket/run"), "file:/run"])
+@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket/run"), "file:/run", "gs://bucket/run[lr=1]"])
 def test_other_stores_and_paths_that_lost_a_slash_are_refused(folder):
     with pytest.raises(InvalidArgumentError, match="gs://BUCKET/FOLDER as text"):
         Checkpointer(folder)
