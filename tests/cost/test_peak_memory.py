@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar.cost import peak_memory
-from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep, heap_bytes
+from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
 from autopar.cost.xla_program import HOST_COPY, Tile
 from autopar.hardware.kinds import Platform
 from autopar.xla import aot
@@ -243,12 +243,6 @@ def test_gradients_of_a_layer_that_is_computed_again_may_be_sent_at_its_end(late
         parts += [op("reduce_scatter", g, nbytes=SMALL) for g in gradients]
     compiler = dataclasses.replace(GPU, reduces_late=late)
     assert peak(op.program([x], parts), compiler) == expected
-
-
-def test_space_is_lost_between_buffers_that_are_placed_as_they_are_made():
-    assert heap_bytes([(4, 0, 2), (2, 1, 4), (5, 2, 4)]) == 4 + 2 + 5  # the third does not fit where the first was
-    assert heap_bytes([(4, 0, 2), (2, 1, 4), (3, 2, 4), (1, 3, 4)]) == 4 + 2
-    assert heap_bytes([(3, 0, 1), (3, 0, 2), (3, 0, 3), (6, 2, 3)]) == 9  # two holes that touch are one
 
 
 def test_the_same_computation_is_done_once_but_each_result_has_memory_of_its_own():
