@@ -12,8 +12,8 @@ holds sharded steps against XLA's GPU and TPU compilers.
 
 On TPU what is read again soon lies in vector memory as far as there is room.
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
-layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
+layout take, and the space that is lost between its buffers. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
 sends that, may cut a matrix product's contraction into parts, whose results are there at once before they are added up,
 may put the gradients of a layer's weights off until the layer before it is computed again, and of attention as written
 the gradients of values behind those of scores, until which the weights are held.
@@ -506,7 +506,8 @@ def allocated_for_temporaries(executable: jax.stages.Compiled) -> int:
     On TPU `temp_size_in_bytes` counts what XLA takes for space between buffers a second time, up to a half of the
     block (libtpu 0.0.42 and 0.0.50, beside the bytes that they name where a program exceeds the memory). The block
     itself is in jax 0.12's `total_allocation_bytes`. Before jax 0.12 the nearest is `peak_memory_in_bytes`: it leaves
-    out the space between buffers, up to 4 % of the block, and counts a program's vector memory where that is more.
+    out the space between buffers (0 to 3 % of blocks of gigabytes, 14 % of one of 142 MB), and counts a program's
+    vector memory where that is more.
     """
     stats = executable.memory_analysis()
     devices = jax.tree.leaves(executable.output_shardings)[0].device_set

@@ -734,13 +734,15 @@ class Emitter:
             outs = run([*consts, *carry, *slices])
             return self.like(outs[:c], carry_avals), outs[c:]
 
+        # Of turns in a row XLA makes room at once for what their own loops write, where a loop has room for one turn's.
+        holds_loops = any(isinstance(inner, Loop) for inner in instruction.blocks[0].instructions)
         carry, stacked = jax.lax.scan(
             body,
             self.first_carry(instruction, operands[k : k + c], carry_avals),
             list(operands[k + c :]),
             length=op.trips,
             reverse=op.eqn.params["reverse"],
-            unroll=op.eqn.params["unroll"],
+            unroll=1 if holds_loops else op.eqn.params["unroll"],
         )
         # Of partial slices the summands of a device lie together, in front of the iterations.
         partial = [bool(layout.partial) for layout in instruction.results[c:]]

@@ -176,3 +176,17 @@ def test_metadata_for_xla_stays_with_a_loop(turns):
     assert len(loops) == 2
     assert all('"skip-simplify-while-loops_trip-count-one" = "true"' in loop for loop in loops)
     assert_close(step_on_devices(W, X), expected)
+
+
+@pytest.mark.parametrize(("inner", "loops"), [(True, 2), (False, 0)], ids=["of loops", "of none"])
+def test_a_scan_is_unrolled_where_its_body_has_no_loops(inner, loops):
+    def step(total, x):
+        def turn(h, row):
+            return jax.lax.fori_loop(0, 5, lambda _, h: jnp.tanh(h + row), h) if inner else jnp.tanh(h + row), None
+
+        return total + jax.lax.scan(turn, jnp.zeros(8), x.swapaxes(0, 1).sum(1), unroll=3)[0].sum()
+
+    expected = jax.jit(step)(jnp.zeros(()), X)
+    step_on_devices = autopar.parallelize(step, plan=recipes.data_parallel(), cache_dir=None, donate_argnums=())
+    assert step_on_devices.lower(jnp.zeros(()), X).as_text().count("stablehlo.while") == loops
+    assert_close(step_on_devices(jnp.zeros(()), X), expected)
