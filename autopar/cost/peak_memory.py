@@ -13,10 +13,11 @@ holds sharded steps against XLA's GPU and TPU compilers.
 On TPU what is read again soon lies in vector memory as far as there is room.
 
 Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
-layout take, and the space that is lost between its buffers. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
-sends that, may cut a matrix product's contraction into parts, whose results are there at once before they are added up,
-may put the gradients of a layer's weights off until the layer before it is computed again, and of attention as written
-the gradients of values behind those of scores, until which the weights are held.
+layout take, and the space that is lost between its buffers. On GPU, what XLA chooses without being asked: it copies
+reductions into one buffer of up to 30 MiB and sends that, may cut a matrix product's contraction into parts, whose
+results are there at once before they are added up, may put the gradients of a layer's weights off until the layer
+before it is computed again, and of attention as written the gradients of values behind those of scores, until which the
+weights are held.
 """
 
 from __future__ import annotations
