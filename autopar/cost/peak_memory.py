@@ -27,6 +27,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import msgspec
@@ -496,7 +497,7 @@ def allocated_bytes(executable: jax.stages.Compiled) -> int:
 
     Arguments, results that take no argument's memory, and temporaries (one block, allocated for the whole run).
     """
-    stats = executable.memory_analysis()
+    stats: Any = executable.memory_analysis()
     held_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return held_bytes + allocated_for_temporaries(executable)
 
@@ -510,7 +511,7 @@ def allocated_for_temporaries(executable: jax.stages.Compiled) -> int:
     out the space between buffers (0 to 3 % of blocks of gigabytes, 14 % of one of 142 MB), and counts a program's
     vector memory where that is more.
     """
-    stats = executable.memory_analysis()
+    stats: Any = executable.memory_analysis()
     devices = jax.tree.leaves(executable.output_shardings)[0].device_set
     if next(iter(devices)).platform != Platform.TPU.value:
         return stats.temp_size_in_bytes
