@@ -20,7 +20,7 @@ from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.common.text import PLAIN, TextConsole, TextFormat
 from autopar.compiler.materialize import with_options_of
-from autopar.cost.peak_memory import allocated_bytes
+from autopar.cost.peak_memory import allocated_bytes, allocated_for_temporaries
 from autopar.cost.usage import passing_bytes
 from autopar.executables.compiled_pipeline import CompiledPipeline
 from autopar.executables.compiled_step import Compiled, CompiledStep, LoweredWhole
@@ -262,9 +262,9 @@ def traffic_of(compiled: CompiledStep) -> collectives.Traffic:
 def peak_bytes(compiled: CompiledStep) -> int:
     """Memory of one device as compiled; of a pipeline its buffers, with the temporaries of its tasks as compiled."""
     if isinstance(compiled, Compiled):
-        return allocated_bytes(compiled.memory_analysis())
+        return allocated_bytes(compiled.executable)
     staged = compiled.staged
-    temporary = [e.memory_analysis().temp_size_in_bytes for e in compiled.executables]
+    temporary = [allocated_for_temporaries(executable) for executable in compiled.executables]
     task_s = (*staged.task_s, *(task.seconds for task in staged.joined))
     return max(simulate(compiled.executor.program, task_s, staged.transfer_s, temporary).peak_bytes)
 

@@ -270,7 +270,7 @@ def compared(case: Case, options: dict[str, Any], measured: Path) -> dict[str, A
         "measured_s": statistics.median(own.wall_s),
         "jit_s": statistics.median(by_hand.wall_s),
         "predicted_bytes": max(plan.predicted.peak_bytes),
-        "compiled_bytes": allocated_bytes(compiled.memory_analysis()),
+        "compiled_bytes": allocated_bytes(compiled.executable),
         "device_bytes": device_peak,
         "host_bytes": sum(plan.predicted.host_bytes),
         "profile": str(of_step),

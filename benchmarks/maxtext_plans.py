@@ -197,8 +197,9 @@ its flash attention), both as XLA compiles them for the slice, and what is predi
 a chip sends in a step, its memory; and the predicted times. MaxText's are by `autopar.lint`, its memory with attention
 as it is written, its time with a kernel where that pays. Over all 64 chips XLA makes an all-gather an all-reduce of
 zeros and a chip's own part, which sends twice as much and is predicted so. Of gpt-oss-20b MaxText's own program is not
-compiled: XLA runs out of vector memory in its `ragged_dot`, which the plan makes in blocks. From version 131 on splash
-attention takes the place of flash attention, with windows and values of another width."""
+compiled: XLA runs out of vector memory in its `ragged_dot`, which the plan makes in blocks. Memory that was compiled up
+to version 131 counts space between buffers twice. From version 131 on splash attention takes the place of flash
+attention, with windows and values of another width."""
 
 
 def main() -> int:

@@ -305,7 +305,7 @@ def at_line_of(eqn: Any, target: Any) -> Any:
 
 def bind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluates one equation on other arguments and with other parameters, under no mesh."""
-    with _context(eqn):
+    with context_of(eqn):
         return rebind(eqn, args, **changed)
 
 
@@ -324,7 +324,7 @@ def shapes_made(eqn: Any, operands: Sequence[tuple[int, ...]]) -> list[tuple[int
     if jaxprs_in(eqn):  # these have sizes of their own, which binding checks
         structs = [jax.ShapeDtypeStruct(at, a.aval.dtype) for at, a in zip(operands, eqn.invars, strict=True)]
         return [tuple(out.shape) for out in jax.eval_shape(lambda *args: bind(eqn, args), *structs)]
-    with _context(eqn):  # without a trace, which takes longer
+    with context_of(eqn):  # without a trace, which takes longer
         avals = [jax.core.ShapedArray(at, a.aval.dtype) for at, a in zip(operands, eqn.invars, strict=True)]
         made, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     return [tuple(out.shape) for out in (made if eqn.primitive.multiple_results else [made])]
@@ -359,7 +359,7 @@ def call_back(eqn: Any, args: Sequence[Any]) -> list[Any]:
     def called(*arrays: Any) -> None:
         call(*arrays)
 
-    with _context(eqn):
+    with context_of(eqn):
         jax.experimental.io_callback(called, None, *args, ordered=True)
     return []
 
@@ -369,7 +369,7 @@ UNSPECIFIED_SHARDING = sharding_impls.UNSPECIFIED
 
 
 @contextlib.contextmanager
-def _context(eqn: Any) -> Iterator[None]:
+def context_of(eqn: Any) -> Iterator[None]:
     """The context in which an equation was traced, but for the mesh that the user had set."""
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
         yield

@@ -181,9 +181,7 @@ def _temporaries(
     others occupy the memory of results that are not made yet.
     """
     ends = {*program.arguments, *(set(program.results) - set(program.donated.values()))}
-    remaining_bytes, holders = estimate.temporary_bytes - estimate.lost_bytes, []
-    if estimate.lost_bytes:
-        holders.append(MemoryHolder(name="between buffers", kind=MemoryKind.TEMPORARY, nbytes=estimate.lost_bytes))
+    remaining_bytes, holders = estimate.temporary_bytes, []
     for number, nbytes in estimate.at_peak:
         if number in ends or not remaining_bytes:
             continue

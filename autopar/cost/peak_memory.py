@@ -10,19 +10,18 @@ every value. The prediction follows what XLA does with it, in three passes, whos
 Beside XLA's CPU compiler it was within 10 % for 37 models, with jax 0.10 and 0.12. `benchmarks/compiled_elsewhere.py`
 holds sharded steps against XLA's GPU and TPU compilers.
 
-On TPU what is read again soon lies in vector memory as far as there is room, and the space that is lost between the
-buffers counts.
+On TPU what is read again soon lies in vector memory as far as there is room.
 
-Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), and what its copies of state in another
-layout take. On GPU, what XLA chooses without being asked: it copies reductions into one buffer of up to 30 MiB and
-sends that, may cut a matrix product's contraction into parts, whose results are there at once before they are added up,
-may put the gradients of a layer's weights off until the layer before it is computed again, and of attention as written
-the gradients of values behind those of scores, until which the weights are held.
+Not modelled: TPU's padding of arrays to tiles (give padded bytes in `nbytes`), what its copies of state in another
+layout take, and the space that is lost between its buffers. On GPU, what XLA chooses without being asked: it copies
+reductions into one buffer of up to 30 MiB and sends that, may cut a matrix product's contraction into parts, whose
+results are there at once before they are added up, may put the gradients of a layer's weights off until the layer
+before it is computed again, and of attention as written the gradients of values behind those of scores, until which the
+weights are held.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import heapq
@@ -30,6 +29,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import msgspec
 from msgspec.structs import replace
 
@@ -51,61 +51,8 @@ from autopar.cost.xla_program import (
     MemoryStep,
     compiler_for,
 )
+from autopar.hardware.kinds import Platform
 from autopar.ir.primitives import MATRIX_PRODUCTS
-
-# A model of where XLA's TPU compiler puts buffers in memory, and of the space that is lost between them.
-#
-# Each buffer is put into the smallest hole that holds it, in the order in which buffers are made, and stays there until
-# it is freed: a hole that is a little too small for the next buffer stays empty. Of steps with ZeRO-3 for v5e it loses
-# a fifth of what is alive at the peak. The GPU compiler puts the largest buffers first and loses next to nothing.
-
-
-def heap_bytes(buffers: Iterable[tuple[int, int, int]]) -> int:
-    """The size of a heap for buffers of (bytes, the position where it is made, the one from which on it is free)."""
-    heap = _Heap()
-    ending: list[tuple[int, int, int]] = []  # (stop, offset, bytes)
-    for nbytes, start, stop in sorted(buffers, key=lambda b: b[1]):
-        while ending and ending[0][0] <= start:
-            _, offset, freed = heapq.heappop(ending)
-            heap.free(offset, freed)
-        heapq.heappush(ending, (stop, heap.put(nbytes), nbytes))
-    return heap.nbytes
-
-
-class _Heap:
-    """`holes` are (offset, bytes) by offset, none next to another; the last may end where the heap does."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.holes: list[tuple[int, int]] = []
-
-    def put(self, nbytes: int) -> int:
-        """Takes the smallest hole that is large enough, or makes the heap larger; returns the offset."""
-        found = min((i for i, hole in enumerate(self.holes) if hole[1] >= nbytes), default=None, key=self._size)
-        if found is not None:
-            offset, size = self.holes.pop(found)
-            if size > nbytes:
-                self.holes.insert(found, (offset + nbytes, size - nbytes))
-            return offset
-        offset = self.nbytes
-        if self.holes and sum(self.holes[-1]) == self.nbytes:
-            offset, _ = self.holes.pop()
-        self.nbytes = offset + nbytes
-        return offset
-
-    def free(self, offset: int, nbytes: int) -> None:
-        at = bisect.bisect(self.holes, (offset, 0))
-        if at < len(self.holes) and self.holes[at][0] == offset + nbytes:
-            nbytes += self.holes.pop(at)[1]
-        if at and sum(self.holes[at - 1]) == offset:
-            offset, before = self.holes.pop(at - 1)
-            nbytes += before
-            at -= 1
-        self.holes.insert(at, (offset, nbytes))
-
-    def _size(self, i: int) -> int:
-        return self.holes[i][1]
-
 
 # What XLA's TPU compiler makes of a program's operations before it fuses them, as far as memory shows it.
 
@@ -437,7 +384,6 @@ class MemoryEstimate:
         argument_bytes: All arguments, donated ones too.
         result_bytes: Results that do not take over an argument's memory.
         temporary_bytes: The rest of the peak.
-        lost_bytes: Of temporaries the space between them.
         at_peak: (value id, bytes) of everything that is alive at the peak, largest first.
         course: (position, bytes alive from there on), in the order of XLA's kernels.
     """
@@ -446,7 +392,6 @@ class MemoryEstimate:
     argument_bytes: int
     result_bytes: int
     temporary_bytes: int
-    lost_bytes: int
     at_peak: tuple[tuple[int, int], ...]
     course: tuple[tuple[int, int], ...] = ()
 
@@ -476,9 +421,6 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
     argument_bytes = sum(size[v] for v in program.arguments)
     taken_over = set(program.donated.values())
     result_bytes = sum(size[v] for v in set(program.results) - taken_over)
-    alive_bytes = peak_bytes
-    if compiler.loses_between:
-        peak_bytes = max(peak_bytes, argument_bytes + result_bytes + _heap_bytes(program, ranges, elsewhere))
     # XLA sets the memory of results aside from the start, whatever is alive.
     peak_bytes = max(peak_bytes, argument_bytes + result_bytes)
     return MemoryEstimate(
@@ -486,7 +428,6 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
         argument_bytes=argument_bytes,
         result_bytes=result_bytes,
         temporary_bytes=peak_bytes - argument_bytes - result_bytes,
-        lost_bytes=peak_bytes - max(alive_bytes, argument_bytes + result_bytes),
         at_peak=tuple(at_peak),
         course=tuple(course),
     )
@@ -494,20 +435,6 @@ def estimate(program: MemoryProgram, compiler: Compiler = GPU) -> MemoryEstimate
 
 def _bytes(live: LiveRange, size: Mapping[int, int]) -> int:
     return int(live.share * size[live.value])
-
-
-def _heap_bytes(program: MemoryProgram, ranges: tuple[LiveRange, ...], elsewhere: Mapping[int, list[LiveRange]]) -> int:
-    """The heap of what is neither an argument nor a result nor always in vector memory.
-
-    Copies of state are left out: with them small steps with ZeRO on v5p are predicted to need 16 % more than they do.
-    """
-    size, lasting = program.nbytes, {*program.arguments, *program.results}
-    away = collections.Counter((r.value, r.start) for there in elsewhere.values() for r in there)
-    return heap_bytes(
-        (_bytes(r, size), r.start, r.stop)
-        for r in ranges
-        if r.value not in lasting and away[r.value, r.start] < r.stop - r.start
-    )
 
 
 def _in_vector_memory(
@@ -565,16 +492,32 @@ def _free_address(taken: Iterable[tuple[int, int]], nbytes: int, room: int) -> i
     return address if address + nbytes <= room else None
 
 
-def allocated_bytes(stats: Any) -> int:
-    """What running a compiled program allocates on a device, from its `memory_analysis()`: what `estimate` predicts.
+def allocated_bytes(executable: jax.stages.Compiled) -> int:
+    """What running a compiled program allocates on a device: what `estimate` predicts.
 
-    Arguments, results that take no argument's memory, and temporaries (one block, allocated for the whole run). It is
-    what jax 0.12 also calls `total_allocation_bytes`. `peak_memory_in_bytes` is something else: on CPU it leaves the
-    temporaries out, on TPU it leaves out the space lost between them.
+    Arguments, results that take no argument's memory, and temporaries (one block, allocated for the whole run).
     """
-    return (
-        stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    )
+    stats: Any = executable.memory_analysis()
+    held_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return held_bytes + allocated_for_temporaries(executable)
+
+
+def allocated_for_temporaries(executable: jax.stages.Compiled) -> int:
+    """The block of a compiled program's temporaries on a device.
+
+    On TPU `temp_size_in_bytes` counts what XLA takes for space between buffers a second time, up to a half of the
+    block (libtpu 0.0.42 and 0.0.50, beside the bytes that they name where a program exceeds the memory). The block
+    itself is in jax 0.12's `total_allocation_bytes`. Before jax 0.12 the nearest is `peak_memory_in_bytes`: it leaves
+    out the space between buffers (0 to 3 % of blocks of gigabytes, 14 % of one of 142 MB), and counts a program's
+    vector memory where that is more.
+    """
+    stats: Any = executable.memory_analysis()
+    devices = jax.tree.leaves(executable.output_shardings)[0].device_set
+    if next(iter(devices)).platform != Platform.TPU.value:
+        return stats.temp_size_in_bytes
+    most_bytes = getattr(stats, "total_allocation_bytes", stats.peak_memory_in_bytes)
+    held_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return min(stats.temp_size_in_bytes, most_bytes - held_bytes)
 
 
 def live_ranges(program: MemoryProgram, compiler: Compiler = GPU) -> tuple[LiveRange, ...]:

@@ -113,7 +113,6 @@ class Compiler:
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
         reduces_late: Does not hurry the reductions of a layer that is computed again, though they would free memory:
             they run in program order or at the end of its backward pass (seen in programs for 8 and 256 chips of v5e).
-        loses_between: Puts buffers into memory as `peak_memory` says.
         tile: Of the results of matrix products; None where arrays lie without gaps.
         vector_memory_bytes: What a device keeps of values in memory of its own for them (TPU).
         vector_memory_turns: How many times the bytes of that memory other kernels may move between two that make or
@@ -138,7 +137,6 @@ class Compiler:
     keeps_product_order: bool
     row_kernels: bool
     reduces_late: bool
-    loses_between: bool
     tile: Tile | None = None
     vector_memory_bytes: int = 0
     vector_memory_turns: int = 0
@@ -162,7 +160,6 @@ CPU = Compiler(
     keeps_product_order=False,
     row_kernels=False,
     reduces_late=False,
-    loses_between=False,
 )
 GPU = Compiler(
     breadth_first=False,
@@ -182,7 +179,6 @@ GPU = Compiler(
     keeps_product_order=True,
     row_kernels=True,
     reduces_late=False,
-    loses_between=False,
 )
 TPU = dataclasses.replace(
     GPU,
@@ -199,7 +195,6 @@ TPU = dataclasses.replace(
     keeps_product_order=False,
     row_kernels=False,
     reduces_late=True,
-    loses_between=True,
     tile=Tile(rows=8, columns=128),
     vector_memory_turns=6,
 )

@@ -214,7 +214,6 @@ def joined_task(staged: StagedStep, chain: tuple[Node, ...]) -> JoinedTask:
         seconds=ran.end_s,
         hidden_s=ran.hidden_s,
         nbytes=sum(each.temporary_bytes for each in memory),
-        lost_bytes=sum(each.lost_bytes for each in memory),
     )
 
 

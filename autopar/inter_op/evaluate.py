@@ -29,8 +29,8 @@ MOST_BUILT = 3
 # The number of searches with a lower limit, where a built plan needs more memory than estimated: for one schedule, for
 # another, and once more.
 TIGHTENED = 3
-# The part by which an estimate's peak may be too large. Seen with BERT of 340M parameters. A peak that is too small, by
-# what is lost between values, is seen where it is built.
+# The part by which an estimate's peak may be too large. Seen with BERT of 340M parameters. A peak that is too small is
+# seen where it is built.
 PEAK_ERROR = 0.06
 
 

@@ -208,7 +208,6 @@ class JoinedTask:
     seconds: float
     hidden_s: float
     nbytes: int
-    lost_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +217,9 @@ class StagedStep:
     `step`: the step that was staged, with its scan over layers in parts where it has one. `simulated`: the instruction
     list of `simulation`, in which equal buffers are merged; `program()` is the list to execute. `submeshes[q]`: the
     devices of stage q; stages of one group of devices have the same. `task_s[i]`, `task_bytes[i]`: seconds of one run
-    of task i, and its bytes on one device beside its buffers, `task_lost_bytes[i]` of them between its values;
-    `hidden_s[i]`: seconds of its communication within the mesh that overlap with computation, `waits_s[i]` those in
-    which nothing is computed. `joined`: runs that are one program, in the order of the list.
+    of task i, and its bytes on one device beside its buffers; `hidden_s[i]`: seconds of its communication within the
+    mesh that overlap with computation, `waits_s[i]` those in which nothing is computed. `joined`: runs that are one
+    program, in the order of the list.
     """
 
     step: SplitStep
@@ -235,7 +234,6 @@ class StagedStep:
     hidden_s: tuple[float, ...]
     waits_s: tuple[float, ...]
     task_bytes: tuple[int, ...]
-    task_lost_bytes: tuple[int, ...]
     transfer_s: tuple[float, ...]
     simulation: Simulation
     cluster: Cluster
@@ -249,11 +247,6 @@ class StagedStep:
     def peak_bytes(self) -> tuple[int, ...]:
         """Of each group of devices."""
         return tuple(self.simulation.peak_bytes)
-
-    def lost_at_peak_bytes(self, group: int) -> int:
-        """Of the peak of a group of devices, the space between the values of the task that runs then."""
-        lost_bytes = (*self.task_lost_bytes, *(task.lost_bytes for task in self.joined))
-        return sum(lost_bytes[-1 - holder] for holder, _ in self.simulation.at_peak[group] if holder < 0)
 
     def program(self) -> Program:
         """The instruction list with every buffer."""
@@ -429,7 +422,6 @@ def stage_program(
         hidden_s=tuple(cost.hidden_s for cost in task_costs),
         waits_s=tuple(cost.waits_s for cost in task_costs),
         task_bytes=task_bytes,
-        task_lost_bytes=tuple(cost.lost_bytes for cost in task_costs),
         transfer_s=transfer_s,
         simulation=with_waits(simulation, program, planned, submeshes, cluster),
         cluster=cluster,
@@ -452,15 +444,14 @@ def with_waits(
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCost:
     """The cost of one run of a task on its mesh: seconds (computation, communication within the mesh, copies),
-    `hidden_s` of communication that overlaps with computation, `waits_s` of what does not, and bytes
-    beside its buffers, `lost_bytes` of them between its values.
+    `hidden_s` of communication that overlaps with computation, `waits_s` of what does not, and bytes beside its
+    buffers.
     """
 
     seconds: float
     hidden_s: float
     waits_s: float
     nbytes: int
-    lost_bytes: int
 
 
 class TaskCosts:
@@ -495,7 +486,6 @@ def task_cost(planned: PlannedStage, task: StageTask, cluster: Cluster) -> TaskC
         hidden_s=ran.hidden_s / runs,
         waits_s=waits_s / runs,
         nbytes=memory.temporary_bytes,
-        lost_bytes=memory.lost_bytes,
     )
 
 

@@ -81,14 +81,12 @@ class TruncatedModel:
 class Estimate:
     """The time of a step in one stage, the peak of its devices, and the rounds of decisions that led to them.
 
-    `lost_bytes`: of the peak, the space between values. `least_s`: of the time, what other decisions in as many
-    micro-batches, with the same recomputation, take too: computation for each of them, every operation by its fastest
-    strategy and split over all devices.
+    `least_s`: of the time, what other decisions in as many micro-batches, with the same recomputation, take too:
+    computation for each of them, every operation by its fastest strategy and split over all devices.
     """
 
     step_time_s: float
     peak_bytes: tuple[int]
-    lost_bytes: int
     rounds: tuple[Round, ...] = ()
     least_s: float = 0.0
 
@@ -220,11 +218,10 @@ def estimate(
 
 
 def _extended(short: StagedStep, shorter: Sequence[StagedStep], more: Sequence[float]) -> Estimate:
-    """What the whole step comes to. What is lost between values at the peak does not grow with the layers."""
+    """What the whole step comes to."""
     step_time_s = _at_whole(short.step_time_s, (each.step_time_s for each in shorter), more)
-    live_bytes = _at_whole(_live_at_peak_bytes(short), map(_live_at_peak_bytes, shorter), more)
-    lost_bytes = short.lost_at_peak_bytes(0)
-    return Estimate(step_time_s=step_time_s, peak_bytes=(int(live_bytes) + lost_bytes,), lost_bytes=lost_bytes)
+    peak_bytes = _at_whole(short.peak_bytes[0], (each.peak_bytes[0] for each in shorter), more)
+    return Estimate(step_time_s=step_time_s, peak_bytes=(int(peak_bytes),))
 
 
 def _least_s(staged: StagedStep, problem: IntraOp, stage: StageGraph) -> float:
@@ -258,10 +255,6 @@ def _share_of_devices(graph: OpGraph, sharding: ShardingPlan) -> float:
                 shared[i] += work / num_devices
                 whole[i] += work / split
     return min((a / b for a, b in zip(shared, whole, strict=True) if b), default=1.0)
-
-
-def _live_at_peak_bytes(staged: StagedStep) -> int:
-    return staged.peak_bytes[0] - staged.lost_at_peak_bytes(0)
 
 
 def _at_whole(at_short: float, at_shorter: Iterable[float], more: Sequence[float]) -> float:
@@ -346,7 +339,7 @@ def least_bytes(
     """Bytes that each device needs for a choice of one stage even if every value is split over all devices. By an
     estimate, where the step has a shorter form.
 
-    What is lost between values does not count, nor what may lie in vector memory, if it is split.
+    What may lie in vector memory, if it is split, does not count.
     """
     alone = dataclasses.replace(choice, group_meshes=(LogicalMesh(axis_sizes=(1,)),), terms=(), over_limit=())
     # What takes longer than nothing is not decided again to fit.
@@ -355,10 +348,6 @@ def least_bytes(
     )
     one_device = part_of(cluster, 1)
     found = None if short is None else estimate(short, alone, one_device, limits)
-    if found is not None:
-        live_bytes = found.peak_bytes[0] - found.lost_bytes
-    else:
-        built = build(microbatched, alone, one_device, limits)
-        live_bytes = built.peak_bytes[0] - built.lost_at_peak_bytes(0)
+    peak_bytes = (build(microbatched, alone, one_device, limits) if found is None else found).peak_bytes[0]
     vector_bytes = cost_model(one_device, alone.group_meshes[0]).compiler.vector_memory_bytes
-    return max(0, -(-live_bytes // cluster.num_devices) - vector_bytes)
+    return max(0, -(-peak_bytes // cluster.num_devices) - vector_bytes)

@@ -706,14 +706,15 @@ class Emitter:
     def loop(self, instruction: Loop, env: Environment) -> None:
         op, operands = instruction.op, self.operands(instruction, env)
         runs = [lambda args, lowered=lowered: self.block(lowered, args, env) for lowered in instruction.blocks]
-        if op.kind is OpKind.SCAN:
-            outs = self.scan(instruction, operands, runs[0])
-        elif op.kind is OpKind.WHILE:
-            outs = self.while_loop(instruction, operands, runs[0], runs[1])
-        else:
-            avals = [v.aval for v in op.eqn.outvars]
-            branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
-            outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
+        with jax_compat.context_of(op.eqn):  # such as metadata for XLA
+            if op.kind is OpKind.SCAN:
+                outs = self.scan(instruction, operands, runs[0])
+            elif op.kind is OpKind.WHILE:
+                outs = self.while_loop(instruction, operands, runs[0], runs[1])
+            else:
+                avals = [v.aval for v in op.eqn.outvars]
+                branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
+                outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
         for key, array in zip(instruction.keys_made, outs, strict=True):
             env[key] = array if key[1][1] == HOST else self.pin(array, key[1][0])
 
@@ -733,13 +734,15 @@ class Emitter:
             outs = run([*consts, *carry, *slices])
             return self.like(outs[:c], carry_avals), outs[c:]
 
+        # Of turns in a row XLA makes room at once for what their own loops write, where a loop has room for one turn's.
+        holds_loops = any(isinstance(inner, Loop) for inner in instruction.blocks[0].instructions)
         carry, stacked = jax.lax.scan(
             body,
             self.first_carry(instruction, operands[k : k + c], carry_avals),
             list(operands[k + c :]),
             length=op.trips,
             reverse=op.eqn.params["reverse"],
-            unroll=op.eqn.params["unroll"],
+            unroll=1 if holds_loops else op.eqn.params["unroll"],
         )
         # Of partial slices the summands of a device lie together, in front of the iterations.
         partial = [bool(layout.partial) for layout in instruction.results[c:]]

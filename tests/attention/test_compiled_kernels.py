@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.cost.peak_memory import allocated_bytes
 from autopar.hardware.collective_cost import CollectiveKind
 from autopar.verification import compile_for_target, traffic_of
 
@@ -51,9 +52,7 @@ def test_on_gpus_cudnn_runs_blockwise_attention_and_the_predicted_peak_is_that_o
     text = made.as_text()
     assert scores_written(text) == 0
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} <= set(re.findall(r'target="([^"]*)"', text))
-    memory = made.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
+    assert max(plan.predicted.peak_bytes) == pytest.approx(allocated_bytes(made.executable), rel=0.1)
 
 
 def cross_step(state, batch):
@@ -96,9 +95,7 @@ def test_kernels_run_attention_of_fewer_keys_than_queries(cluster, target, kerne
     )
     made, plan = compile_for_target(step, target, *args), step.plan(*args)
     assert kernels <= set(re.findall(r'target="([^"]*)"', made.as_text()))
-    memory = made.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.15)
+    assert max(plan.predicted.peak_bytes) == pytest.approx(allocated_bytes(made.executable), rel=0.15)
 
 
 @pytest.mark.extra("gpu")
@@ -115,9 +112,7 @@ def test_on_gpus_cudnn_runs_each_step_of_a_ring(size):
     assert text.count('target="__cudnn$fmhaSoftmax"') == (3 if size == 2 else 5)
     _, sent = plan.predicted.by_kind()["collective-permute"]
     assert traffic_of(made).bytes[CollectiveKind.COLLECTIVE_PERMUTE] == sent
-    memory = made.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    assert max(plan.predicted.peak_bytes) == pytest.approx(total - memory.alias_size_in_bytes, rel=0.1)
+    assert max(plan.predicted.peak_bytes) == pytest.approx(allocated_bytes(made.executable), rel=0.1)
 
 
 @pytest.mark.extra("gpu")

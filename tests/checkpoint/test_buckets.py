@@ -236,10 +236,15 @@ def test_a_checkpoint_of_which_the_bucket_does_not_tell_is_an_error(buckets, buc
         checkpoints.steps()
 
 
-@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket/run"), "file:/run", "gs://bucket/run[lr=1]"])
+@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket/run"), "file:/run"])
 def test_other_stores_and_paths_that_lost_a_slash_are_refused(folder):
     with pytest.raises(InvalidArgumentError, match="gs://BUCKET/FOLDER as text"):
         Checkpointer(folder)
+
+
+def test_a_name_that_is_a_pattern_of_others_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"without \*, \?, \[ and \]"):
+        Checkpointer("gs://bucket/run[lr=1]")
 
 
 def test_the_package_that_a_bucket_needs_is_named(monkeypatch):

@@ -157,8 +157,8 @@ def predicted_and_compiled(step, state, batch):
     cluster = autopar.Cluster.preset("tpu-v5e", topology="2x2")
     search = autopar.Search(attention="as written")
     made = autopar.parallelize(step, plan=recipes.data_parallel(), cluster=cluster, search=search, cache_dir=None)
-    stats = compile_for_target(made, "tpu:v5e:2x2", state, batch).memory_analysis()
-    return max(made.plan(state, batch).predicted.peak_bytes), allocated_bytes(stats)
+    compiled = compile_for_target(made, "tpu:v5e:2x2", state, batch)
+    return max(made.plan(state, batch).predicted.peak_bytes), allocated_bytes(compiled.executable)
 
 
 def attention(q, k, v):

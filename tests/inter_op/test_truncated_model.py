@@ -191,11 +191,6 @@ def test_what_is_built_a_little_larger_than_estimated_is_made_leaner():
     assert evaluator.best.peak_bytes <= limit_bytes
 
 
-def test_what_is_lost_between_values_does_not_grow_with_the_layers():
-    def staged(step_time_s, peak_bytes, lost_bytes):
-        return SimpleNamespace(
-            step_time_s=step_time_s, peak_bytes=(peak_bytes,), lost_at_peak_bytes=lambda _: lost_bytes
-        )  # fmt: skip
-
-    found = _extended(staged(6.0, 600 + 70, 70), [staged(4.0, 400 + 10, 10)], [13.0])
-    assert found == Estimate(step_time_s=6.0 + 13 * 2.0, peak_bytes=(600 + 13 * 200 + 70,), lost_bytes=70)
+def test_time_and_memory_grow_with_the_layers():
+    longer, shorter = (SimpleNamespace(step_time_s=s, peak_bytes=(nbytes,)) for s, nbytes in ((6.0, 600), (4.0, 400)))
+    assert _extended(longer, [shorter], [13.0]) == Estimate(step_time_s=6.0 + 13 * 2.0, peak_bytes=(600 + 13 * 200,))

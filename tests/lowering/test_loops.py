@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import autopar
 from autopar import recipes
@@ -154,3 +155,38 @@ def test_a_literal_to_which_a_loop_adds_sums(loss, start, plan):
     for a, b in zip(expected, seen, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5)
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_metadata_for_xla_stays_with_a_loop(turns):
+    """As MaxText's, by which a loop of one turn stays one, and what is computed again in it is not what was before."""
+
+    def step(w, x):
+        def loss(w):
+            with set_xla_metadata(**{"skip-simplify-while-loops_trip-count-one": "true"}):
+                turn = jax.checkpoint(lambda h, _: (jnp.tanh(h @ w)[:, :8], None), prevent_cse=False)
+                return jnp.square(jax.lax.scan(turn, x[:, 0], None, length=turns)[0]).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    expected = jax.jit(step)(W, X)
+    step_on_devices = autopar.parallelize(step, plan=recipes.data_parallel(), cache_dir=None)
+    loops = [line for line in step_on_devices.lower(W, X).as_text().splitlines() if "stablehlo.while" in line]
+    assert len(loops) == 2
+    assert all('"skip-simplify-while-loops_trip-count-one" = "true"' in loop for loop in loops)
+    assert_close(step_on_devices(W, X), expected)
+
+
+@pytest.mark.parametrize(("inner", "loops"), [(True, 2), (False, 0)], ids=["of loops", "of none"])
+def test_a_scan_is_unrolled_where_its_body_has_no_loops(inner, loops):
+    def step(total, x):
+        def turn(h, row):
+            return jax.lax.fori_loop(0, 5, lambda _, h: jnp.tanh(h + row), h) if inner else jnp.tanh(h + row), None
+
+        return total + jax.lax.scan(turn, jnp.zeros(8), x.swapaxes(0, 1).sum(1), unroll=3)[0].sum()
+
+    expected = jax.jit(step)(jnp.zeros(()), X)
+    step_on_devices = autopar.parallelize(step, plan=recipes.data_parallel(), cache_dir=None, donate_argnums=())
+    assert step_on_devices.lower(jnp.zeros(()), X).as_text().count("stablehlo.while") == loops
+    assert_close(step_on_devices(jnp.zeros(()), X), expected)
