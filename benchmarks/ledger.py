@@ -256,14 +256,22 @@ def _free(run: Row) -> tuple[autopar.Plan, float]:
     return found, time.process_time() - started_s
 
 
-def searched(row: Row, *, short: bool) -> ledger_page.Search:
-    """The free search beside the published plan, both with all layers; the latter `short` where its memory is not told,
-    as where the run moved activations to the host and no recipe says so. Raises: AutoparError where one finds no plan.
+def searched(row: Row, *, may_be_short: bool) -> ledger_page.Search:
+    """The free search beside the published plan, both with all layers, or where that plan does not fit so by the model,
+    with its time from fewer layers if the row has that. Raises: AutoparError where one finds no plan.
     """
-    published, _ = _timed(as_run(row), short)
+    is_short = False
+    try:
+        published, _ = _timed(as_run(row), is_short)
+    except AutoparError:
+        if not may_be_short:
+            raise
+        is_short = True
+        published, _ = _timed(as_run(row), is_short)
     found, planned_s = _free(as_run(row))
     return ledger_page.Search(
         published_plan_s=published.step_time_s,
+        published_is_short=is_short,
         step_time_s=found.predicted.step_time_s,
         planned_s=planned_s,
         plan=str(found).split(".\n")[0].split(": ", 1)[1].replace("\n", " "),
@@ -274,7 +282,7 @@ def searched(row: Row, *, short: bool) -> ledger_page.Search:
 
 def with_search(row: Row, entry: Entry) -> Entry:
     try:
-        made = searched(row, short=entry.is_short)
+        made = searched(row, may_be_short=entry.is_short)
     except AutoparError as error:
         print(f"{row.key}: {_in_short(error)}", flush=True)
         return entry

@@ -74,11 +74,12 @@ ABOUT_SEARCH = (
     "`python -m benchmarks.ledger ROW --search`: the step of a row on its cluster and in its memory, under its "
     "published plan and by the free search, both with all layers and by one model of costs. Above 1 the search is "
     "faster. Runs of one configuration under other releases have the same search. Rows without a search are not in "
-    "the table. With all layers the published plans of 32B on 64 v5p, 1.7B on 32 A100 and 70B on 64 GB200 need more "
-    "memory than there is, by the model: 124 GB of 103, 91 of 85, of which 39 are masks of dropout, and 333 of 192, "
-    "where the run keeps activations of 40 layers in the hosts' memory: in that of the devices the search of the last "
-    "finds 4.17 s, in three minutes of processor time. Those of 70B on 64 H100 and in bfloat16 on 64 chips of TPU7x "
-    "take more than five."
+    "the table. `short`: by a line through the published plans of two smaller models, whose memory is not told. With "
+    "all layers those of 32B on 64 v5p, 1.7B on 32 A100 and 70B on 64 GB200 need more memory than there is, by the "
+    "model: 124 GB of 103, 91 of 85, of which 39 are masks of dropout, and 333 of 192, where the run keeps activations "
+    "of 40 layers in the hosts' memory, which costs it nothing here: the search, which keeps them on the devices, is "
+    "slower by that. Searches of larger rows take more than five minutes of processor time (70B on 64 H100: 302 s, "
+    "9.53 s a step)."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "
@@ -90,10 +91,12 @@ ABOUT_INTERVALS = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
     """The step of a row, of all its layers, on its cluster and in its memory: seconds under the published plan and by
-    the free search, in one version; the latter's processor time, and its plan.
+    the free search, in one version; the latter's processor time, and its plan. `published_is_short`: the former of
+    models of fewer layers.
     """
 
     published_plan_s: float
+    published_is_short: bool = False
     step_time_s: float
     planned_s: float
     plan: str
@@ -231,7 +234,7 @@ def cells(row: Row, entry: Entry, between: tuple[float, float] | None = None) ->
 def _beside(key: str, search: Search) -> list[str]:
     return [
         key,
-        f"{search.published_plan_s:.2f} s",
+        f"{search.published_plan_s:.2f} s" + (" (short)" if search.published_is_short else ""),
         f"{search.step_time_s:.2f} s",
         f"{search.published_plan_s / search.step_time_s:.3f}x",
         search.plan,

@@ -120,8 +120,8 @@ def _obstacle_of_segments(
     if not library.takes_segments:
         return "segments of packed sequences"
     apart, _ = _dims(form) or ("", "")
-    if not {*form.arrays[segments[0]]} <= {*apart[:-1], form.position, NONE}:
-        return "segments that heads have of their own"
+    if not {*form.arrays[segments[0]]} <= {*apart, form.position, NONE}:
+        return "segments that heads which share keys have of their own"
     exact = all(jnp.dtype(t).kind in "biu" and jnp.dtype(t).itemsize <= 4 for t in dtypes)
     return "" if exact else f"segments of {dtypes[0]} (integers of 32 bits at most)"
 
@@ -198,6 +198,9 @@ class CanonicalShape:
         assert dims is not None, "the kernel was chosen for its form"
         self.form = form
         self.apart, self.groups = dims
+        # The last dimension is that of heads, but where segments have it: heads of queries that all share one of keys.
+        has_heads = not any(x in names for x in self.apart[-1:] for names in form.arrays)
+        self.examples = self.apart[:-1] if has_heads else self.apart
         self.size = dict(zip(form.query, query.shape, strict=True))
 
     def into(self, array: Any, names: str, position: str) -> Any:
@@ -206,8 +209,8 @@ class CanonicalShape:
         width = [x for x in names if x not in (*self.apart, *grouped, position)]
         order = [*self.apart, *grouped, position, *width]
         array = jnp.transpose(array, [names.index(x) for x in order])
-        heads = self.of([*self.apart[-1:], *grouped])
-        return array.reshape((self.of(self.apart[:-1]), heads, *array.shape[len(self.apart) + len(grouped) :]))
+        heads = self.of([*self.apart[len(self.examples) :], *grouped])
+        return array.reshape((self.of(self.examples), heads, *array.shape[len(self.apart) + len(grouped) :]))
 
     def segments(self, mask: DistanceMask, arrays: Sequence[Any]) -> tuple[Any, Any] | None:
         """(examples, positions) of the segments of queries and of keys, of the arrays that scores read; None where the
@@ -228,10 +231,10 @@ class CanonicalShape:
     def _of_examples(self, arrays: Sequence[Any], number: int, position: str) -> Any:
         array, names = arrays[number], self.form.arrays[number]
         array = array.reshape([n for n, x in zip(array.shape, names, strict=True) if x != NONE])
-        has, dims = names.replace(NONE, ""), (*self.apart[:-1], position)
+        has, dims = names.replace(NONE, ""), (*self.examples, position)
         array = jnp.einsum(f"{has}->{''.join(x for x in dims if x in has)}", array)
         array = jnp.expand_dims(array, [d for d, x in enumerate(dims) if x not in has])
-        sizes = *(self.size[x] for x in self.apart[:-1]), array.shape[-1]
+        sizes = *(self.size[x] for x in self.examples), array.shape[-1]
         return jnp.broadcast_to(array, sizes).reshape(-1, sizes[-1]).astype(jnp.int32)
 
     def of(self, letters: Sequence[str]) -> int:

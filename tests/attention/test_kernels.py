@@ -154,7 +154,9 @@ def test_the_kernel_of_tpus_takes_segments_of_examples():
     assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=PACKED) is Kernel.TPU_SPLASH
     assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=PACKED, segments="float32") is Kernel.BLOCKS
     of_heads = dataclasses.replace(PACKED, arrays=("bhq", "bhk"))
-    assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=of_heads) is Kernel.BLOCKS
+    assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=of_heads) is Kernel.TPU_SPLASH
+    of_groups = dataclasses.replace(PACKED, arrays=("bgq", "bgk"))
+    assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=of_groups) is Kernel.BLOCKS
     assert chosen(jnp.bfloat16, Kernel.CUDNN, form=PACKED) is Kernel.BLOCKS
     assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=PADDED) is Kernel.TPU_SPLASH
     assert chosen(jnp.bfloat16, Kernel.TPU_SPLASH, form=PADDED, ring=2) is Kernel.BLOCKS
@@ -250,6 +252,7 @@ NEAR_AND_PACKED = packed(("and", (), with_window(40).score[2], ("eq", (), *SAME)
                 (PACKED, ("bq", "bk"), 8),
                 (PACKED, ("q", "k"), 8),
                 (PACKED, ("_q", "_k"), 8),
+                (PACKED, ("bhq", "bhk"), 8),  # as of heads that all share one of keys: `h` are examples too
                 (PADDED, ("bq", "bk"), 8),
             )
         ),
@@ -264,8 +267,9 @@ def test_the_kernel_of_tpus_computes_what_blocks_do(form, arrays, value_width, i
     key, value = (jax.random.normal(key, (2, 128, 2, n)) for key, n in zip(keys[2:], (8, value_width), strict=True))
     gradients = Gradients(out="bqhgd", query="bqhgd", key="bkhd", value="bkhd")
     segments = np.stack([np.repeat([1, 2, 1], [50, 48, 30]), np.repeat([1, 2, 0], [3, 100, 25])])
-    shaped = {"b": segments, "q": segments[0], "k": segments[0], "_": segments[:1]}
-    read = [jnp.asarray(shaped[letters[0]]) for letters in arrays]
+    of_heads = np.stack([segments, segments[::-1]], axis=1)
+    shaped = {"b": segments, "": segments[0], "_": segments[:1], "bh": of_heads}
+    read = [jnp.asarray(shaped[letters[:-1]]) for letters in arrays]
 
     assert chosen(jnp.float32, Kernel.TPU_SPLASH, form=form) is Kernel.TPU_SPLASH
 
