@@ -256,9 +256,11 @@ def _free(run: Row) -> tuple[autopar.Plan, float]:
     return found, time.process_time() - started_s
 
 
-def searched(row: Row) -> ledger_page.Search:
-    """The free search beside the published plan, both with all layers. Raises: AutoparError where one finds no plan."""
-    published, _ = _timed(as_run(row), False)
+def searched(row: Row, *, short: bool) -> ledger_page.Search:
+    """The free search beside the published plan, both with all layers; the latter `short` where its memory is not told,
+    as where the run moved activations to the host and no recipe says so. Raises: AutoparError where one finds no plan.
+    """
+    published, _ = _timed(as_run(row), short)
     found, planned_s = _free(as_run(row))
     return ledger_page.Search(
         published_plan_s=published.step_time_s,
@@ -272,7 +274,7 @@ def searched(row: Row) -> ledger_page.Search:
 
 def with_search(row: Row, entry: Entry) -> Entry:
     try:
-        made = searched(row)
+        made = searched(row, short=entry.is_short)
     except AutoparError as error:
         print(f"{row.key}: {_in_short(error)}", flush=True)
         return entry

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.cost.usage import compute_times_s
 from autopar.inter_op.build_stages import MicrobatchedStep
 from autopar.inter_op.decide_stages import StageChoice
-from autopar.inter_op.evaluate import PipelineEvaluator
+from autopar.inter_op.evaluate import PEAK_ERROR, PipelineEvaluator
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.inter_op.stage_costs import LayerPolicies
@@ -184,19 +184,41 @@ def first_that_may_fit(
 ) -> int | None:
     """The first number of micro-batches, from m on, in which a choice may fit; None where there is none.
 
-    Twice as many micro-batches need half of the memory at least, so that some numbers are left out.
+    To cut a step takes long, so that most numbers are left out. Twice as many micro-batches need half of the memory at
+    least, and fewer ones no less. What they need lies on a line over the examples of one, which two numbers give.
     """
-    least = m * 1.0
-    for number in (n for n in others.numbers if n >= m):
-        if evaluated.deadline.passed:
-            return None
-        if number < least or not others.admits(number, choice):
-            continue
-        needed_bytes = evaluated.least_bytes(number, choice)
-        if needed_bytes <= evaluated.limit_bytes:
-            return number
-        least = number * needed_bytes / evaluated.limit_bytes
+    needed_bytes: dict[int, int] = {}
+    limit_bytes, refused = evaluated.limit_bytes, set[int]()
+
+    def may_fit(n: int) -> bool:
+        if n in needed_bytes:
+            return needed_bytes[n] <= limit_bytes
+        at_least = (need if known > n else need * known / n for known, need in needed_bytes.items())
+        return n not in refused and max(at_least, default=0) <= limit_bytes and _on_line(needed_bytes, n) <= limit_bytes
+
+    cut = [n for n in others.numbers if n >= m and n in evaluated.cuts and others.admits(n, choice)]
+    needed_bytes |= {n: evaluated.least_bytes(n, choice) for n in cut[-1:]}
+    while not evaluated.deadline.passed:
+        left = [n for n in others.numbers if n >= m and may_fit(n)]
+        if not left or left[0] in needed_bytes:
+            return left[0] if left else None
+        untried = [n for n in left if n not in needed_bytes and n <= min(needed_bytes, default=math.inf)]
+        # Where one number is known to fit, the middle of those below it gives the line, and leaves most of them out.
+        n = untried[len(untried) // 2] if len(needed_bytes) == 1 and untried else left[0]
+        if others.admits(n, choice):
+            needed_bytes[n] = evaluated.least_bytes(n, choice)
+        else:
+            refused.add(n)
     return None
+
+
+def _on_line(needed_bytes: Mapping[int, int], n: int) -> float:
+    """Bytes of n micro-batches by the two known numbers next to it; 0 where fewer are known."""
+    if len(needed_bytes) < 2:
+        return 0.0
+    a, b = sorted(needed_bytes, key=lambda known: abs(math.log(known / n)))[:2]
+    each_bytes = (needed_bytes[a] - needed_bytes[b]) / (1 / a - 1 / b)  # of the whole batch
+    return (1 - PEAK_ERROR) * (needed_bytes[a] + each_bytes * (1 / n - 1 / a))
 
 
 def _number_of_recipes(

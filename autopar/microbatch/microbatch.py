@@ -547,7 +547,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error, is_cut = error, True
     try:
-        _, part = _traced_part(traced, num_microbatches, rules)
+        part = _traced_part(traced, num_microbatches, rules)
     except UnsupportedError as unlike:
         raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
     return _of_both(traced, whole, part, num_microbatches, rules)
@@ -562,7 +562,7 @@ def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules:
     if not works_on_all_at_once(found, examples, batch):
         return found
     try:
-        _, part = _traced_part(traced, found.num_microbatches, rules)
+        part = _traced_part(traced, found.num_microbatches, rules)
         by_trace = _of_both(traced, whole, part, found.num_microbatches, rules)
     except UnsupportedError:
         return found
@@ -577,13 +577,15 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     return mark_score_kernels(part)
 
 
-def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> tuple[TracedStep, OpGraph]:
-    """The trace of a micro-batch (on two or three examples for one), and its graph with the whole batch's literals.
+def _traced_part(
+    traced: TracedStep, num_microbatches: int, rules: RuleBook, smaller: TracedStep | None = None
+) -> OpGraph:
+    """The graph of the trace of a micro-batch (on two or three examples for one) with the whole batch's literals;
+    `smaller`: that trace, if it is made already.
 
     Raises: UnsupportedError where it is not like that of the whole batch.
     """
-    part, smaller = like_whole(traced, num_examples(traced) // num_microbatches)
-    return smaller, build_graph(part, rules)
+    return build_graph(like_whole(traced, num_examples(traced) // num_microbatches, smaller), rules)
 
 
 def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> UnsupportedError:
@@ -613,10 +615,17 @@ def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches
 
 
 def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a step with named modules that may mix the examples of a micro-batch."""
-    unlike: UnsupportedError | None = None
+    """The graph of a step with named modules that may mix the examples of a micro-batch, as most of them do."""
+    smaller = mixed_error = unlike = None
     try:
-        smaller, part = _traced_part(traced, num_microbatches, rules)
+        smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
+        graph = _accumulated(traced, smaller, whole, num_microbatches, rules)
+        if graph.per_microbatch:
+            return graph
+    except UnsupportedError as error:
+        mixed_error = error
+    try:
+        part = _traced_part(traced, num_microbatches, rules, smaller)
     except UnsupportedError as error:
         if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
             raise
@@ -627,20 +636,18 @@ def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, r
             raise _neither(error, cut_error) from cut_error
     try:
         return _of_both(traced, whole, part, num_microbatches, rules)
-    except MixedExamplesError:
-        if unlike is not None:  # the literals of a micro-batch are those of its trace
-            raise unlike from None
-    return _accumulated(traced, smaller, whole, num_microbatches, rules)
+    except MixedExamplesError as error:  # the literals of a micro-batch are those of its trace
+        check_patterns(traced, whole)
+        raise (unlike or mixed_error or error) from None
 
 
 def _accumulated(
     traced: TracedStep, smaller: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
 ) -> OpGraph:
-    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
-    check_patterns(traced, whole)
-    examples = num_examples(traced) // num_microbatches
-    if num_examples(smaller) != examples:  # its literals count
-        smaller = smaller_step(traced, examples)
+    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch.
+
+    Raises: UnsupportedError.
+    """
     whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
     follower = AccumulatingFollower(
         whole=whole,

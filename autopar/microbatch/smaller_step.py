@@ -185,17 +185,21 @@ def smaller_step(traced: TracedStep, examples: int) -> TracedStep:
     return traced_at(traced, smaller_avals(traced, examples))
 
 
-def like_whole(traced: TracedStep, examples: int) -> tuple[TracedStep, TracedStep]:
-    """The step on fewer examples with the literals of the whole batch, and the trace that it is made of, which is on
-    two or three examples for one. Raises: UnsupportedError where that is not like the trace of the whole batch.
+def like_whole(traced: TracedStep, examples: int, few: TracedStep | None = None) -> TracedStep:
+    """The step on fewer examples with the literals of the whole batch, by its trace on them: on two or three for one.
+
+    Args:
+        few: A trace on fewer examples, which is taken where it is on as many.
+    Raises: UnsupportedError where the trace is not like that of the whole batch.
     """
     all_examples = num_examples(traced)
     traced_on = examples if examples > 1 else 2 if all_examples > 2 else 3
-    few = smaller_step(traced, traced_on)
+    if few is None or num_examples(few) != traced_on:
+        few = smaller_step(traced, traced_on)
     way = Fraction(examples - traced_on, all_examples - traced_on)
     jaxpr = with_literals_of(traced.jaxpr, few.jaxpr, traced.name, way)
     constants = tuple(a if a.shape == b.shape else b for a, b in zip(traced.constants, few.constants, strict=True))
-    return _of_jaxpr(few, jaxpr, constants, smaller_avals(traced, examples)), few
+    return _of_jaxpr(few, jaxpr, constants, smaller_avals(traced, examples))
 
 
 def smaller_avals(traced: TracedStep, examples: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from autopar import Cluster
 from autopar.inter_op.decide_stages import StageChoice
-from autopar.inter_op.one_stage import BY_ITSELF, MicrobatchCounts, refine_one_stage
+from autopar.inter_op.one_stage import BY_ITSELF, MicrobatchCounts, first_that_may_fit, refine_one_stage
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.search_space import NEAR_THE_BEST
 from autopar.intra_op.ilp import ObjectiveWeights
@@ -44,7 +44,7 @@ def refined(
 
     fake = SimpleNamespace(
         context=SimpleNamespace(weighed_one_program=weighed_one_program), cluster=ON, limit_bytes=LIMIT_BYTES,
-        best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[], refined=evaluate,
+        cuts={}, best=best or found, best_of={(1, found.num_microbatches): (found, 0)}, refinements=[], refined=evaluate,
         deadline=SimpleNamespace(passed=is_late),
         may_gain=lambda m, choice: not bounded(seen, choice.policies == RECOMPUTES.policies),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
@@ -55,6 +55,36 @@ def refined(
     )  # fmt: skip
     refine_one_stage(fake, others, counts)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "batch_bytes", "known", "first", "cut"),
+    [
+        (10, 640, (), 8, [1, 8]),  # one needs 650 bytes, so that less than 7 cannot do
+        (10, 640, (32,), 8, [4, 8]),  # 32 are known to fit, of 1 to 16 the middle does not
+        (60, 640, (32,), 16, [4, 16]),
+        (60, 80, (32,), 2, [4, 2]),
+        (60, 30, (32,), 1, [4, 1]),
+        (99, 640, (32,), None, []),
+    ],
+)
+def test_few_numbers_are_cut_to_find_the_first_that_fits(state_bytes, batch_bytes, known, first, cut):
+    seen, cuts = [], dict.fromkeys(known)
+
+    def cut_in(m):
+        if m not in cuts:
+            seen.append(m)
+        cuts[m] = SimpleNamespace(layers=(0, 1))
+        return cuts[m]
+
+    fake = SimpleNamespace(
+        cuts=cuts, limit_bytes=LIMIT_BYTES, deadline=SimpleNamespace(passed=False),
+        least_bytes=lambda m, _: state_bytes + batch_bytes / m,
+    )  # fmt: skip
+    others = MicrobatchCounts(
+        numbers=(1, 2, 4, 8, 16, 32), cut=cut_in, num_examples=32, num_devices=ON.num_devices, least_s=0.0
+    )
+    assert (first_that_may_fit(fake, others, 1, RECOMPUTES), seen) == (first, cut)
 
 
 def all_ways(m, recomputes, m_of_recipes=None):

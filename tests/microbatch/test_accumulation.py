@@ -230,12 +230,13 @@ def test_what_is_not_named_is_refused_by_name():
         graph_of(step_of(norm_loss), state_of(), batch_of(), ("BatchNom",))
 
 
-def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch():
+@pytest.mark.parametrize("pattern", ["body", "*"])
+def test_a_step_that_keeps_examples_apart_stays_that_of_the_whole_batch(pattern):
     def loss(params, state, batch):
         with jax.named_scope("body"):
             return errors_of(params, batch, batch["x"] @ params["a"]).sum(), {}
 
-    _, graph = graph_of(step_of(loss), state_of(), batch_of(), ("body",))
+    _, graph = graph_of(step_of(loss), state_of(), batch_of(), (pattern,))
     assert graph.per_microbatch == ()
 
 
