@@ -132,7 +132,7 @@ def test_what_two_products_read_is_written_where_that_moves_fewer_bytes(wide, ro
     scores = op("select_n", sums, gradient, kept)
     ends = [op("dot_general", scores, weights, nbytes=10) for _ in range(2)]
     program = op.program([x, weights, kept, sums], ends)
-    assert peak(program, TPU) == BIG + written + 20
+    assert peak(program, TPU) == BIG + max(written, 20)  # both results come when what is written is free
     assert peak(program, GPU) == BIG + 20, "there it takes the memory of the gradient"
 
 
