@@ -275,12 +275,17 @@ class PassWriter:
             self.sinks[found.tree] = sink if sink is not None and set(sink[1]) <= {*form.rows, NONE} else None
         return self.sinks[found.tree]
 
+    def known_sink(self, found: _Found) -> tuple[int, str]:
+        sink = self.sinks[found.tree]
+        assert sink is not None, "the forward pass has it"
+        return sink
+
     def results_of(self, found: _Found, op: Op, form: AttentionForm) -> tuple[int, ...]:
         """The results of a forward pass: the attention's own, and each row's largest number and sum, with a sink."""
         if found.tree[0] != "sink":
             return op.outputs
-        sink, at = self.sinks[found.tree] or (-1, "")
         if (op.id, found.tree) not in self.with_sink:
+            sink, at = self.known_sink(found)
             function = functools.partial(_with_sink, form, at)
             self.with_sink[op.id, found.tree] = self.computed(function, (*op.outputs, sink), op)
         return self.with_sink[op.id, found.tree]
@@ -299,7 +304,7 @@ class PassWriter:
         Args:
             arrays: The result, each row's largest number and sum, and the gradient of the result.
         """
-        (form, gradients), (sink, sink_at) = forms, self.sinks[found.tree] or (-1, "")
+        (form, gradients), (sink, sink_at) = forms, self.known_sink(found)
         key = self.reader.of(self.reader.weights[found.tree][1])
         for v, read in self.reader.columns.items():
             if read.sum is None or not equal(read.sum, self.changes(found, number)):

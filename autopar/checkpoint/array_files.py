@@ -175,7 +175,7 @@ def manager(folder: Path, keep: int | None, deleted: str) -> Any:
     )
     handlers = {STATE: _handler(None), MANIFEST: ocp.JsonCheckpointHandler()}
     manager = _Manager(folder, item_handlers=handlers, options=options)
-    if is_in_bucket(folder):
+    if is_in_bucket(folder):  # orbax has no option for the order in which a checkpoint's objects go
         assert hasattr(manager, "_checkpoint_deleter"), "orbax would remove a checkpoint's objects in any order"
         manager._checkpoint_deleter = _TakingBack(folder)
     return manager

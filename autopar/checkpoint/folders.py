@@ -21,8 +21,8 @@ from typing import Any
 
 from autopar.errors import InvalidArgumentError, MissingPackageError
 
-# What is there when a checkpoint is complete, on a file system and in a bucket: there nothing is renamed at once, and
-# orbax writes this one after all else.
+# The file of a complete checkpoint, on a file system and in a bucket. A bucket renames nothing at once: orbax writes
+# its file after all others.
 _COMMITTED, _COMMITTED_IN_BUCKET = "_CHECKPOINT_METADATA", "commit_success.txt"
 COMMITTED = _COMMITTED, _COMMITTED_IN_BUCKET
 _OWNER_FILE = "owner.json"
