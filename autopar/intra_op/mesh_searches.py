@@ -17,6 +17,8 @@ from autopar.intra_op.spmd_candidate import ProgramMemory, SpmdCandidate, memory
 from autopar.intra_op.spmd_search import (
     LONG_STEP,
     SOURCE,
+    MeshSearch,
+    begin_on_mesh,
     logical_meshes,
     not_tried,
     search_mesh,
@@ -31,6 +33,7 @@ from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
 from autopar.plan.rivals import BASELINES, DATA_PARALLEL, TENSOR_PARALLEL, tensor_group
 from autopar.sharding.binding import Binding, with_groups
 from autopar.sharding.parallelisms import data_axis, replica_axis, tensor_axis
+from autopar.sharding.pins import PinsOnMesh
 
 # The errors of steps that exceed the memory of all devices: by their arguments, or as one program.
 
@@ -259,43 +262,102 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
     take little time, and tell whether a third axis may pay (`worth_trying`). A rejection with a MemoryLimitError ends
     the search: no mesh can have a plan that fits.
     """
-    deadline = context.deadline
-    may_fit = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
     meshes = logical_meshes(context)
+    few = [each for each in meshes if len(each[0].axis_sizes) <= MOST_AXES]
+    many = [each for each in meshes if len(each[0].axis_sizes) > MOST_AXES]
+    searches = _MeshSearches(context, len(meshes))
     baselines: list[SpmdCandidate | Rejection] | None = None
-    for number, (mesh, pins) in enumerate(meshes):
-        candidates = [c for c in context.candidates if isinstance(c, SpmdCandidate)]
-        fits = any(c.peak_bytes <= context.limit_bytes for c in candidates)
-        if baselines is None and fits and len(mesh.axis_sizes) > MOST_AXES:
-            baselines = list(baseline_candidates(context))
+    for group in (few, many):
+        if group is many and many and searches.context.program_fits:
+            baselines = list(baseline_candidates(searches.context))
             yield from baselines
-            context = context.after(baselines)
-        if deadline.passed and fits:
-            outcome: SpmdCandidate | Rejection = not_tried(mesh, deadline.text)
-        elif fits and not context.may_gain:
-            outcome = not_tried(mesh, context.why_no_gain)
-        elif not worth_trying(mesh, context):
-            outcome = not_tried(
-                mesh, f"it splits no axis of the best mesh of two, or the second gained less than {WORTHWHILE:.0%}"
-            )
-        else:
-            # Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
-            # long step at once, for others when nothing fits on the first mesh.
-            slow = number > 0 or len(context.graph.block.ops) > LONG_STEP
-            if slow and not may_fit and not fits and not fits_unfused(context):
-                with context.progress.pass_("least memory"):
-                    refusal = cannot_fit(context)
-                if refusal is not None:
-                    yield Rejection(source=SOURCE, why=refusal.got, error=refusal)
-                    return
-                may_fit = True
-            time_s, folds = deadline.solve_s(len(meshes) - number), context.request.leaves_layouts_free
-            with context.progress.pass_(f"mesh {mesh}"):
-                model = cost_model(context.cluster, mesh)
-                outcome = search_mesh(context, model, pins, folds=folds, time_limit_s=time_s)
-        if isinstance(outcome, SpmdCandidate):
-            context.weighed(outcome.step_time_s, outcome.peak_bytes)
-        yield outcome
-        context = context.after([outcome])
+            searches.context = searches.context.after(baselines)
+        for outcome in searches.on(group):
+            yield outcome
+            if isinstance(outcome, Rejection) and outcome.error is not None:
+                return
     if baselines is None:
-        yield from baseline_candidates(context)
+        yield from baseline_candidates(searches.context)
+
+
+class _MeshSearches:
+    """Searches on several meshes. `context`: with what they found; `num_left`: the meshes without an outcome."""
+
+    def __init__(self, context: PlanningContext, num_left: int) -> None:
+        self.context, self.num_left = context, num_left
+        self.folds = context.request.leaves_layouts_free
+        self.may_fit = not self.folds or context.cluster.num_devices == 1
+        self.has_begun = False
+
+    def on(self, meshes: Sequence[tuple[LogicalMesh, PinsOnMesh | None]]) -> Iterator[SpmdCandidate | Rejection]:
+        """The outcome on each of these meshes.
+
+        An evaluation on the whole step takes ten times as long as a bound on the folded one: where layers are folded
+        all meshes are bounded first, and that of the least bound is evaluated first, which spares others theirs. None
+        is begun any more once one may be as fast as any plan can be.
+        """
+        bounds_first = self.folds and len(meshes) > 1 and self.context.views.folded is not None
+        left, begun = list(meshes), list[MeshSearch]()
+        while left or begun:
+            first = min(begun, key=lambda search: search.at_least_s, default=None)
+            if first is not None and (not left or not self.context.may_gain_on(first.at_least_s)):
+                begun.remove(first)
+                outcome = self.evaluated(first)
+            else:
+                mesh, pins = left.pop(0)
+                search = self.begun(mesh, pins, asks=not bounds_first)
+                if isinstance(search, MeshSearch) and bounds_first:
+                    begun.append(search)
+                    continue
+                outcome = search.outcome() if isinstance(search, MeshSearch) else search
+            self.num_left -= 1
+            if isinstance(outcome, SpmdCandidate):
+                self.context.weighed(outcome.step_time_s, outcome.peak_bytes)
+            self.context = self.context.after([outcome])
+            yield outcome
+
+    def begun(self, mesh: LogicalMesh, pins: PinsOnMesh | None, *, asks: bool) -> MeshSearch | Rejection:
+        """The search on a mesh, begun, or why there is none; `asks`: as `evaluated` does whether anything can fit."""
+        if why := self.why_not(mesh):
+            return not_tried(mesh, why)
+        if asks and (refusal := self.refusal()) is not None:
+            return refusal
+        context, time_s = self.context, self.context.deadline.solve_s(self.num_left)
+        with context.progress.pass_(f"mesh {mesh}"):
+            return begin_on_mesh(
+                context, cost_model(context.cluster, mesh), pins, folds=self.folds, time_limit_s=time_s
+            )
+
+    def evaluated(self, search: MeshSearch) -> SpmdCandidate | Rejection:
+        """The outcome of a search that was begun."""
+        context, mesh = self.context, search.intra_op.model.links.mesh
+        if why := self.why_not(mesh):
+            return not_tried(mesh, why)
+        if (refusal := self.refusal()) is not None:
+            return refusal
+        with context.progress.pass_(f"mesh {mesh}"):
+            return search.going_on(context, context.deadline.solve_s(self.num_left)).outcome()
+
+    def why_not(self, mesh: LogicalMesh) -> str:
+        """Why a mesh is not tried; empty where it is."""
+        context, fits = self.context, self.context.program_fits
+        if context.deadline.passed and fits:
+            return context.deadline.text
+        if fits and not context.may_gain:
+            return context.why_no_gain
+        if not worth_trying(mesh, context):
+            return f"it splits no axis of the best mesh of two, or the second gained less than {WORTHWHILE:.0%}"
+        return ""
+
+    def refusal(self) -> Rejection | None:
+        """Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
+        long step at once, for others when nothing fits on the first mesh.
+        """
+        context, slow = self.context, self.has_begun or len(self.context.graph.block.ops) > LONG_STEP
+        self.has_begun = True
+        if not slow or self.may_fit or context.program_fits or fits_unfused(context):
+            return None
+        with context.progress.pass_("least memory"):
+            refused = cannot_fit(context)
+        self.may_fit = refused is None
+        return Rejection(source=SOURCE, why=refused.got, error=refused) if refused is not None else None

@@ -217,7 +217,7 @@ def search_mesh(
     time with overlap by which plans are compared. On platforms with overlap, and without a recipe, the ILP is re-solved
     with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTION`), and the search continues
     from the fastest plan. Where the exact peak of that plan is over the limit, bytes get a price
-    (`_MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
+    (`MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
     `time_limit_s`, except for its last solution.
 
     With `folds`, of repeated layers three or four are searched for (`passes.fold_step`), and what is found is evaluated
@@ -226,43 +226,45 @@ def search_mesh(
     Returns a rejection when the time limit passed without any plan, and for what cannot be the plan beside another
     candidate that fits (`longest_s`).
     """
+    search = begin_on_mesh(context, model, pins, folds=folds, time_limit_s=time_limit_s)
+    return search if isinstance(search, Rejection) else search.outcome()
+
+
+def begin_on_mesh(
+    context: PlanningContext,
+    model: CostModel,
+    pins: PinsOnMesh | None = None,
+    *,
+    folds: bool,
+    time_limit_s: float,
+) -> MeshSearch | Rejection:
+    """The search on one mesh with its integer program solved and nothing evaluated on the whole step, or why there is
+    none.
+    """
     until_s = time.perf_counter() + time_limit_s
     mesh = model.links.mesh
     intra_op, step = _problem(context, model, pins, folds=folds)
-    slow_s, extra_s = longest_s(context, len(mesh.axis_sizes)), extra_s_of(context)
+    slow_s = longest_s(context, len(mesh.axis_sizes))
     solved: dict[Exposure, Solution] = {}
     if _gains_little(context, intra_op, solved, time_limit_s):
         return rejected(mesh, f"its integer program, with what can hide hidden, gains less than {WORTHWHILE:.0%}")
-    # Without overlap the objective is nearly the step's time, and its bound one of that.
-    is_time = not model.overlap.kinds
     left_s = max(until_s - time.perf_counter(), 1.0)
-    free = intra_op.solve(time_limit_s=left_s, cutoff_s=slow_s + extra_s if is_time else math.inf)
+    cutoff_s = math.inf if model.overlap.kinds else slow_s + extra_s_of(context)
+    free = intra_op.solve(time_limit_s=left_s, cutoff_s=cutoff_s)
     if free.status not in (Status.OPTIMAL, Status.FEASIBLE):
         why = IMPOSSIBLE if free.status is Status.INFEASIBLE else f"no plan {text_of_limit(time_limit_s)}"
         return rejected(mesh, why)
-    search = _MeshSearch(
+    return MeshSearch(
         context=context,
         intra_op=intra_op,
         step=step,
         costs=intra_op.costs if step is None else tables_of(context, context.graph, model).costs,
         free=free,
         solved=solved,
+        bounds=[],
         pins=pins,
         until_s=until_s,
     )
-    if is_time and free.bound - extra_s >= slow_s:
-        return slower(context, model, free.bound - extra_s)
-    fastest = search.fastest(slow_s)
-    if isinstance(fastest, float):
-        return slower(context, model, fastest)
-    found, exposure = fastest
-    ways = search.ways(found)
-    if ways[-1].ran.end_s >= slow_s:
-        return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
-    best, memory = search.candidate(ways)
-    if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
-        return best
-    return search.leaner(best, memory, exposure)
 
 
 def _problem(
@@ -306,11 +308,11 @@ def _intra_op(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _MeshSearch:
+class MeshSearch:
     """The integer program of one mesh, its solution for the least time, and the deadline of the search on it.
 
     `step`: the folded step of the program, None where the program is of the whole graph. `solved`: the solutions
-    by what they charge of sends that can hide.
+    by what they charge of sends that can hide. `bounds`: these with the seconds that they take at least, once computed.
     """
 
     context: PlanningContext
@@ -319,8 +321,40 @@ class _MeshSearch:
     costs: NodeCosts
     free: Solution
     solved: dict[Exposure, Solution]
+    bounds: list[tuple[float, Solution, Exposure]]
     pins: PinsOnMesh | None
     until_s: float
+
+    def outcome(self) -> SpmdCandidate | Rejection:
+        """The fastest plan that fits, else the smallest; or why it cannot be the plan."""
+        context, model = self.context, self.intra_op.model
+        slow_s = longest_s(context, len(model.links.mesh.axis_sizes))
+        if not model.overlap.kinds:  # the objective is nearly the step's time, and its bound one of that
+            least_s = self.free.bound - extra_s_of(context)
+            if least_s >= slow_s:
+                return slower(context, model, least_s)
+        fastest = self.fastest(slow_s)
+        if isinstance(fastest, float):
+            return slower(context, model, fastest)
+        found, exposure = fastest
+        ways = self.ways(found)
+        if ways[-1].ran.end_s >= slow_s:
+            return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
+        best, memory = self.candidate(ways)
+        if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
+            return best
+        return self.leaner(best, memory, exposure)
+
+    def going_on(self, context: PlanningContext, time_limit_s: float) -> MeshSearch:
+        """The search beside what else was found since it began."""
+        return dataclasses.replace(self, context=context, until_s=time.perf_counter() + time_limit_s)
+
+    @property
+    def at_least_s(self) -> float:
+        """Seconds that a plan on this mesh takes at least; zero where nothing is folded, so that to evaluate one costs
+        as little.
+        """
+        return 0.0 if self.step is None else self.bounded()[0][0]
 
     @property
     def left_s(self) -> float:
@@ -358,13 +392,18 @@ class _MeshSearch:
         """
         if self.step is None or (slow_s == math.inf and not self.hides):
             return ((0.0, solution, exposure) for solution, exposure in self.solutions())
-        found: list[tuple[float, Solution, Exposure]] = []
-        for solution, exposure in self.solutions():
-            at_least_s, sends = self.least_s(solution)
-            found.append((at_least_s, solution, exposure))
-            if not sends:
-                break
-        return sorted(found, key=lambda each: each[0])
+        return self.bounded()
+
+    def bounded(self) -> list[tuple[float, Solution, Exposure]]:
+        """The solutions of a folded program, that which may take least in front."""
+        if not self.bounds:
+            for solution, exposure in self.solutions():
+                at_least_s, sends = self.least_s(solution)
+                self.bounds.append((at_least_s, solution, exposure))
+                if not sends:
+                    break
+            self.bounds.sort(key=lambda each: each[0])
+        return self.bounds
 
     @property
     def hides(self) -> bool:

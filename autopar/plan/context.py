@@ -167,8 +167,12 @@ class PlanningContext:
     @property
     def may_gain(self) -> bool:
         """Whether another plan may be faster than the best so far by as much as is looked for."""
+        return self.may_gain_on(self.fastest_s)
+
+    def may_gain_on(self, step_time_s: float) -> bool:
+        """Whether another plan may be faster than one of this time by as much as is looked for."""
         wants_others = self.keep_tolerance > 1
-        return wants_others or self.least_s < self.fastest_s * (1 - self.request.effort.least_gain)
+        return wants_others or self.least_s < step_time_s * (1 - self.request.effort.least_gain)
 
     @property
     def may_gain_by_stages(self) -> bool:
