@@ -543,14 +543,14 @@ def _sources(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values.index(v) for v in values)
 
 
-def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS) -> OpGraph:
+def blockwise(graph: OpGraph, kernel: Kernel = Kernel.BLOCKS, named: OpGraph | None = None) -> OpGraph:
     """The graph with an operation for each pass of each attention that is found and that a kernel takes, which for
-    blocks is all. Other attention stays as it is.
+    blocks is all. Other attention stays as it is. `named`: the graph with its semantics, where these are known.
 
     Attention of which anything would be left (weights that something else reads, say) stays whole: replacing a part of
     it would compute scores twice.
     """
-    named = annotate_semantics(graph)
+    named = annotate_semantics(graph) if named is None else named
     wanted = {op.id for op in score_products(named)}
     while wanted:
         fresh = Fresh(named)

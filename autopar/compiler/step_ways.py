@@ -43,7 +43,15 @@ def program_graph(traced: TracedStep, rules: RuleBook, graphs: StepGraphs | None
     plain = dataclasses.replace(traced, scan_recompute="", stacked_over=0, uneven_over=0)
     written = dataclasses.replace(plain, attention_kernel="")
     graph = graphs.of(written, "as written", lambda: graph_as_written(written, rules))
-    graph = graphs.of(plain, "by kernel", lambda: by_kernel(graph, plain.attention_kernel, rules))
+
+    def with_kernel() -> OpGraph:
+        if not plain.attention_kernel:
+            return graph
+        # The semantics of the equal layers of the graph as it is written are those of one: kernels ask for them too.
+        named = dataclasses.replace(graph, values=whole_graph(written, rules, graphs).annotated.values)
+        return by_kernel(graph, plain.attention_kernel, rules, named)
+
+    graph = graphs.of(plain, "by kernel", with_kernel)
     graph = saving_in_scans(graph, traced.scan_recompute, rules)
     if traced.stacked_over:
         graph = stack_updates(graph, traced.stacked_over, flops_of, rules)
@@ -174,7 +182,8 @@ class StepWays:
             notes = (chosen_note(Kernel.BLOCKS, None),)
             return written, dataclasses.replace(self.measured(in_blocks), least_s=math.inf, notes=notes)
         ways, library = [written], library_of(self.cluster.device)
-        for kernel in dict.fromkeys((library, Kernel.BLOCKS)):
+        kernels = [*dict.fromkeys((library, Kernel.BLOCKS))]
+        for kernel in kernels:
             of_kernel = dataclasses.replace(written, attention=Attention.KERNEL)
             way = in_blocks if kernel is Kernel.BLOCKS else of_kernel
             views = whole_graph(self.step(way), self.rules, self.graphs)
@@ -183,7 +192,7 @@ class StepWays:
             way = self.measured(way)
             notes = (chosen_note(kernel, written.least_s - way.least_s),)
             ways.append(dataclasses.replace(way, notes=notes))
-            if next(score_products(views.annotated), None) is None:
+            if kernel is not kernels[-1] and next(score_products(views.annotated), None) is None:
                 break  # nothing is left to blocks
         fastest = min(range(len(ways)), key=lambda i: ways[i].least_s * (1 - WORTH_A_KERNEL if i == 0 else 1))
         return tuple(ways[fastest:])

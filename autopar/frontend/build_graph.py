@@ -250,13 +250,13 @@ def graph_as_written(traced: TracedStep, rules: RuleBook) -> OpGraph:
     return graph
 
 
-def by_kernel(graph: OpGraph, attention_kernel: str, rules: RuleBook) -> OpGraph:
+def by_kernel(graph: OpGraph, attention_kernel: str, rules: RuleBook, named: OpGraph | None = None) -> OpGraph:
     """A graph of `graph_as_written` with the attention that a kernel takes (`TracedStep.attention_kernel`) as its
-    passes.
+    passes. `named`: as of `blockwise`.
     """
     if not attention_kernel:
         return graph
-    graph = blockwise(graph, Kernel[attention_kernel])
+    graph = blockwise(graph, Kernel[attention_kernel], named)
     return dataclasses.replace(graph, block=with_rules(graph.block, rules))
 
 

@@ -46,6 +46,7 @@ from autopar.lowering.instructions import Key
 from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.assign_stages import assign
+from autopar.passes.fold_layers import FoldedGraph, fold_layers
 from autopar.passes.layers import Layers
 from autopar.passes.remat import Rematerialised, rematerialise
 from autopar.passes.remat_cheap import sink_cheap_ops
@@ -319,6 +320,11 @@ class MicrobatchedStep:
     def assignment(self) -> LayerAssignment:
         """The layer of every operation."""
         return assign_layers(self.graph, self.layers, self.homes)
+
+    @functools.cached_property
+    def folded(self) -> FoldedGraph:
+        """The graph in which equal layers stand once, for the tables of the stage search."""
+        return fold_layers(self.graph, self.assignment, len(self.layers))
 
     @functools.cached_property
     def homes(self) -> dict[int, int]:

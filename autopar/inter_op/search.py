@@ -128,7 +128,7 @@ def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanReq
     """Of each schedule, the problem with stages on fewer devices than all."""
     num_layers, num_devices = len(microbatched.layers), cluster.num_devices
     sizes = [size for size in submesh_sizes(cluster, request, num_layers) if size < num_devices]
-    costs = NodeCosts(microbatched.graph, cost_model(cluster, LogicalMesh(axis_sizes=(num_devices,))))
+    costs = NodeCosts(microbatched.folded.graph, cost_model(cluster, LogicalMesh(axis_sizes=(num_devices,))))
     options = tuple(_shared_option(microbatched, costs, size) for size in sizes)
     for name in schedules_of(request, cluster) if options else ():
         for chunks in chunk_numbers(request, name, num_layers):
@@ -147,14 +147,17 @@ def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanReq
 
 def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) -> StageOption:
     """The layers on so many devices: the operations of each, shared by all of these. What runs wherever it is read, and
-    what is done once in a step, is left out.
+    what is done once in a step, is left out. Equal layers take as long as the one that stands for them in the tables.
     """
-    graph, num_layers = microbatched.graph, len(microbatched.layers)
-    seconds = {section: np.zeros(num_layers) for section in (Section.FORWARD, Section.BACKWARD)}
-    for op, layer in zip(graph.block.ops, microbatched.assignment.layer_of, strict=True):
-        if layer is not None and op.section in seconds:
+    folded, num_layers = microbatched.folded, len(microbatched.layers)
+    of_layer = {section: dict.fromkeys(folded.weight, 0.0) for section in (Section.FORWARD, Section.BACKWARD)}
+    for op in folded.graph.block.ops:
+        layer = folded.layer_of[op.id]
+        if layer is not None and op.section in of_layer:
             step_s = in_turn_s([op], lambda each: costs.shared_s(each, size))
-            seconds[op.section][layer] += step_s / graph.num_microbatches
+            runs = folded.weight[layer] * folded.graph.num_microbatches
+            of_layer[op.section][layer] += step_s / runs
+    seconds = {section: np.array([of[layer] for layer in folded.stands_for]) for section, of in of_layer.items()}
     none, no_bytes = np.zeros(num_layers), np.zeros(num_layers, dtype=np.int64)
     return StageOption(
         num_devices=size,

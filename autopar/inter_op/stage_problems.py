@@ -44,7 +44,7 @@ from autopar.intra_op.spmd_candidate import TimedSharding, timed_sharding
 from autopar.ir.graph import OpGraph
 from autopar.ir.layout import LogicalMesh
 from autopar.microbatch.smaller_step import num_examples
-from autopar.passes.fold_layers import FoldedGraph, fold_layers
+from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
 from autopar.passes.split_scan import SplitStep
 from autopar.plan.context import PlanningContext
@@ -194,7 +194,7 @@ def _on_meshes(
     is_long: bool,
 ) -> Iterator[tuple[int, dict[DecidedFor, MeshOptions]]]:
     """Each size with the layers on the meshes of a submesh so large. Arguments: those of `tables`."""
-    folded = fold_layers(microbatched.graph, microbatched.assignment, len(microbatched.layers))
+    folded = microbatched.folded
     wiring, saved_bytes = hash(wiring_of(folded.graph)), _saved_bytes(folded) if is_long else 0.0
     examples = num_examples(microbatched.step.traced) // microbatched.graph.num_microbatches
     # Some boundary lies between hosts, and the slowest stage sets the pace.

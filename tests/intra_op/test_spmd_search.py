@@ -13,15 +13,22 @@ from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
-from autopar.intra_op import build_choice_graph
+from autopar.intra_op import build_choice_graph, spmd_search
 from autopar.intra_op.mesh_searches import cannot_fit, fits_unfused, mesh_candidates
-from autopar.intra_op.spmd_search import _splits_an_axis, distinct_meshes, longest_s, search_mesh, worth_trying
+from autopar.intra_op.spmd_search import (
+    MeshSearch,
+    _splits_an_axis,
+    distinct_meshes,
+    longest_s,
+    search_mesh,
+    worth_trying,
+)
 from autopar.ir.layout import LogicalMesh
 from autopar.plan.context import Rejection
 from autopar.plan.options import NEARLY_EQUAL, PlanRequest
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
-from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_step, slow_cluster
+from tests.small_steps import MLP_BATCH, MLP_STATE, chain_step, grouped, mlp_step, slow_cluster
 
 
 def context_on(cluster):
@@ -62,7 +69,7 @@ def test_baselines_tell_whether_a_third_axis_may_pay(monkeypatch):
         searched.append(model.links.mesh.axis_sizes)
         return row if len(searched) == 1 else rejected(searched[-1], 0.9 * row.step_time_s)
 
-    monkeypatch.setattr("autopar.intra_op.mesh_searches.search_mesh", search)
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.begin_on_mesh", search)
     for baselines in ([], [rejected((8,), 0.9 * row.step_time_s)]):
         monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _, of=baselines: of)
         searched.clear()
@@ -83,6 +90,29 @@ def test_a_mesh_that_cannot_win_is_not_evaluated_and_says_so(cluster):
     assert left.axis_sizes == row.axis_sizes
     assert fast.step_time_s < left.least_s <= found.step_time_s * 1.001
     assert left.why.startswith(("a bound says that it is slower by about ", "slower by "))
+
+
+def test_the_mesh_that_may_be_fastest_is_evaluated_first(monkeypatch):
+    """Of a step with its layers folded: all are bounded before one is evaluated on the whole step, in that order."""
+    params = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
+    examples = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
+    arguments = params, {"x": examples, "y": examples}
+    traced = trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
+    context = planning_context(traced, Cluster.preset("dgx-h100"), PlanRequest(), BOOK, Progress("", show=False))
+    monkeypatch.setattr(spmd_search, "SMALL", 0)
+    outcome, seen = MeshSearch.outcome, []
+
+    def evaluated(search):
+        seen.append((search.intra_op.model.links.mesh.axis_sizes, search.at_least_s))
+        return outcome(search)
+
+    monkeypatch.setattr(MeshSearch, "outcome", evaluated)
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _: [])
+    found = [*mesh_candidates(context)]
+    of_two_axes = [each for each in seen if len(each[0]) < 3]
+    assert [sizes for sizes, _ in of_two_axes] != sorted((sizes for sizes, _ in of_two_axes), key=len)
+    assert [least_s for _, least_s in of_two_axes] == sorted(least_s for _, least_s in of_two_axes)
+    assert len(found) == len(distinct_meshes(context.cluster, 3))
 
 
 @pytest.mark.slow
