@@ -11,7 +11,8 @@ from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
 
 def saved_arrays(graph: OpGraph) -> frozenset[int]:
     """Activations that the forward pass makes, or another stage sends it, and that the backward pass reads: results of
-    products and of attention, and what recomputation starts from.
+    products and of attention, in the place of one that it does not read what is made of it and read, and what
+    recomputation starts from.
 
     Whatever else is saved follows from these in a few elementwise operations, which compilers do again where they read
     it (they fuse them): it takes less memory than its arrays do. Numbers are left out, and sums over micro-batches.
@@ -21,9 +22,13 @@ def saved_arrays(graph: OpGraph) -> frozenset[int]:
     made = {v for op in forward for v in op.outputs} | repeating.intersection(v for op in forward for v in read_by(op))
     backward = [op for op in graph.block.ops if op.section.is_backward]
     read = {v for op in backward for v in read_by(op)}
-    kept = read.intersection(v for op in forward if is_kept(op) for v in op.outputs)
-    starts = made.intersection(v for op in backward if op.kind is OpKind.BARRIER for v in read_by(op))
-    values = (graph.values[v] for v in kept | starts)
+    arrays = made.intersection(v for op in backward if op.kind is OpKind.BARRIER for v in read_by(op))
+    lost: set[int] = set()  # what does not follow from arrays
+    for op in forward:
+        if is_kept(op) or not lost.isdisjoint(read_by(op)):
+            arrays |= read.intersection(op.outputs)
+            lost.update(v for v in op.outputs if v not in arrays)
+    values = (graph.values[v] for v in arrays)
     return frozenset(value.id for value in values if value.purpose is Purpose.ACTIVATION and value.shape)
 
 
