@@ -99,30 +99,9 @@ def _specs(specs: Sequence[Any], variables: Sequence[Any]) -> tuple[Spec, ...]:
 def island_rule(eqn: Any) -> Rule:
     """Axes are factors that may be split; what a device has of a dimension is whole."""
     island = island_of(eqn)
-    number: dict[str, int] = {}
-    factors: list[Factor] = []
-
-    def factor(name: str) -> int:
-        if name not in number:
-            number[name] = len(factors)
-            factors.append(Factor(island.sizes[name], FactorKind.PASS))
-        return number[name]
-
-    def dims(spec: Spec, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for names, n in zip(spec, shape, strict=True):
-            split = [name for name in names if island.sizes[name] > 1]
-            row = [factor(name) for name in split]
-            rest = n // math.prod(island.sizes[name] for name in split)
-            if rest > 1:
-                factors.append(Factor(rest, FactorKind.FIXED))
-                row.append(len(factors) - 1)
-            out.append(tuple(row))
-        return tuple(out)
-
-    operands = tuple(dims(spec, v.aval.shape) for spec, v in zip(island.operands, eqn.invars, strict=True))
-    results = tuple(dims(spec, v.aval.shape) for spec, v in zip(island.results, eqn.outvars, strict=True))
-    return Rule(tuple(factors), operands, results)
+    operands = zip(island.operands, [v.aval.shape for v in eqn.invars], strict=True)
+    results = zip(island.results, [v.aval.shape for v in eqn.outvars], strict=True)
+    return Rule.by_names(operands, results, lambda name, _: Factor(island.sizes[name], FactorKind.PASS))
 
 
 def mesh_axes(island: Island, layouts: Sequence[Layout], mesh: LogicalMesh) -> dict[str, tuple[int, ...]] | None:
