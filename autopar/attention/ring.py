@@ -410,10 +410,9 @@ def rule_of(eqn: Any) -> Rule:
     first_mask = len(operands) - len(form.arrays)
 
     def factor_of(letter: str, size: int) -> Factor:
-        is_position = is_ring and letter == form.position
-        return Factor(
-            size, FactorKind.RING if is_position else FactorKind.PASS if letter in apart else FactorKind.FIXED
-        )
+        if is_ring and letter == form.position:
+            return Factor(size, FactorKind.RING)
+        return Factor(size, FactorKind.PASS if letter in apart else FactorKind.FIXED)
 
     def named(arrays: Sequence[str], first_mask: int) -> NamedDims:
         for i, array in enumerate(arrays):

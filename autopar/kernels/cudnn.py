@@ -59,11 +59,9 @@ def cudnn_rule(eqn: Any) -> Rule:
 
     def named(arrays: Sequence[str], variables: Sequence[Any]) -> NamedDims:
         for names, v in zip(arrays, variables, strict=True):
-            pairs = zip(names, v.aval.shape, strict=True)
-            yield (
-                [(of[x],) if x in of and n > 1 and n % factors[of[x]].size == 0 else () for x, n in pairs],
-                v.aval.shape,
-            )
+            shape = v.aval.shape
+            split = [x in of and n > 1 and n % factors[of[x]].size == 0 for x, n in zip(names, shape, strict=True)]
+            yield [(of[x],) if is_split else () for x, is_split in zip(names, split, strict=True)], shape
 
     return Rule.by_names(named(operands, eqn.invars), named(results, eqn.outvars), lambda name, _: factors[name])
 
