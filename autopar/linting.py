@@ -23,12 +23,13 @@ from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
-from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding
+from autopar.frontend.jit_shardings import JitShardings, jit_shardings_of, named_sharding
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.frontend.tracing import abstract, tie_state
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import AXIS_NAMES, spec_text
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_report import CHANGES, Change, Computed, Held, Lint, Sent

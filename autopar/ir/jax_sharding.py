@@ -100,3 +100,12 @@ def _spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
 def named_sharding(layout: Layout, mesh: Mesh, *, in_host: bool = False) -> NamedSharding:
     spec = partition_spec(layout, mesh.axis_names)
     return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) if in_host else NamedSharding(mesh, spec)
+
+
+def dims_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...] | None, ...]:
+    """The axes of each of so many dimensions of a spec; None leaves one open."""
+    entries = (*spec, *(None,) * (rank - len(spec)))
+    return tuple(
+        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for e in entries
+    )

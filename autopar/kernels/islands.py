@@ -25,6 +25,7 @@ from jax import lax
 from autopar.common import jax_compat, jax_local
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Factor, FactorKind, Op, OpGraph, Rule
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.kernels.operation import Shapes
 
@@ -84,16 +85,8 @@ def check_islands_inside(eqn: Any) -> None:
 
 
 def _specs(specs: Sequence[Any], variables: Sequence[Any]) -> tuple[Spec, ...]:
-    def names(entry: Any) -> tuple[str, ...]:
-        if entry is None:
-            return ()
-        return tuple(map(str, entry)) if isinstance(entry, tuple) else (str(entry),)
-
-    out = []
-    for spec, v in zip(specs, variables, strict=True):
-        dims = [names(entry) for entry in spec]
-        out.append(tuple(dims + [()] * (len(v.aval.shape) - len(dims))))
-    return tuple(out)
+    rows = (dims_of(spec, len(v.aval.shape)) for spec, v in zip(specs, variables, strict=True))
+    return tuple(tuple(axes or () for axes in row) for row in rows)
 
 
 def island_rule(eqn: Any) -> Rule:

@@ -23,10 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import msgspec
+
 from autopar.common.launched import STUCK_AFTER_S, Reached, has_reached, say_lost
 from autopar.launch.command_line import Options
 from autopar.launch.placement import Placement, environments, host_and_port, own_address_towards
-from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, send
+from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, send
 from autopar.launch.restart_policy import Hosts, OneHost, Outcome, Policy, Start, Stop
 
 # Which process failed first, and with what: the others mostly fail because of it.
@@ -555,8 +557,7 @@ class SeveralHosts:
                 return None
             assert self._connection is not None, "connected"
             host = own_address_towards(*host_and_port(self._coordinator))
-            said = None if outcome is None else outcome_text(outcome)
-            send(self._connection, {"node": self._node, "host": host, "offer": self._offer, "outcome": said})
+            send(self._connection, {"node": self._node, "host": host, "offer": self._offer, "outcome": outcome})
             while not is_interrupted():
                 for message in self._messages(_AGAIN_S):
                     if (found := self._read(message)) is not None:
@@ -608,7 +609,7 @@ class SeveralHosts:
 
     def _read(self, message: dict[str, Any]) -> Start | int | None:
         if "start" in message:
-            return Start(placement=Placement(**message["start"]), delay_s=float(message["delay_s"]))
+            return Start(placement=msgspec.convert(message["start"], Placement), delay_s=float(message["delay_s"]))
         if "stop" in message:
             if "why" in message:
                 self._say(str(message["why"]))
