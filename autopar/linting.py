@@ -602,7 +602,7 @@ def _sent(lines: ByLine) -> tuple[Sent, ...]:
     record = lines.plan.record
     rows = sorted(
         collective_rows(record, record.modules, lambda c, module: (c.kind, c.axes, module)),
-        key=lambda row: (-row.waited_s, -row.time_s),
+        key=lambda row: (-row.exposed_s, -row.time_s),
     )
     return tuple(
         Sent(
@@ -612,7 +612,7 @@ def _sent(lines: ByLine) -> tuple[Sent, ...]:
             count=row.count,
             sent_bytes=row.sent_bytes,
             time_s=row.time_s,
-            exposed_s=row.waited_s,
+            exposed_s=row.exposed_s,
         )
         for row in rows[:ROWS]
     )

@@ -72,8 +72,7 @@ class PredictedCollective:
     """Collectives of one kind over the same axes that one module causes. `sent_bytes` by each device in a step.
 
     `exposed_s`: of `time_s`, what no computation hides, which the step waits for. Combined collectives share their
-    latency, so that it may be less than what follows from `time_s`. None in files that were written before it was
-    recorded.
+    latency, so that it may be less than what follows from `time_s`.
     """
 
     kind: str
@@ -82,12 +81,7 @@ class PredictedCollective:
     count: float
     sent_bytes: float
     time_s: float
-    exposed_s: float | None = None
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which the step waits, or could where that is not recorded."""
-        return self.time_s if self.exposed_s is None else self.exposed_s
+    exposed_s: float
 
 
 class MemoryKind(enum.Enum):
@@ -141,8 +135,7 @@ class Predicted:
     are none of the model's. `hidden_time_s`: computation that overlaps with
     communication within the mesh. A step in one program takes compute + collectives - hidden + host.
     `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory.
-    `peak_rate_time_s`: of all operations at the peak rates of their types. Both None in files that were written before
-    they were recorded.
+    `peak_rate_time_s`: of all operations at the peak rates of their types.
 
     For state and activations in the memory of the host: `host_bytes` kept by a device (one number for each group of
     devices, none without such arrays; of activations as many as there are at once), `host_copied_bytes` copied from and
@@ -158,13 +151,13 @@ class Predicted:
     bubble_fraction: float
     collectives: tuple[PredictedCollective, ...]
     memory: tuple[MemoryUse, ...]
+    product_time_s: float
+    peak_rate_time_s: float
     hidden_time_s: float = 0.0
     host_bytes: tuple[int, ...] = ()
     host_copied_bytes: float = 0.0
     host_time_s: float = 0.0
-    product_time_s: float | None = None
     recomputed_flops: float = 0.0
-    peak_rate_time_s: float | None = None
 
     @property
     def model_flops(self) -> float:
@@ -229,10 +222,9 @@ class ModuleRow:
         return sum(c.time_s for c in self.collectives)
 
     @property
-    def exposed_s(self) -> float | None:
-        """Seconds for which the step waits for its collectives; None where that is not recorded."""
-        waits = [c.exposed_s for c in self.collectives]
-        return None if None in waits else sum(s for s in waits if s is not None)
+    def exposed_s(self) -> float:
+        """Seconds for which the step waits for its collectives."""
+        return sum(c.exposed_s for c in self.collectives)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
