@@ -23,8 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.attention import execute, ring
 from autopar.attention.form import letters
 from autopar.attention.kernels import library_on
-from autopar.common import jax_compat
-from autopar.common.jax_compat import while_any
+from autopar.common import jax_compat, loops
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
@@ -710,43 +709,28 @@ class Emitter:
             if op.kind is OpKind.SCAN:
                 outs = self.scan(instruction, operands, runs[0])
             elif op.kind is OpKind.WHILE:
-                outs = self.while_loop(instruction, operands, runs[0], runs[1])
+                k, n = op.num_condition_consts, op.num_consts
+                avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
+                outs = loops.while_loop(runs[0], runs[1], operands, (k, n - k), loops.like(avals))
             else:
-                avals = [v.aval for v in op.eqn.outvars]
-                branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
-                outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
+                typed = loops.like([v.aval for v in op.eqn.outvars])
+                outs = loops.cond(runs, operands, lambda made: list(map(self.pin, typed(made), instruction.results)))
         for key, array in zip(instruction.keys_made, outs, strict=True):
             env[key] = array if key[1][1] == HOST else self.pin(array, key[1][0])
-
-    def index(self, predicate: Any) -> Any:
-        return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
-
-    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout], avals: Sequence[Any]) -> list[Any]:
-        return [self.pin(out, layout) for out, layout in zip(self.like(outs, avals), layouts, strict=True)]
 
     def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
         op = instruction.op
         k, c = op.num_consts, op.num_carry
-        consts = operands[:k]
-        carry_avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
-
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run([*consts, *carry, *slices])
-            return self.like(outs[:c], carry_avals), outs[c:]
-
+        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
+        operands[k : k + c] = self.first_carry(instruction, operands[k : k + c], avals)
         # Of turns in a row XLA makes room at once for what their own loops write, where a loop has room for one turn's.
         holds_loops = any(isinstance(inner, Loop) for inner in instruction.blocks[0].instructions)
-        carry, stacked = jax.lax.scan(
-            body,
-            self.first_carry(instruction, operands[k : k + c], carry_avals),
-            list(operands[k + c :]),
-            length=op.trips,
-            reverse=op.eqn.params["reverse"],
-            unroll=1 if holds_loops else op.eqn.params["unroll"],
-        )
+        unroll = 1 if holds_loops else op.eqn.params["unroll"]
+        how = {"length": op.trips, "reverse": op.eqn.params["reverse"], "unroll": unroll}
+        outs = loops.scan(run, operands, (k, c), loops.like(avals), **how)
         # Of partial slices the summands of a device lie together, in front of the iterations.
         partial = [bool(layout.partial) for layout in instruction.results[c:]]
-        return [*carry, *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(stacked, partial, strict=True))]
+        return [*outs[:c], *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(outs[c:], partial, strict=True))]
 
     def first_carry(self, instruction: Loop, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         """What a scan carries into its first iteration. Where its body adds partial sums to a literal, one device holds
@@ -758,21 +742,4 @@ class Emitter:
             if place is None and layout.partial:
                 whole = jax_compat.with_type(arrays[i], aval)
                 started[i] = as_sum(whole, replicated(len(aval.shape)), layout, self.mesh)
-        return self.like(started, avals)
-
-    def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
-        op = instruction.op
-        k, n = op.num_condition_consts, op.num_consts
-        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
-        return while_any(
-            lambda carry: condition([*operands[:k], *carry])[0],
-            lambda carry: self.like(body([*operands[k:n], *carry]), avals),
-            self.like(operands[n:], avals),
-        )
-
-    def like(self, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-        """Carried values with the weak types and dtypes of the traced loop (a literal has neither)."""
-        return [
-            a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else jax_compat.with_type(a, aval)
-            for a, aval in zip(arrays, avals, strict=True)
-        ]
+        return started
