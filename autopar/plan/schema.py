@@ -329,7 +329,7 @@ class PlanRecord:
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `expert_load`: how many rows each expert was taken to get.
     `row_blocks`: whether ragged products are made in blocks of rows where that takes less time.
-    `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
+    `least_step_time_s`: what a step takes under any plan, by the model of costs.
     `candidates`: the plan and the ways to run the step that lost against it. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
@@ -351,6 +351,7 @@ class PlanRecord:
     modules: tuple[ModuleRow, ...]
     candidates: tuple[CandidateRecord, ...]
     notes: tuple[str, ...]
+    least_step_time_s: float
     pipeline: PipelineRecord | None = None
     axis_names: tuple[tuple[str, ...], ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
@@ -363,7 +364,6 @@ class PlanRecord:
     row_blocks: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
-    least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] | None = None

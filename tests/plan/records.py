@@ -133,6 +133,7 @@ def program(layers: int = 2, **changes: Any) -> PlanRecord:
             CandidateRecord(source="pipelines", text="", why="not searched"),
         ),
         notes=(),
+        least_step_time_s=0.0,
         axis_roles=(("tensor",),),
         timeline=Timeline(
             rows=("every device",),
