@@ -406,13 +406,10 @@ class _Body:
                 lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
                 for a in args
             ]
-        inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
         if _is_kernel(eqn):
             return _jitted(params["name"], lambda *xs: self._closed(params["jaxpr"], xs))(*args)
-        if inner is not None:
-            return self._closed(
-                next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args
-            )
+        if (called := jax_compat.called_jaxpr(eqn)) is not None:
+            return self._closed(called, args)
         if name == "scan":
             counts, variables = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"]).outvars
             carried, how = _typed(variables[: counts[1]]), {key: params[key] for key in ("length", "reverse", "unroll")}
