@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,19 @@ def stacked_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
 def _stage_axis(axis_names: Sequence[str]) -> str:
     """The name of the axis of the stages in a mesh over several of them: one that no axis of a stage has."""
     return next(name for n in range(len(axis_names) + 1) if (name := f"stage{n or ''}") not in axis_names)
+
+
+def on_parts(
+    function: Callable[..., Any], mesh: Mesh, operands: Sequence[Layout], results: Layout | Sequence[Layout]
+) -> Callable[..., Any]:
+    """A function of a device's parts as one of global arrays, all of which lie so; `results`: of one, or of several."""
+    out_specs: Any = (
+        partition_spec(results, mesh.axis_names)
+        if isinstance(results, Layout)
+        else tuple(partition_spec(layout, mesh.axis_names) for layout in results)
+    )
+    in_specs = tuple(partition_spec(layout, mesh.axis_names) for layout in operands)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:

@@ -221,8 +221,7 @@ def _jaxpr(closed: Any) -> Any:
     if not is_changed and all(a is b for a, b in zip(outvars, inner.outvars, strict=True)):
         return closed
     cleaned = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-    is_open = inner is closed and not jax_compat.jaxpr_consts(closed)
-    return cleaned if is_open else jax_compat.closed_like(closed, cleaned)
+    return jax_compat.with_body(closed, cleaned)
 
 
 # What only changes the type of a value that differs, or does not differ, between the devices.

@@ -27,7 +27,7 @@ from autopar.common import jax_compat, loops
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
-from autopar.ir.jax_sharding import named_sharding, partition_spec
+from autopar.ir.jax_sharding import named_sharding, on_parts, partition_spec
 from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
 from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
@@ -99,9 +99,7 @@ def in_rows(array: Any, layout: Layout, mesh: Mesh) -> Any:
 
     Said on each device's part: a partitioner gathers what it does not know.
     """
-    spec = partition_spec(layout, mesh.axis_names)
-    run = jax.shard_map(jax_compat.in_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return run(array)
+    return on_parts(jax_compat.in_rows, mesh, [layout], layout)(array)
 
 
 def in_whole_tiles(array: Any, layout: Layout, mesh: Mesh) -> Any:
@@ -130,14 +128,7 @@ def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Lay
         made = _on_part(eqn, layouts, results, mesh, logical, parts)
         return tuple(a[None] if at.partial else a for a, at in zip(made, results, strict=True))
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in layouts),
-        out_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in results),
-        check_vma=False,
-    )
-    return run(*operands)
+    return on_parts(local, mesh, layouts, results)(*operands)
 
 
 def _on_part(
@@ -269,15 +260,11 @@ def _clamped(start: Any, largest: int) -> jax.Array:
 
 def largest_of_rows(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
     """Runs a `top_k` on each device's own rows; unequal parts are left to the partitioner."""
-    (place,), names, eqn = instruction.reads, mesh.axis_names, instruction.op.eqn
+    (place,), eqn = instruction.reads, instruction.op.eqn
     logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
     if place is None or not place[0].fits(eqn.invars[0].aval.shape, logical):
         return jax_compat.bind(eqn, operands)
-    out_specs = tuple(partition_spec(layout, names) for layout in instruction.results)
-    run = jax.shard_map(
-        lambda part: tuple(jax_compat.bind(eqn, [part])), mesh=mesh, in_specs=partition_spec(place[0], names),
-        out_specs=out_specs, check_vma=False,
-    )  # fmt: skip
+    run = on_parts(lambda part: tuple(jax_compat.bind(eqn, [part])), mesh, [place[0]], instruction.results)
     return list(run(*operands))
 
 
@@ -286,15 +273,14 @@ def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh)
 
     XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
     """
-    (place,), (result,), names = instruction.reads, instruction.results, mesh.axis_names
+    (place,), (result,) = instruction.reads, instruction.results
     assert place is not None, "an array is transformed, no number"
 
     def local(part: Any) -> Any:
         (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
         return jax_compat.in_rows(out)
 
-    specs = partition_spec(place[0], names), partition_spec(result, names)
-    return [jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
+    return [on_parts(local, mesh, [place[0]], result)(*operands)]
 
 
 # Names for profilers: the operations of a compiled program, and its collectives, bear the user's modules.
@@ -358,9 +344,7 @@ def reduced(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
             out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
         return out[None] if step.after.partial else out
 
-    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
-    summed = run(filled_up(array, step.before, mesh, step.after))
+    summed = on_parts(local, mesh, [step.before], step.after)(filled_up(array, step.before, mesh, step.after))
     summed = cut_to(summed, (*summed.shape[: len(step.after.partial) and 1], *array.shape[1:]))
     return jax.lax.with_sharding_constraint(summed, named_sharding(step.after, mesh))
 
@@ -381,8 +365,7 @@ def exchanged(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
     local = functools.partial(
         jax.lax.all_to_all, axis_name=names, split_axis=first + grown, concat_axis=first + shrunk, tiled=True
     )
-    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+    return on_parts(local, mesh, [step.before], step.after)(array)
 
 
 # Rows looked up in a table whose rows are split: each device finds those that it has, and zeros in place of others.
@@ -637,10 +620,7 @@ class Emitter:
                 out = jax.lax.psum(out, tuple(names[a] for a in instruction.reduced))
             return out[None] if result.partial else out
 
-        in_specs = tuple(partition_spec(layout, names) for layout in strategy.operands)
-        out_spec = partition_spec(result, names)
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
-        return [run(*operands)]
+        return [on_parts(local, self.mesh, strategy.operands, result)(*operands)]
 
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""
@@ -655,14 +635,11 @@ class Emitter:
                 axes[letter] = tuple(self.mesh.axis_names[a] for a in on)
         places = ring.Places(axes=axes, sizes=dict(self.mesh.shape))
         library = library_on(self.mesh.devices.flat[0])
-        run = jax.shard_map(
-            lambda *parts: execute.run(form, gradients, places, parts, library),
-            mesh=self.mesh,
-            in_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.operands),
-            out_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.results),
-            check_vma=False,
-        )
-        return list(run(*operands))
+
+        def local(*parts: Any) -> tuple[Any, ...]:
+            return execute.run(form, gradients, places, parts, library)
+
+        return list(on_parts(local, self.mesh, strategy.operands, strategy.results)(*operands))
 
     # The memory of the host
 
