@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -191,27 +191,6 @@ def _start_of_error(ended: Ended) -> int | None:
 
 MOST_KEPT_LINES = 400  # of the end of each process's output: where its error is looked for
 MOST_LINE_BYTES = 1 << 16  # a longer line is written in parts, so that no process fills the launcher's memory
-_READ_BYTES = 1 << 16
-
-
-class LineSplitter:
-    """Splits what arrives in pieces into lines, without their ends."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def lines(self, data: bytes) -> Iterator[bytes]:
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        yield from whole
-        while len(self._rest) > MOST_LINE_BYTES:
-            yield self._rest[:MOST_LINE_BYTES]
-            self._rest = self._rest[MOST_LINE_BYTES:]
-
-    def end(self) -> Iterator[bytes]:
-        """The last line, where it has no end."""
-        if self._rest:
-            yield self._rest
-        self._rest = b""
 
 
 def tagged(process: int, line: bytes) -> bytes:
@@ -268,17 +247,12 @@ class OutputOfProcess:
         return tuple(self._kept)
 
     def _follow(self, end: IO[bytes], to: int) -> None:
-        splitter = LineSplitter()
         with end:
-            while data := os.read(end.fileno(), _READ_BYTES):
-                self._take(to, splitter.lines(data))
-        self._take(to, splitter.end())
-
-    def _take(self, to: int, lines: Iterator[bytes]) -> None:
-        for line in lines:
-            if to == 2:
-                self._kept.append((time.monotonic(), line.decode(errors="replace")))
-            self._tagger.write(to, self._process, line)
+            while line := end.readline(MOST_LINE_BYTES):
+                line = line.removesuffix(b"\n")
+                if to == 2:
+                    self._kept.append((time.monotonic(), line.decode(errors="replace")))
+                self._tagger.write(to, self._process, line)
 
 
 # One process that the launcher started: it ends when the launcher does, whatever ends that.
