@@ -372,36 +372,26 @@ class Ending:
     number: int = 0  # of the signal that somebody sent
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """From SIGTERM to SIGKILL, and how long a process may be stopped; 0: for ever."""
-
-    grace_s: float
-    stopped_after_s: float
-
-
 class OneStart:
-    """The processes of one start. `signals` are those that the launcher has got, oldest first."""
+    """The processes of one start."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        first_process: int,
-        folder: Path,
-        limits: Limits,
-        tagger: Tagger,
-    ) -> None:
-        self._folder, self._tagger = folder, tagger
-        self._grace_s, self._stopped_after_s = limits.grace_s, limits.stopped_after_s
+    def __init__(self, options: Options, placement: Placement, folder: Path, tagger: Tagger) -> None:
+        self._folder, self._tagger, self._grace_s = folder, tagger, options.grace_s
+        self._stopped_after_s = 0.0 if options.stuck_after_s == 0 else STOPPED_AFTER_S
         self._ending: Ending | None = None
+        around = dict(os.environ)
+        if options.stuck_after_s is not None:
+            around[STUCK_AFTER_S] = str(options.stuck_after_s)
         self._running = [
-            ChildProcess(first_process + i, command, environment, tagger) for i, environment in enumerate(environments)
+            ChildProcess(placement.first_process + i, options.command, environment, tagger)
+            for i, environment in enumerate(environments(placement, options.devices_per_process, folder, around))
         ]
         self.ended: dict[int, Ended] = {}
 
     def run(self, signals: deque[signal.Signals], asked_to_end: Callable[[], str | None]) -> Outcome:
-        """Returns when all processes have ended. `asked_to_end` says why they should, and start in another number."""
+        """Returns when all processes have ended. `signals` are those that the launcher has got, oldest first;
+        `asked_to_end` says why they should, and start in another number.
+        """
         count, looked_s = len(self._running), time.monotonic()
         while self._running:
             now = time.monotonic()
@@ -649,20 +639,8 @@ def _hosts(options: Options, tagger: Tagger) -> Hosts:
 def _start(
     options: Options, placement: Placement, hosts: Hosts, tagger: Tagger, signals: deque[signal.Signals]
 ) -> Outcome:
-    environment = dict(os.environ)
-    if options.stuck_after_s is not None:
-        environment[STUCK_AFTER_S] = str(options.stuck_after_s)
-    stopped_after_s = 0.0 if options.stuck_after_s == 0 else STOPPED_AFTER_S
-    limits = Limits(grace_s=options.grace_s, stopped_after_s=stopped_after_s)
     with tempfile.TemporaryDirectory(prefix="autopar-launch-", ignore_cleanup_errors=True) as folder:
-        start = OneStart(
-            options.command,
-            environments(placement, options.devices_per_process, Path(folder), environment),
-            placement.first_process,
-            Path(folder),
-            limits,
-            tagger,
-        )
+        start = OneStart(options, placement, Path(folder), tagger)
         outcome = start.run(signals, hosts.asked_to_end)
     error = first_error(list(start.ended.values()))
     if error is not None and outcome.stop is Stop.FAILED:
